@@ -1,0 +1,110 @@
+"""Layers whose forward `kernels` binds to the norms of transformers. They read the members of the norm they replace.
+
+Each returns the dtype that transformers' own forward returns. ``eps`` is ``variance_epsilon`` or ``eps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .functional import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        return rms_norm(hidden_states.to(dtype), self.weight, _eps(self))
+
+
+class RMSNormCastLast(nn.Module):
+    """``(weight * x_normed).to(x.dtype)``, as in Olmo 2 and Gemma 4. Reads ``weight``, which may be absent, and eps."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, getattr(self, "weight", None), _eps(self))
+
+
+class RMSNormZeroCentered(nn.Module):
+    """``((1 + weight) * x_normed).to(x.dtype)`` with the sum in float32, as in Gemma. Reads ``weight`` and eps."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, 1.0 + self.weight.float(), _eps(self))
+
+
+class RMSNormWeightless(nn.Module):
+    """``x_normed.to(x.dtype)``, as in NanoChat. Reads eps."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, None, _eps(self))
+
+
+class T5LayerNorm(nn.Module):
+    """``weight * x_normed`` in the dtype of the weight, as in T5. Reads ``weight`` and eps."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        return rms_norm(hidden_states.to(dtype), self.weight, _eps(self)).to(self.weight.dtype)
+
+
+class RMSNormGated(nn.Module):
+    """``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as in Qwen3-Next: the norm, then the gate.
+
+    Reads ``weight``, eps and ``activation``: "silu", the default, or "sigmoid".
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        normed = rms_norm(hidden_states.float(), self.weight, _eps(self))
+        if gate is not None:
+            normed = normed * _activation(self)(gate.float())
+        return normed.to(hidden_states.dtype)
+
+
+class MambaRMSNormGated(nn.Module):
+    """``weight * norm(x * silu(gate))`` in float32, as in Mamba 2: the gate, then the norm.
+
+    Reads ``weight`` and eps.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = hidden_states.float()
+        if gate is not None:
+            x = x * F.silu(gate.float())
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        return rms_norm(x, self.weight, _eps(self)).to(dtype)
+
+
+def _eps(module: nn.Module) -> float:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    name = getattr(module, "activation", "silu")
+    if name not in ("silu", "swish", "sigmoid"):
+        raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
+    return torch.sigmoid if name == "sigmoid" else F.silu

@@ -1,0 +1,34 @@
+"""Fused kernels for Huawei Ascend NPUs in Hugging Face transformers.
+
+``kernels_ext_npu.register()`` once; from then on ``from_pretrained(..., device_map="npu", use_kernels=True)`` swaps
+the kernels in, ``report(model)`` says what was swapped and what was not, and why.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.environment import UnsupportedEnvironmentError
+    from kernels_ext_npu.registration import register, unregister
+    from kernels_ext_npu.reporting import Report, Row, report
+    from kernels_ext_npu.swapping import kernelize, restore
+
+__all__ = ["Report", "Row", "UnsupportedEnvironmentError", "kernelize", "register", "report", "restore", "unregister"]
+
+# Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
+_MODULES = {
+    "Report": "reporting",
+    "Row": "reporting",
+    "UnsupportedEnvironmentError": "environment",
+    "kernelize": "swapping",
+    "register": "registration",
+    "report": "reporting",
+    "restore": "swapping",
+    "unregister": "registration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,91 @@
+"""What has to be true of a machine before kernels can be swapped in, and what to do where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+# The ranges that the tests ran with; transformers itself takes one minor release of kernels at a time.
+TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.23"), "kernels": SpecifierSet(">=0.17.2,<0.18")}
+
+
+class UnsupportedEnvironmentError(RuntimeError):
+    """Kernels cannot be swapped in on this machine. The message says what to do."""
+
+
+def check() -> None:
+    """Raise UnsupportedEnvironmentError where kernels cannot work, warn where nobody has tried whether they do."""
+    for name, tested in TESTED.items():
+        found = _version(name)
+        if found is None:
+            raise UnsupportedEnvironmentError(f"{name} is not installed: pip install '{name}{tested}'")
+        if not tested.contains(found, prereleases=True):
+            warnings.warn(f"kernels-ext-npu was tested with {name} {tested}, found {found}", stacklevel=3)
+    _check_transformers_accepts_kernels()
+    if importlib.util.find_spec("torch_npu") is None:
+        raise UnsupportedEnvironmentError(
+            "torch_npu is not installed. On a machine with an Ascend device install the release that fits torch and "
+            f"CANN, for torch {_version('torch')}: pip install --no-deps torch_npu. Without a device do the same, and "
+            "`import softnpu` before torch."
+        )
+    _check_cann()
+
+
+def _check_transformers_accepts_kernels() -> None:
+    from transformers.integrations import hub_kernels
+    from transformers.utils import import_utils
+
+    if not import_utils.is_kernels_available():
+        lowest = getattr(import_utils, "KERNELS_MIN_VERSION", "?")
+        beyond = getattr(import_utils, "KERNELS_MAX_VERSION", "?")
+        raise UnsupportedEnvironmentError(
+            f"transformers {_version('transformers')} takes kernels >= {lowest}, < {beyond} and ignores the installed "
+            f"{_version('kernels')}: pip install 'kernels>={lowest},<{beyond}'"
+        )
+    if not hasattr(hub_kernels, "get_kernel_mapping_transformers"):
+        raise UnsupportedEnvironmentError(
+            f"transformers {_version('transformers')} has another kernel mapping than the one kernels-ext-npu knows: "
+            f"pip install 'transformers{TESTED['transformers']}'"
+        )
+    if not hub_kernels._kernels_enabled:
+        raise UnsupportedEnvironmentError(
+            "transformers has its kernels switched off by the environment variable USE_HUB_KERNELS: unset it, or set "
+            "it to YES, before transformers is imported"
+        )
+
+
+def _check_cann() -> None:
+    """`kernels` takes the first and the third character of CANN's version for major and minor."""
+    try:
+        from torch_npu.utils.collect_env import get_cann_version
+    except Exception as error:  # the runtime libraries of CANN are missing, or torch is not a CPU build
+        raise UnsupportedEnvironmentError(
+            f"torch_npu cannot be imported: {str(error).splitlines()[0]}\nOn a machine with an Ascend device run "
+            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` before Python; without one put `import softnpu` on "
+            "the first line of the program."
+        ) from error
+    found = get_cann_version()
+    if re.match(r"\d\.\d", found):
+        return
+    if re.match(r"\d\d", found):
+        raise UnsupportedEnvironmentError(
+            f"kernels {_version('kernels')} cannot read the version of CANN {found}: it expects one digit before the "
+            "dot, and would end in InvalidVersion. Use CANN 8 or 9, or a release of kernels that can."
+        )
+    raise UnsupportedEnvironmentError(
+        f"torch_npu reports CANN's version as {found!r}, and kernels cannot choose a variant without one: loading a "
+        "kernel would end in InvalidVersion. The version is read from ascend_*_install.info below "
+        "$ASCEND_HOME_PATH: run `source /usr/local/Ascend/ascend-toolkit/set_env.sh` (from CANN 8.5 on "
+        "/usr/local/Ascend/cann/set_env.sh) before Python."
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,98 @@
+"""Marks the classes of a model for `kernels`: which layer takes their place, and on which instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.references import REFERENCES
+
+ABSENT = object()
+LAYERS = {reference.layer: reference.repository for reference in REFERENCES}
+
+
+class Marks:
+    """The marks on classes, and what was there before."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[type, str, Any]] = []
+        self._seen: set[type] = set()
+
+    def mark(self, model: nn.Module, mapping: dict[str, dict]) -> None:
+        """Mark every class of a model that a kernel serves, and unmark those whose mark promises what is not true."""
+        for cls in {type(module) for module in model.modules()} - self._seen:
+            self._seen.add(cls)
+            reference, marked = find_reference(cls), getattr(cls, "kernel_layer_name", None)
+            if reference is not None:
+                if marked is not None and marked != reference.layer:  # other devices keep the kernels they had
+                    mapping[reference.layer] = mapping.get(marked, {}) | mapping[reference.layer]
+                self._set(cls, "kernel_layer_name", reference.layer)
+            elif marked not in LAYERS:
+                continue
+            self._set(cls, "kernel_condition", staticmethod(_condition(getattr(cls, "kernel_condition", None), marked)))
+
+    def remove(self) -> None:
+        for cls, name, value in reversed(self._before):
+            if value is ABSENT:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, value)
+        self._before.clear()
+        self._seen.clear()
+
+    def _set(self, cls: type, name: str, value: Any) -> None:
+        self._before.append((cls, name, vars(cls).get(name, ABSENT)))
+        setattr(cls, name, value)
+
+
+def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Module], bool]:
+    """On the NPU our own; elsewhere what transformers had, which is nothing for a class that it did not mark."""
+
+    def condition(module: nn.Module) -> bool:
+        if _device(module) not in ("npu", None):
+            return marked is not None and (before is None or before(module))
+        return refusal(module) is None
+
+    return condition
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why no kernel can take the place of a module's forward; None if one can."""
+    reference = find_reference(type(module))
+    if reference is None:
+        return "no kernel computes what its forward computes"
+    if _device(module) not in ("npu", None):
+        return f"it is on {_device(module)}: load with device_map='npu', or move the model and call kernelize(model)"
+    if wrapper(module) is not None:
+        return f"another library has wrapped its forward ({wrapper(module)}), and the wrapper must stay"
+    return reference.refuse(module)
+
+
+def wrapper(module: nn.Module) -> str | None:
+    """The name of what was put over a module's forward by somebody other than `kernels`."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return None
+    own = isinstance(forward, MethodType) and forward.__self__ is module
+    if own and (forward.__func__ is type(module).forward or kernel_name(forward.__func__) is not None):
+        return None
+    return str(getattr(forward, "__qualname__", type(forward).__name__))
+
+
+def kernel_name(forward: Callable | None) -> str | None:
+    """The name of the kernel that a forward function was loaded from by `kernels`."""
+    from kernels import get_loaded_kernels
+
+    if not isinstance(forward, FunctionType):
+        return None
+    package = forward.__module__.partition(".")[0]
+    return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
+
+
+def _device(module: nn.Module) -> str | None:
+    tensor = next(module.parameters(), next(module.buffers(), None))
+    return None if tensor is None else tensor.device.type

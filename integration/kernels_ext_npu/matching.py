@@ -1,0 +1,125 @@
+"""Which classes compute what: the syntax tree of a forward against the references.
+
+Compared is the forward together with the methods of the class and the functions of its file that it calls, after
+docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
+operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
+wrapper does is not in the tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FunctionType, ModuleType
+
+from torch import nn
+
+from kernels_ext_npu.references import REFERENCES, Reference
+
+_found: dict[type, Reference | None] = {}
+
+
+def find_reference(cls: type) -> Reference | None:
+    """The reference that computes what ``cls`` computes, or None."""
+    if cls not in _found:
+        _found[cls] = _patterns().get(fingerprint(cls))
+    return _found[cls]
+
+
+@cache
+def _patterns() -> dict[str | None, Reference]:
+    return {fingerprint(reference.module): reference for reference in REFERENCES}
+
+
+def fingerprint(cls: type) -> str | None:
+    """Equal for classes whose forwards do the same in the same words; None if the source cannot be read."""
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType):
+        return None
+    trees = []
+    functions = [("forward", forward)]
+    for name, function in functions:  # grows while it runs
+        tree = _tree(function)
+        if tree is None:
+            return None
+        known = {name for name, _ in functions}
+        functions += [(n, f) for n, f in _called(tree, cls, function) if n not in known]
+        _Normalised().visit(tree)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys()
+        objects = [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names)]
+        trees.append(f"{name}: {ast.dump(tree)} {objects}")
+    return "\n".join(trees)
+
+
+def _tree(function: FunctionType) -> ast.FunctionDef | None:
+    if hasattr(function, "__wrapped__"):
+        return None
+    try:
+        source = inspect.getsource(function)
+        (tree,) = ast.parse(textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # no source file, or not one function
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) and not tree.decorator_list else None
+
+
+def _describe(value: object, user: FunctionType) -> str:
+    """Tells objects apart that go by the same name in two files."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, FunctionType):  # those of the same file are compared themselves
+        return "here" if value.__module__ == user.__module__ else f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _called(tree: ast.FunctionDef, cls: type, function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of the class and the functions of the same file that a function calls."""
+    receiver = tree.args.args[0].arg if tree.args.args else None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        callee: Callable | None = None
+        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            name = node.func.attr
+            if node.func.value.id == receiver and name not in vars(nn.Module):
+                callee = inspect.getattr_static(cls, name, None)
+        elif isinstance(node.func, ast.Name):
+            name = node.func.id
+            callee = function.__globals__.get(name)
+        if isinstance(callee, FunctionType) and callee.__module__ == function.__module__:
+            yield name, callee
+
+
+class _Normalised(ast.NodeTransformer):
+    """Parameters and local variables become numbers in the order in which they appear; the rest stays."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments += [argument for argument in (node.args.vararg, node.args.kwarg) if argument]
+        stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        self.locals = {argument.arg for argument in arguments} | stored
+        self.numbers: dict[str, str] = {}
+        node.name, node.decorator_list, node.returns = "_", [], None
+        if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
+            node.body = node.body[1:]
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.arg, node.annotation = self._number(node.arg), None
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        if node.id in self.locals:
+            node.id = self._number(node.id)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return self.generic_visit(node)
+        return self.generic_visit(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+    def _number(self, name: str) -> str:
+        return self.numbers.setdefault(name, str(len(self.numbers)))

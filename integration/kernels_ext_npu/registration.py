@@ -1,0 +1,134 @@
+"""Puts our kernels into transformers' mapping, and takes them out again."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kernels_ext_npu import environment, sources
+from kernels_ext_npu.marking import ABSENT, LAYERS, Marks
+
+
+@dataclass
+class Registration:
+    """What register() changed."""
+
+    strict: bool
+    entries: dict[str, Any] = field(default_factory=dict)  # layer -> the table's entry before
+    marks: Marks = field(default_factory=Marks)
+
+
+current: Registration | None = None
+
+
+def register(source: str | Path = "bundled", strict: bool = False) -> None:
+    """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
+
+    Args:
+        source: "bundled" for the copies in this package, without any network; "hub" for the repositories
+            kernels-ext-npu/* on the Hub; or the path of a clone of the project.
+        strict: raise if a norm of a model keeps its own forward, instead of only reporting it.
+
+    Raises:
+        UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
+        FileNotFoundError: the source holds no kernels.
+    """
+    global current
+    environment.check()
+    sources.check(source, set(LAYERS.values()))
+    unregister()
+    current = Registration(strict)
+    table = _table()
+    for layer, repository in LAYERS.items():
+        current.entries[layer] = dict(table[layer]) if layer in table else ABSENT
+        table[layer] = table.get(layer, {}) | {"npu": sources.layer_source(source, repository, layer)}
+    _wrap_set_use_kernels()
+
+
+def unregister() -> None:
+    """Leave transformers as it was. Models that are swapped already keep their kernels until restore(model)."""
+    global current
+    if current is None:
+        return
+    registration, current = current, None
+    registration.marks.remove()
+    table, loaded = _table(), _loaded_mapping()
+    for layer, entry in registration.entries.items():
+        loaded.pop(layer, None)  # transformers fills it from its table at the next load
+        if entry is ABSENT:
+            table.pop(layer, None)
+        else:
+            table[layer] = entry
+    _unwrap_set_use_kernels()
+
+
+def prepare(model: nn.Module) -> None:
+    """Mark the classes of a model that is about to be kernelized."""
+    assert current is not None
+    current.marks.mark(model, _table())
+
+
+def finish(model: nn.Module) -> None:
+    """After a model was kernelized: with strict, raise if a norm was left as it was."""
+    from kernels_ext_npu.reporting import report
+
+    if current is None or not current.strict:
+        return
+    kept = [row for row in report(model) if not row.swapped and row.is_candidate]
+    if kept:
+        lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:20])
+        more = f"\n  and {len(kept) - 20} more" if len(kept) > 20 else ""
+        raise RuntimeError(f"register(strict=True): {len(kept)} norms keep their own forward\n{lines}{more}")
+
+
+def _table() -> dict[str, dict]:
+    """transformers' own table: what is written there wins over every later registration."""
+    from transformers.integrations import hub_kernels
+
+    return hub_kernels.get_kernel_mapping_transformers()
+
+
+def _loaded_mapping() -> dict[str, Any]:
+    """What `kernels` was given from the table."""
+    from kernels.layer.globals import _KERNEL_MAPPING
+
+    return _KERNEL_MAPPING.get()
+
+
+def _wrap_set_use_kernels() -> None:
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.set_use_kernels
+
+    @functools.wraps(original)
+    def set_use_kernels(self: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        if not use_kernels or current is None:
+            original(self, use_kernels, *args, **kwargs)
+            return
+        if self.device.type != "npu":
+            warnings.warn(
+                f"use_kernels=True: {type(self).__name__} is on {self.device.type}, and kernels are swapped in for "
+                "models on the NPU. Load it with device_map='npu', or move it there and call "
+                "kernels_ext_npu.kernelize(model).",
+                stacklevel=2,
+            )
+        prepare(self)
+        original(self, use_kernels, *args, **kwargs)
+        finish(self)
+
+    set_use_kernels.kernels_ext_npu = original  # type: ignore[attr-defined]
+    PreTrainedModel.set_use_kernels = set_use_kernels  # type: ignore[method-assign]
+
+
+def _unwrap_set_use_kernels() -> None:
+    """Unless somebody else has wrapped it since: then ours stays below, without effect."""
+    from transformers import PreTrainedModel
+
+    original = getattr(PreTrainedModel.set_use_kernels, "kernels_ext_npu", None)
+    if original is not None:
+        PreTrainedModel.set_use_kernels = original  # type: ignore[method-assign]

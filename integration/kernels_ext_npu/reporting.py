@@ -1,0 +1,126 @@
+"""What was swapped in a model, and what was not, and why. Read from the model as it is, not from what was planned."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from types import MethodType
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from kernels_ext_npu import registration
+from kernels_ext_npu.marking import LAYERS, kernel_name, refusal
+from kernels_ext_npu.matching import find_reference
+
+# norms that are no RMS norms, so that no kernel could be missing for them
+OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module.
+
+    Attributes:
+        path: its name in the model.
+        class_name: its class.
+        kernel: the layer that serves it or would serve it, None if there is none.
+        swapped: whether the kernel's forward is in place.
+        reason: why not, None if it is.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm.
+    """
+
+    path: str
+    class_name: str
+    kernel: str | None
+    swapped: bool
+    reason: str | None
+    is_candidate: bool = True
+
+
+class Report:
+    """The rows of a model; ``print(report)`` shows them as a table in which equal layers share a line."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_json(self) -> str:
+        """A list of objects with path, class, kernel, swapped and reason."""
+        rows = []
+        for row in self.rows:
+            fields = asdict(row)
+            fields["class"] = fields.pop("class_name")
+            rows.append({key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")})
+        return json.dumps(rows, indent=2)
+
+    def __rich__(self) -> Table:
+        swapped = sum(row.swapped for row in self.rows)
+        table = Table(title=f"{swapped} of {len(self.rows)} norms swapped", title_justify="left")
+        table.add_column("module", overflow="fold")
+        table.add_column("count", justify="right")
+        for name in ("class", "kernel", "kept because"):
+            table.add_column(name, overflow="fold")
+        groups: dict[tuple, int] = {}
+        for row in self.rows:
+            path = re.sub(r"\b\d+\b", "*", row.path)
+            key = path, row.class_name, row.kernel if row.swapped else None, row.reason
+            groups[key] = groups.get(key, 0) + 1
+        for (path, class_name, kernel, reason), count in groups.items():
+            table.add_row(path, str(count), class_name, kernel or "-", reason or "")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+def report(model: nn.Module) -> Report:
+    """Every norm of a model: swapped, or kept and why."""
+    return Report([_row(path, module) for path, module in model.named_modules() if _is_norm(module)])
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if find_reference(type(module)) is not None:
+        return True
+    return "norm" in type(module).__name__.lower() and not any(module.children())
+
+
+def _row(path: str, module: nn.Module) -> Row:
+    class_name = type(module).__name__
+    candidate = not isinstance(module, OTHER_NORMS)
+    for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
+        bound = vars(module).get(name)
+        function = bound.__func__ if isinstance(bound, MethodType) else None
+        if function is not None and kernel_name(function) is not None:
+            layer = function.__qualname__.partition(".")[0]
+            if kernel_name(function) in _KERNEL_NAMES and layer in LAYERS:
+                return Row(path, class_name, layer, True, None)
+            reason = f"served by {layer} of the kernel {kernel_name(function)}, which is not ours"
+            return Row(path, class_name, None, False, reason, candidate)
+    reference = find_reference(type(module))
+    return Row(path, class_name, reference.layer if reference else None, False, _reason(module), candidate)
+
+
+def _reason(module: nn.Module) -> str:
+    if isinstance(module, OTHER_NORMS) and find_reference(type(module)) is None:
+        return "not an RMS norm"
+    reason = refusal(module)
+    if reason is not None:
+        return reason
+    if registration.current is None:
+        return "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"
+    return "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
+
+
+_KERNEL_NAMES = {repository.lower() for repository in LAYERS.values()}

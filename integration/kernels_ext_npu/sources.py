@@ -1,0 +1,51 @@
+"""Where the kernels come from: the copies in this package, a clone of the project, or the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+ORGANISATION = "kernels-ext-npu"
+VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
+
+
+class LayerSource(Protocol):
+    """What transformers' mapping holds: loads a layer of a kernel repository."""
+
+    def load(self) -> type[nn.Module]: ...
+
+
+def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource:
+    """The entry of the mapping for a layer of a kernel repository.
+
+    Args:
+        source: "bundled", "hub", or the path of a clone of the project.
+    """
+    from kernels import LayerRepository, LocalLayerRepository
+
+    if source == "hub":
+        name = f"{ORGANISATION}/{repository}"
+        return LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
+    root = _bundled() if source == "bundled" else Path(source).expanduser().resolve()
+    return LocalLayerRepository(root / repository, layer_name=layer)
+
+
+def check(source: str | Path, repositories: set[str]) -> None:
+    """Raise if a source cannot hold the repositories; the Hub is asked when a kernel is loaded."""
+    if source == "hub":
+        return
+    root = _bundled() if source == "bundled" else Path(source).expanduser()
+    missing = [name for name in sorted(repositories) if not (root / name / "build").is_dir()]
+    if missing:
+        raise FileNotFoundError(
+            f"register(source={str(source)!r}): {root} has no {', '.join(f'{name}/build' for name in missing)}. "
+            'A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
+        )
+
+
+def _bundled() -> Path:
+    """Inside the installed package; in a clone, beside the repositories that the package is built from."""
+    package = Path(__file__).parent
+    return package / "bundled" if (package / "bundled").is_dir() else package.parent.parent

@@ -1,0 +1,81 @@
+"""Swaps kernels into a model that is already loaded, and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+
+from kernels_ext_npu import registration
+from kernels_ext_npu.marking import kernel_name
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def kernelize(model: Model, mode: Mode | None = None) -> Model:
+    """Swap the kernels into a model on the NPU. Registers the bundled kernels if none are registered.
+
+    Args:
+        model: a transformers model, or any module that contains one.
+        mode: a ``kernels.Mode``; by default training or inference, as the model is.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: no part of the model is on the NPU.
+    """
+    import kernels
+    from transformers.integrations import hub_kernels
+
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if "npu" not in devices:
+        raise ValueError(
+            f"kernelize: the model is on {', '.join(sorted(devices)) or 'no device'}; move it first: model.to('npu')"
+        )
+    if registration.current is None:
+        registration.register()
+    registration.prepare(model)
+    hub_kernels.register_kernel_mapping_transformers()
+    if mode is None:
+        mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
+    kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
+    for pretrained in _pretrained(model):
+        vars(pretrained)["_use_kernels"] = True
+    registration.finish(model)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Put the original forwards back; the model stays as it is through later ``train()`` and ``eval()``.
+
+    Returns:
+        The model itself.
+    """
+    for module in model.modules():
+        for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
+            bound = vars(module).get(name)
+            if isinstance(bound, MethodType) and kernel_name(bound.__func__) is not None:
+                if name == "forward":
+                    del module.forward
+                else:
+                    vars(module)[name] = MethodType(type(module).forward, module)
+    for pretrained in _pretrained(model):
+        vars(pretrained)["_use_kernels"] = False
+    return model
+
+
+def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost transformers models in a module: they swap kernels again when the mode changes."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _pretrained(child)

@@ -1,0 +1,137 @@
+"""Build the variants of the kernel repositories: ``python scripts/build.py [RMSNorm ...] [--check]``.
+
+A variant holds the source of ``<Repository>/torch-ext``, a shim for loaders that look for a package named like the
+repository, and its ``metadata.json``. The same source gives the same bytes, on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+NOARCH = ("torch-npu", "torch-universal")
+
+SHIM = '''"""For loaders that expect a package named like the repository: the same module under that name."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_variant = Path(__file__).parent.parent
+_spec = importlib.util.spec_from_file_location(
+    __name__, _variant / "__init__.py", submodule_search_locations=[str(_variant)]
+)
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[__name__] = _module
+_spec.loader.exec_module(_module)
+globals().update(vars(_module))
+'''
+
+
+def repositories(root: Path = ROOT) -> list[Path]:
+    """The kernel repositories of a clone."""
+    return sorted(path.parent for path in root.glob("*/build.toml"))
+
+
+def variants(root: Path = ROOT) -> dict[str, list[str]]:
+    """The strict variants, each with the torch_npu releases whose schemas it promises to fit."""
+    tables = tomllib.loads((root / "variants.toml").read_text())
+    return {name: table["torch_npu"] for name, table in tables.items()}
+
+
+def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
+    """What ``<repository>/build`` has to hold: path below it -> content."""
+    general = tomllib.loads((repository / "build.toml").read_text())["general"]
+    package = repository / "torch-ext" / general["name"].replace("-", "_")
+    source = {str(path.relative_to(package)): path.read_bytes() for path in sorted(package.rglob("*.py"))}
+    source[f"{repository.name}/__init__.py"] = SHIM.encode()
+    tree = {}
+    for variant in (*NOARCH, *variants(root)):
+        tree |= {f"{variant}/{path}": content for path, content in source.items()}
+        tree[f"{variant}/metadata.json"] = _metadata(repository.name, variant, general, source)
+    return dict(sorted(tree.items()))
+
+
+def differences(repository: Path, root: Path = ROOT) -> list[str]:
+    """How the committed build differs from what the source gives, a line a file; empty where it is fresh."""
+    build, expected = repository / "build", render(repository, root)
+    found = {
+        str(path.relative_to(build)): path.read_bytes()
+        for path in build.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    missing = [f"missing: {path}" for path in expected.keys() - found.keys()]
+    extra = [f"not built from the source: {path}" for path in found.keys() - expected.keys()]
+    changed = [f"differs: {path}" for path in expected.keys() & found.keys() if expected[path] != found[path]]
+    return sorted(missing + extra + changed)
+
+
+def build(repository: Path, root: Path = ROOT) -> None:
+    """Replace ``<repository>/build``, all of it or nothing."""
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=repository) as folder:
+        fresh = Path(folder) / "fresh"
+        for path, content in render(repository, root).items():
+            target = fresh / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        if (repository / "build").exists():
+            (repository / "build").rename(Path(folder) / "old")
+        fresh.rename(repository / "build")
+
+
+def _metadata(repository: str, variant: str, general: dict, source: dict[str, bytes]) -> bytes:
+    digests = {path: hashlib.sha256(content).digest() for path, content in sorted(source.items())}
+    # The id becomes the name of the loaded module: two equal ones would share their submodules.
+    content = hashlib.sha256(json.dumps([repository, variant, general["version"]]).encode())
+    for path, digest in digests.items():
+        content.update(path.encode() + b"\0" + digest)
+    name = general["name"].replace("-", "_")
+    metadata = {
+        "name": general["name"],
+        "id": f"_{name}_v{general['version']}_{variant.replace('-', '_')}_{content.hexdigest()[:12]}",
+        "version": general["version"],
+        "license": general["license"],
+        "python-depends": [],
+        "backend": {"type": "cann"},
+        "digest": {
+            "algorithm": "sha256",
+            "files": {path: base64.b64encode(digest).decode() for path, digest in digests.items()},
+        },
+    }
+    return (json.dumps(metadata, indent=2) + "\n").encode()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("repository", nargs="*", help="kernel repositories to build, by default all")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a build is stale")
+    options = parser.parse_args(arguments)
+    known = {path.name: path for path in repositories()}
+    unknown = [name for name in options.repository if name not in known]
+    if unknown:
+        parser.error(f"no kernel repository called {', '.join(unknown)}; there are {', '.join(known)}")
+    stale = False
+    for name in options.repository or known:
+        if options.check:
+            lines = differences(known[name])
+            stale |= bool(lines)
+            print("\n  ".join([f"{name}: {'stale, run python scripts/build.py' if lines else 'fresh'}", *lines]))
+        else:
+            build(known[name])
+            print(f"{name}: built {', '.join((*NOARCH, *variants()))}")
+    return int(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""A software Ascend device: the real torch_npu wheel, on a machine without CANN or an NPU.
+
+``import softnpu`` before torch; afterwards ``torch.device("npu")`` works, with torch_npu's own schemas, allocator,
+streams, autograd formulas and meta kernels, while the operators run on the host. On a machine with an Ascend
+device the import changes nothing.
+
+It computes what the sources of the operators say and refuses what the device refuses. It says nothing about time.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from softnpu import runtime
+from softnpu.counting import counters, reset_counters
+
+_software = not runtime.real_device()
+
+if _software:
+    runtime.refuse_late_import()
+    _library = runtime.load()
+    try:
+        import torch_npu  # noqa: F401  and torch with it
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"softnpu runs the real torch_npu wheel, but {error.name} is not installed: "
+            "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, "
+            "then pip install --no-deps torch_npu==2.13.0 and pip install numpy pyyaml"
+        ) from error
+
+    from softnpu import aten, counting, formulas
+
+    counting.attach(_library)
+    aten.install()
+    formulas.install()
+
+__all__ = ["counters", "is_software", "poisoned_memory", "reset_counters"]
+
+
+def is_software() -> bool:
+    """True where the software device serves as ``npu``; False where a real one does and softnpu changes nothing."""
+    return _software
+
+
+def poisoned_memory() -> AbstractContextManager[None]:
+    """A context in which fresh device memory holds NaN, so that reading what nobody wrote is seen.
+
+    Without effect on a real device.
+    """
+    if not _software:
+        return nullcontext()
+    from softnpu import poison
+
+    return poison.poisoned_memory()

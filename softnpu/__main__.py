@@ -1,0 +1,29 @@
+"""``python -m softnpu script.py ...`` or ``python -m softnpu -m package ...``: run a program on the software device."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import softnpu  # noqa: F401  before the program imports torch
+
+USAGE = "usage: python -m softnpu (script.py | -m module) [arguments]"
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1:] == ["-m"] or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit(USAGE)
+    if sys.argv[1] == "-m":
+        sys.argv = sys.argv[2:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    script = Path(sys.argv[1])
+    if not script.exists():
+        raise SystemExit(f"softnpu: there is no {script}\n{USAGE}")
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+/* A host-memory stand-in for the Ascend runtime libraries that torch_npu links against.
+ *
+ * Device memory is host memory, streams are synchronous, events are timestamps. Entry points that would launch
+ * a device kernel return an error, so that an operator without a host implementation raises instead of
+ * returning garbage. softnpu/runtime.py builds this file once and gives it all the names torch_npu asks for. */
+#define _GNU_SOURCE
+#include <malloc.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef int aclError;
+enum { ACL_SUCCESS = 0, ACL_ERROR_RT_MEMORY_ALLOCATION = 207001, ACL_ERROR_FAILURE = 500000 };
+enum { MEMCPY_DEVICE_TO_HOST = 2 };
+enum { STREAM_COMPLETE = 0, EVENT_COMPLETE = 1, WAIT_COMPLETE = 0 };
+
+#define MAX_DEVICES 64
+#define DEVICE_MEMORY (64ull << 30) /* bytes a device, as on Atlas 800T A2 */
+
+static __thread int device = 0;
+static __thread void *context = (void *)0x1000;
+static uint64_t in_use[MAX_DEVICES];
+static uint64_t device_to_host_copies, stream_syncs;
+
+#define COUNT(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
+
+/* device and context */
+aclError aclInit(const char *config) { return ACL_SUCCESS; }
+aclError aclFinalize(void) { return ACL_SUCCESS; }
+aclError aclrtSetDevice(int id) {
+    device = id;
+    context = (void *)(uintptr_t)(0x1000 + id);
+    return ACL_SUCCESS;
+}
+aclError aclrtGetDevice(int *id) { *id = device; return ACL_SUCCESS; }
+aclError aclrtResetDevice(int id) { return ACL_SUCCESS; }
+aclError aclrtGetDeviceCount(uint32_t *n) {
+    const char *s = getenv("SOFTNPU_DEVICES");
+    int count = s ? atoi(s) : 1;
+    *n = count < 1 ? 1 : count > MAX_DEVICES ? MAX_DEVICES : count;
+    return ACL_SUCCESS;
+}
+aclError aclrtGetCurrentContext(void **c) { *c = context; return ACL_SUCCESS; }
+aclError aclrtSetCurrentContext(void *c) { context = c; return ACL_SUCCESS; }
+aclError aclrtDeviceCanAccessPeer(int *yes, int a, int b) { *yes = 0; return ACL_SUCCESS; }
+aclError aclrtDeviceGetBareTgid(int *pid) { *pid = getpid(); return ACL_SUCCESS; }
+const char *aclrtGetSocName(void) { return "Ascend910B1"; }
+aclError aclGetDeviceCapability(uint32_t d, int t, int64_t *v) { *v = 0; return ACL_SUCCESS; }
+aclError aclrtGetVersion(int *a, int *b, int *c) { *a = 1; *b = 8; *c = 0; return ACL_SUCCESS; }
+aclError aclrtGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
+aclError aclrtCtxGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
+const char *aclGetRecentErrMsg(void) { return "the software device has no kernel for this operator"; }
+size_t aclGetCompileoptSize(int opt) { return 16; }
+aclError aclGetCompileopt(int opt, char *value, size_t size) { strncpy(value, "disable", size); return ACL_SUCCESS; }
+
+/* memory */
+aclError aclrtGetMemInfo(int kind, size_t *free_, size_t *total) {
+    *total = DEVICE_MEMORY;
+    *free_ = DEVICE_MEMORY - in_use[device];
+    return ACL_SUCCESS;
+}
+static aclError host_malloc(void **p, size_t n) {
+    return posix_memalign(p, 512, n ? n : 512) ? ACL_ERROR_RT_MEMORY_ALLOCATION : ACL_SUCCESS;
+}
+/* A block remembers its device and size in the 512 bytes before it. */
+struct block { uint64_t size; int device; };
+aclError aclrtMalloc(void **p, size_t n, int policy) {
+    char *start;
+    if (n > DEVICE_MEMORY - in_use[device] || host_malloc((void **)&start, n + 512)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    *(struct block *)start = (struct block){n, device};
+    __atomic_fetch_add(&in_use[device], n, __ATOMIC_RELAXED);
+    *p = start + 512;
+    return ACL_SUCCESS;
+}
+aclError aclrtMallocAlign32(void **p, size_t n, int policy) { return aclrtMalloc(p, n, policy); }
+aclError aclrtMallocHost(void **p, size_t n) { return host_malloc(p, n); }
+aclError aclrtFree(void *p) {
+    if (!p) return ACL_SUCCESS;
+    char *start = (char *)p - 512;
+    struct block *b = (struct block *)start;
+    __atomic_fetch_sub(&in_use[b->device], b->size, __ATOMIC_RELAXED);
+    free(start);
+    return ACL_SUCCESS;
+}
+aclError aclrtFreeHost(void *p) { free(p); return ACL_SUCCESS; }
+aclError aclrtMemset(void *p, size_t max, int v, size_t n) { memset(p, v, n); return ACL_SUCCESS; }
+aclError aclrtMemsetAsync(void *p, size_t max, int v, size_t n, void *stream) { memset(p, v, n); return ACL_SUCCESS; }
+aclError aclrtMemcpy(void *d, size_t max, const void *s, size_t n, int kind) {
+    if (kind == MEMCPY_DEVICE_TO_HOST) COUNT(device_to_host_copies);
+    memmove(d, s, n);
+    return ACL_SUCCESS;
+}
+aclError aclrtMemcpyAsync(void *d, size_t max, const void *s, size_t n, int kind, void *stream) {
+    return aclrtMemcpy(d, max, s, n, kind);
+}
+
+/* streams and events */
+aclError aclrtCreateStream(void **s) { *s = malloc(8); return ACL_SUCCESS; }
+aclError aclrtCreateStreamWithConfig(void **s, uint32_t priority, uint32_t flag) { return aclrtCreateStream(s); }
+aclError aclrtDestroyStream(void *s) { free(s); return ACL_SUCCESS; }
+aclError aclrtDestroyStreamForce(void *s) { free(s); return ACL_SUCCESS; }
+aclError aclrtSynchronizeStream(void *s) { COUNT(stream_syncs); return ACL_SUCCESS; }
+aclError aclrtSynchronizeStreamWithTimeout(void *s, int ms) { return aclrtSynchronizeStream(s); }
+aclError aclrtSynchronizeDevice(void) { COUNT(stream_syncs); return ACL_SUCCESS; }
+aclError aclrtSynchronizeDeviceWithTimeout(int ms) { return aclrtSynchronizeDevice(); }
+aclError aclrtSynchronizeEvent(void *e) { COUNT(stream_syncs); return ACL_SUCCESS; }
+aclError aclrtStreamQuery(void *s, int *status) { *status = STREAM_COMPLETE; return ACL_SUCCESS; }
+aclError aclrtStreamWaitEvent(void *s, void *e) { return ACL_SUCCESS; }
+aclError aclrtCreateEventExWithFlag(void **e, uint32_t flag) { *e = calloc(1, sizeof(double)); return ACL_SUCCESS; }
+aclError aclrtCreateEventWithFlag(void **e, uint32_t flag) { return aclrtCreateEventExWithFlag(e, flag); }
+aclError aclrtDestroyEvent(void *e) { free(e); return ACL_SUCCESS; }
+aclError aclrtResetEvent(void *e, void *s) { return ACL_SUCCESS; }
+aclError aclrtQueryEventStatus(void *e, int *status) { *status = EVENT_COMPLETE; return ACL_SUCCESS; }
+aclError aclrtQueryEventWaitStatus(void *e, int *status) { *status = WAIT_COMPLETE; return ACL_SUCCESS; }
+aclError aclrtRecordEvent(void *e, void *s) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    *(double *)e = t.tv_sec * 1e3 + t.tv_nsec * 1e-6;
+    return ACL_SUCCESS;
+}
+aclError aclrtEventElapsedTime(float *ms, void *a, void *b) { *ms = *(double *)b - *(double *)a; return ACL_SUCCESS; }
+
+/* settings and reports that need no action */
+#define ACCEPT(name) aclError name(void) { return ACL_SUCCESS; }
+ACCEPT(aclAppLog) ACCEPT(aclSetCompileopt) ACCEPT(aclrtSetDeviceSatMode) ACCEPT(aclrtSetOpExecuteTimeOut)
+ACCEPT(aclrtSetSysParamOpt) ACCEPT(aclrtCtxSetSysParamOpt) ACCEPT(aclrtDeviceEnablePeerAccess) ACCEPT(aclrtProcessReport)
+ACCEPT(aclmdlInitDump) ACCEPT(aclmdlSetDump) ACCEPT(aclmdlFinalizeDump)
+ACCEPT(MsprofGetHashId) ACCEPT(MsprofRegisterCallback) ACCEPT(MsprofReportAdditionalInfo) ACCEPT(MsprofReportApi)
+ACCEPT(MsprofReportCompactInfo) ACCEPT(MsprofSysCycleTime) ACCEPT(rtDevBinaryRegister) ACCEPT(rtFunctionRegister)
+
+/* kernel launches and virtual memory: refused */
+#define REFUSE(name) aclError name(void) { return ACL_ERROR_FAILURE; }
+REFUSE(aclopCompileAndExecute) REFUSE(rtKernelLaunch) REFUSE(rtGetC2cCtrlAddr)
+REFUSE(aclrtBinaryGetFunction) REFUSE(aclrtBinaryLoadFromData) REFUSE(aclrtGetFunctionAddr)
+REFUSE(aclrtMallocPhysical) REFUSE(aclrtFreePhysical) REFUSE(aclrtMapMem) REFUSE(aclrtUnmapMem) REFUSE(aclrtReserveMemAddress)
+REFUSE(aclrtReleaseMemAddress) REFUSE(aclrtMemExportToShareableHandle) REFUSE(aclrtMemImportFromShareableHandle)
+REFUSE(aclrtMemSetPidToShareableHandle)
+
+/* descriptors of a kernel launch that is going to be refused */
+#define NO_OBJECT(name) void *name(void) { return NULL; }
+NO_OBJECT(aclCreateDataBuffer) NO_OBJECT(aclCreateTensorDesc) NO_OBJECT(aclopCreateAttr)
+ACCEPT(aclDestroyDataBuffer) ACCEPT(aclDestroyTensorDesc) ACCEPT(aclopDestroyAttr) ACCEPT(aclGetTensorDescDimV2)
+ACCEPT(aclGetTensorDescFormat) ACCEPT(aclGetTensorDescNumDims) ACCEPT(aclGetTensorDescType) ACCEPT(aclSetTensorDescName)
+ACCEPT(aclSetTensorFormat) ACCEPT(aclSetTensorPlaceMent) ACCEPT(aclSetTensorShape) ACCEPT(aclopSetAttrBool)
+ACCEPT(aclopSetAttrDataType) ACCEPT(aclopSetAttrFloat) ACCEPT(aclopSetAttrInt) ACCEPT(aclopSetAttrListBool)
+ACCEPT(aclopSetAttrListFloat) ACCEPT(aclopSetAttrListInt) ACCEPT(aclopSetAttrListListInt) ACCEPT(aclopSetAttrString)
+
+/* counters, read by softnpu/counting.py */
+uint64_t softnpu_device_to_host_copies(void) { return device_to_host_copies; }
+uint64_t softnpu_stream_syncs(void) { return stream_syncs; }

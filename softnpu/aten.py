@@ -1,0 +1,164 @@
+"""aten operators on the host: everything that torch_npu registers for the device, over the same bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, _AutoDispatchBelowAutograd
+
+from softnpu.aten_formulas import FORMULAS
+from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
+from softnpu.hosting import CROSS_DEVICE, HostCall, mixed_devices
+from softnpu.randomness import default_generator, host_generator
+
+aten = torch.library.Library("aten", "IMPL")
+
+# Allocation, storage and conversion stay with torch_npu: they move no data, or call operators that are ours.
+# So do all views, which the schema tells: their result aliases an argument that is not written to.
+NATIVE = {
+    "_pin_memory", "_to_copy", "as_strided_", "empty.memory_format", "empty_like", "empty_strided", "is_pinned",
+    "is_set_to", "new_empty_strided", "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage",
+    "set_.source_Storage_storage_offset", "set_.source_Tensor",
+}  # fmt: skip
+
+# torch_npu runs these from the autograd key with kernels of its own, which need CANN. torch's own take their place.
+DIRECT = {
+    "__ior__.Scalar", "conv_tbc_backward", "fill_diagonal_", "gru.input", "lstm.data", "lstm.input", "lstm_cell",
+    "max.out", "min.out", "multilabel_margin_loss", "multilabel_margin_loss.out", "nanmean.out", "one_hot", "slogdet",
+    "softmax.int",
+}  # fmt: skip
+
+# operators that take index, length or seed tensors of the CPU beside tensors of the device
+HOST_ARGUMENTS = {
+    "_index_put_impl_", "_pack_padded_sequence", "_unsafe_index", "_unsafe_index_put", "ctc_loss", "_ctc_loss",
+    "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
+} | CROSS_DEVICE  # fmt: skip
+
+# the result's shape depends on a mask among the indices, and only then on data
+MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"}
+
+
+def install() -> None:
+    """Replace torch_npu's kernels of aten operators."""
+    for name in _registered("PrivateUse1"):
+        op = _overload(name)
+        if op is not None and name not in NATIVE and not _is_view(op):
+            aten.impl(name, on_host(op), "PrivateUse1", allow_override=True)
+    for name in DIRECT & _registered("AutogradPrivateUse1"):
+        aten.impl(name, _torchs_own(_overload(name)), "AutogradPrivateUse1", allow_override=True)
+    for name, formula in FORMULAS.items():
+        aten.impl(name, on_host(_overload(name), formula), "PrivateUse1", allow_override=True)
+
+
+def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The device's kernel of ``op``: runs ``run_host``, by default ``op``, on CPU tensors over the same bytes."""
+    run_host = run_host or op
+    name = op._schema.name.partition("::")[2]
+    arguments = list(enumerate(op._schema.arguments))
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    outputs = [a.name for _, a in arguments if a.is_out]
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    generator_position = next((i for i, a in arguments if a.name == "generator"), None)
+    shape_needs_data = torch.Tag.dynamic_output_shape in op.tags and name not in MASKED
+    reads_data = torch.Tag.data_dependent_output in op.tags
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        count(name)
+        if shape_needs_data or reads_data or (name in MASKED and _has_mask(args[1])):
+            count_wait(copies=reads_data)
+        elif name == "copy_":
+            _count_copy(*args)
+        with _AutoDispatchBelowAutograd():
+            call = HostCall(name)
+            host_args = call.enter(args)
+            host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
+            if name not in HOST_ARGUMENTS:
+                _refuse_host_tensors(call, host_args, host_kwargs)
+            run = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
+            result = _run_resizing(call, run, host_args, host_kwargs, outputs)
+            for position, key in written:
+                value = host_args[position] if position < len(host_args) else host_kwargs.get(key)
+                for tensor in value if isinstance(value, list) else [value]:
+                    call.write_back(tensor)
+            return call.leave(result)
+
+    return kernel
+
+
+def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:
+    """Run with the bytes of the outputs; if one of them has to grow, with memory that can."""
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        if not outputs or "not resizable" not in str(error):
+            raise
+    for key in outputs:
+        host = kwargs[key]
+        if isinstance(host, torch.Tensor):
+            kwargs[key] = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
+            call.originals[id(kwargs[key])] = kwargs[key], call.originals[id(host)][1]
+    return run(*args, **kwargs)
+
+
+def _run_random(call: HostCall, run: Callable, position: int | None, /, *args: Any, **kwargs: Any) -> Any:
+    """Run with the numbers that the NPU generator stands for."""
+    arguments = list(args)
+    given = arguments[position] if position is not None and position < len(arguments) else kwargs.get("generator")
+    if given is not None and given.device.type != "npu":
+        raise RuntimeError(f"{call.name}: expected an npu generator, found one of {given.device}")
+    generator = host_generator(given, call.device)
+    if position is None:
+        with default_generator(generator):
+            return run(*arguments, **kwargs)
+    if position < len(arguments):
+        arguments[position] = generator
+    else:
+        kwargs = kwargs | {"generator": generator}
+    return run(*arguments, **kwargs)
+
+
+def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
+    """The device reads no memory of the host; only a scalar can be sent along."""
+    if not call.originals:
+        return
+    for value in [*args, *kwargs.values()]:
+        for tensor in value if isinstance(value, list) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and id(tensor) not in call.originals:
+                raise mixed_devices(call.name, call.device, tensor.device)
+
+
+def _torchs_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What other devices run for ``op`` under autograd: torch's formula, or its composition of other operators."""
+    formula = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd")
+    return functools.partial(op._op_dk, DispatchKey.Autograd if formula else DispatchKey.CompositeImplicitAutograd)
+
+
+def _registered(key: str) -> set[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def _overload(name: str) -> Any:
+    """The operator of that name; None for the names that torch_npu registers and aten does not have."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+
+
+def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """The host waits for what it copies from the device, unless it asked not to and the target can be written later."""
+    if target.device.type == "cpu" and source.device.type == "npu":
+        if non_blocking and target.is_pinned():
+            count(DEVICE_TO_HOST_COPIES)
+        else:
+            count_wait(copies=True)
+
+
+def _has_mask(indices: list[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)

@@ -1,0 +1,61 @@
+"""What a program made the device do: operator calls, and the points where the host waited for it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+STREAM_SYNCS = "stream_syncs"
+DEVICE_TO_HOST_COPIES = "device_to_host_copies"
+
+_calls: dict[str, int] = {}
+_lock = threading.Lock()  # backward runs in a thread of its own
+_runtime: ctypes.CDLL | None = None
+_runtime_start = {STREAM_SYNCS: 0, DEVICE_TO_HOST_COPIES: 0}
+
+
+def attach(runtime: ctypes.CDLL) -> None:
+    """Read the counters of the runtime library as well: torch_npu calls it directly."""
+    global _runtime
+    _runtime = runtime
+    for name in _runtime_start:
+        getattr(runtime, f"softnpu_{name}").restype = ctypes.c_uint64
+
+
+def count(name: str, calls: int = 1) -> None:
+    with _lock:
+        _calls[name] = _calls.get(name, 0) + calls
+
+
+def count_wait(copies: bool) -> None:
+    """The host waits for the device; with ``copies`` it also reads a value."""
+    count(STREAM_SYNCS)
+    if copies:
+        count(DEVICE_TO_HOST_COPIES)
+
+
+def counters() -> dict[str, int]:
+    """Calls since the last reset: operator name -> calls, ``stream_syncs`` and ``device_to_host_copies``.
+
+    Operators are named without namespace and overload: ``npu_rms_norm``, ``mm``, ``add``. Views launch nothing and
+    are not counted. ``stream_syncs`` counts every point where the host waits for the device: ``.item()``,
+    ``.cpu()``, ``bool(tensor)``, ``torch.npu.synchronize()``, and operators whose result has a shape that depends
+    on data, as ``nonzero``. ``device_to_host_copies`` counts those that move data to the host.
+    """
+    with _lock:
+        result = dict(_calls)
+    for name, start in _runtime_start.items():
+        result[name] = result.get(name, 0) + _read(name) - start
+    return result
+
+
+def reset_counters() -> None:
+    """Start counting anew."""
+    with _lock:
+        _calls.clear()
+    for name in _runtime_start:
+        _runtime_start[name] = _read(name)
+
+
+def _read(name: str) -> int:
+    return getattr(_runtime, f"softnpu_{name}")() if _runtime else 0

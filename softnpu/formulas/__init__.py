@@ -1,0 +1,56 @@
+"""``npu::`` operators as reference formulas over CPU tensors, one file a family.
+
+A formula has the parameters of the operator's schema and returns what the operator returns, with its shapes,
+dtypes and rounding. It refuses what the device refuses. Operators without a formula raise an error that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from softnpu.aten import on_host
+
+npu = torch.library.Library("npu", "IMPL")
+FORMULAS: dict[str, Callable] = {}
+
+# These stay with torch_npu. Memory formats and allocation launch no kernel for ND tensors, the only ones here;
+# the gradients are composed of aten operators.
+NATIVE = {
+    "fft_c2r_backward", "fft_r2c_backward", "matmul_double_backward", "npu_gather_backward", "stft_backward",
+    "_npu_format_cast", "copy_memory_", "empty_with_format", "empty_with_swapped_memory", "get_npu_format",
+    "get_storage_size", "npu_change_data_ptr", "npu_format_cast", "npu_format_cast.Tensor", "npu_format_cast_",
+    "npu_format_cast_.acl_format", "unsafe_empty_with_format",
+}  # fmt: skip
+
+
+def formula(function: Callable) -> Callable:
+    """Register a function as the device's form of the ``npu::`` operator with its name."""
+    FORMULAS[function.__name__] = function
+    return function
+
+
+def install() -> None:
+    """Put the formulas in place, and refusals for the operators that have none."""
+    from softnpu.formulas import backward, cast, fusion_attention, norm  # noqa: F401  they register themselves
+
+    for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
+        namespace, _, name = registration.partition("::")
+        if namespace != "npu" or name in NATIVE:
+            continue
+        if name in FORMULAS:
+            kernel = on_host(getattr(torch.ops.npu, name).default, FORMULAS[name])
+        else:
+            kernel = _refusal(registration)
+        npu.impl(name, kernel, "PrivateUse1", allow_override=True)
+
+
+def _refusal(operator: str) -> Callable:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
+        )
+
+    return refuse

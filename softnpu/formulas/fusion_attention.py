@@ -1,0 +1,113 @@
+"""npu_fusion_attention, versions 1 and 3, and their gradients. The mathematics is in attention.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, int64
+
+from softnpu.formulas import formula
+from softnpu.formulas.attention import STATISTICS, UNBOUNDED, Attention
+from softnpu.formulas.limits import require
+from softnpu.hosting import OnHost
+from softnpu.randomness import draw
+
+# fmt: off
+
+
+@formula
+def npu_fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
+    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0,
+    prefix: list[int] | None = None, actual_seq_qlen: list[int] | None = None,
+    actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
+    sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None, dropout_mask: Tensor | None = None,
+    seed: int = 0, offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    """The result, the maximum and sum of every row, a reserved tensor, seed, offset and size of the dropout mask."""
+    require(dropout_mask is None, "npu_fusion_attention", "the software device draws its own dropout_mask")
+    random = _draw(keep_prob)
+    attention = Attention(
+        "npu_fusion_attention", head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
+        next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, random,
+    )
+    out, maximum, total = attention.forward(query, key, value)
+    numels = 0 if keep_prob == 1 else maximum.numel() // STATISTICS * key.shape[-2]
+    return out, maximum, total, query.new_empty(0), *random, numels
+
+
+@formula
+def npu_fusion_attention_grad(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
+    pse: Tensor | None = None, padding_mask: Tensor | None = None, atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None, softmax_sum: Tensor | None = None, softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None, scale_value: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0, seed: int = 0,
+    offset: int = 0, numels: int = 0, prefix: list[int] | None = None, actual_seq_qlen: list[int] | None = None,
+    actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
+    sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """The gradients of query, key, value, pse and sink."""
+    attention = Attention(
+        "npu_fusion_attention_grad", head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
+        pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink,
+        (seed, offset),
+    )
+    *gradients, dsink = attention.backward(query, key, value, dy, attention_in)
+    return *gradients, None, torch.empty(0) if dsink is None else dsink
+
+
+@formula
+def npu_fusion_attention_v3(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
+    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0,
+    prefix: list[int] | None = None, actual_seq_qlen: Tensor | None = None, actual_seq_kvlen: Tensor | None = None,
+    sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, OnHost, OnHost]:
+    """As version 1; the lengths come as CPU tensors, and seed and offset of the dropout mask leave as such."""
+    random = _draw(keep_prob)
+    attention = Attention(
+        "npu_fusion_attention_v3", head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
+        next_tockens, inner_precise, _ends(actual_seq_qlen), _ends(actual_seq_kvlen), sparse_mode, softmax_layout, sink,
+        random,
+    )
+    out, maximum, total = attention.forward(query, key, value)
+    seed, offset = (OnHost(torch.tensor([number % 2**63], dtype=int64)) for number in random)
+    return out, maximum, total, query.new_empty(0), seed, offset
+
+
+@formula
+def npu_fusion_attention_grad_v3(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
+    pse: Tensor | None = None, padding_mask: Tensor | None = None, atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None, softmax_sum: Tensor | None = None, softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None, scale_value: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0, seed: Tensor | None = None,
+    offset: Tensor | None = None, prefix: list[int] | None = None, actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
+    sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value, pse and sink."""
+    random = (0, 0) if seed is None or offset is None else (int(seed), int(offset))
+    attention = Attention(
+        "npu_fusion_attention_grad_v3", head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
+        pre_tockens, next_tockens, inner_precise, _ends(actual_seq_qlen), _ends(actual_seq_kvlen), sparse_mode,
+        softmax_layout, sink, random,
+    )
+    *gradients, dsink = attention.backward(query, key, value, dy, attention_in)
+    return *gradients, query.new_empty(0), torch.empty(()) if dsink is None else dsink
+
+
+# fmt: on
+
+
+def _ends(lengths: Tensor | None) -> list[int] | None:
+    """The cumulative lengths of the sequences."""
+    return None if lengths is None else lengths.tolist()
+
+
+def _draw(keep_prob: float) -> tuple[int, int]:
+    """Seed and offset of the dropout mask."""
+    return (0, 0) if keep_prob == 1 else draw(None)

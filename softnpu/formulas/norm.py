@@ -1,0 +1,112 @@
+"""The RMS norm family.
+
+Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu. Rounding: CANN's ops-nn, norm/*/op_kernel.
+Throughout, ``rstd = 1 / sqrt(mean(x²) + epsilon)`` in float32 over the dimensions of gamma, the last ones of x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, bfloat16, float16, float32
+
+from softnpu.formulas import formula
+from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
+
+RMS_NORM_DTYPES: set[tuple[torch.dtype, ...]] = {
+    (float16, float32),
+    (bfloat16, float32),
+    (float16, float16),
+    (bfloat16, bfloat16),
+    (float32, float32),
+}
+
+# On 910B rows up to this length go to the MERGE_N kernels
+MERGE_N_COLUMNS = 2000
+
+
+@formula
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    """``y = x · rstd · gamma`` in float32, rounded once to the dtype of x; and rstd, float32, keepdim.
+
+    float16 on 910B rounds ``x · rstd`` before it multiplies where rms_norm_whole_reduce_sum.h is taken.
+    """
+    _require_trailing("npu_rms_norm", input, gamma)
+    require_dtypes("npu_rms_norm", RMS_NORM_DTYPES, input=input, gamma=gamma)
+    x = input.float()
+    rstd = _rstd(x, gamma.dim(), epsilon)
+    if _whole_reduce_sum(input, gamma):
+        return (x * rstd).half() * gamma, rstd
+    return (x * rstd * gamma.float()).to(input.dtype), rstd
+
+
+@formula
+def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """``dx = rstd · (dy·gamma − x · rstd² · mean(dy·gamma·x))`` in the dtype of x; dgamma in float32."""
+    require(dy is not None, "npu_rms_norm_backward", "the operator has no second derivative")
+    _require_trailing("npu_rms_norm_backward", input, gamma)
+    require_dtypes("npu_rms_norm_backward", {(x, x, g) for x, g in RMS_NORM_DTYPES}, dy=dy, input=input, gamma=gamma)
+    require(
+        dy.shape == input.shape, "npu_rms_norm_backward", f"dy {describe(dy)} and x {describe(input)} differ in shape"
+    )
+    dims = _trailing(gamma.dim())
+    x, weighted = input.float(), dy.float() * gamma.float()
+    dx = rstd * (weighted - x * rstd * rstd * (weighted * x).mean(dims, keepdim=True))
+    dgamma = (dy.float() * x * rstd).sum(tuple(range(input.dim() - gamma.dim())))
+    return dx.to(input.dtype), dgamma
+
+
+@formula
+def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    """``y = x · rstd · (1 + gamma)`` in float32, rounded once. The device takes contiguous, non-empty tensors only."""
+    operator = "npu_gemma_rms_norm"
+    _require_trailing(operator, input, gamma)
+    require_dtypes(operator, {(d, d) for d in FLOATING}, input=input, gamma=gamma)
+    require(input.numel() > 0, operator, f"x is empty: {describe(input)}")
+    require(input.is_contiguous() and gamma.is_contiguous(), operator, "x and gamma must be contiguous")
+    x = input.float()
+    rstd = _rstd(x, gamma.dim(), epsilon)
+    return (x * rstd * (1.0 + gamma.float())).to(input.dtype), rstd
+
+
+@formula
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of ``x1 + x2``, its rstd, and the sum.
+
+    float16 adds in float16. bfloat16 adds in float32; the MERGE_N kernels norm the rounded sum, the others the exact
+    one. Both round ``x · rstd`` before they multiply with gamma.
+    """
+    operator = "npu_add_rms_norm"
+    _require_trailing(operator, x1, gamma)
+    require_dtypes(operator, {(d, d, d) for d in FLOATING}, x1=x1, x2=x2, gamma=gamma)
+    require(x1.shape == x2.shape, operator, f"x1 {describe(x1)} and x2 {describe(x2)} differ in shape")
+    require(x1.numel() > 0, operator, f"x1 is empty: {describe(x1)}")
+    total = x1.float() + x2.float()
+    rounded = total.to(x1.dtype)
+    if x1.dtype == float16 or gamma.numel() <= MERGE_N_COLUMNS:
+        total = rounded.float()
+    rstd = _rstd(total, gamma.dim(), epsilon)
+    normed = (total * rstd).to(x1.dtype)
+    return (normed.float() * gamma.float()).to(x1.dtype), rstd, rounded
+
+
+def _rstd(x: Tensor, gamma_dims: int, epsilon: float) -> Tensor:
+    return torch.rsqrt(x.square().mean(_trailing(gamma_dims), keepdim=True) + epsilon)
+
+
+def _trailing(count: int) -> tuple[int, ...]:
+    return tuple(range(-count, 0))
+
+
+def _require_trailing(operator: str, x: Tensor, gamma: Tensor) -> None:
+    require(2 <= x.dim() <= 8, operator, f"x must have 2 to 8 dimensions, got {describe(x)}")
+    require(
+        1 <= gamma.dim() < x.dim() and x.shape[-gamma.dim() :] == gamma.shape,
+        operator,
+        f"gamma must have the last dimensions of x and fewer than x, got {describe(gamma)} for x {describe(x)}",
+    )
+
+
+def _whole_reduce_sum(x: Tensor, gamma: Tensor) -> bool:
+    if not (x.dtype == gamma.dtype == float16 and gamma.dim() == 1 and MERGE_N_COLUMNS < gamma.numel() <= 5120):
+        return False
+    return x.shape[0] <= 512 and (x.dim() == 2 or (x.dim() == 3 and x.shape[1] <= 8))

@@ -1,0 +1,129 @@
+"""One operator call on the host: NPU tensors go in as CPU tensors over the same bytes, and results come back."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch_npu import npu
+
+CPU = torch.device("cpu")
+
+
+class OnHost(NamedTuple):
+    """A result that the real operator leaves in the host's memory."""
+
+    tensor: torch.Tensor
+
+
+class HostCall:
+    """The tensors of one operator call, on both sides.
+
+    ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
+    tensors. A returned argument is the caller's own tensor again, a returned view shares the storage of the NPU
+    tensor that it is a view of, everything else is copied into a fresh NPU tensor with the same strides.
+    """
+
+    __slots__ = ("device", "name", "originals", "storages")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.device: torch.device | None = None
+        self.storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def enter(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.alias(value) if value.device.type == "npu" else value
+        if isinstance(value, (list, tuple)):
+            return [self.enter(item) for item in value]
+        if isinstance(value, torch.device) and value.type == "npu":
+            self.device = value
+            return CPU
+        return value
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor over the bytes of an NPU tensor. It keeps them alive."""
+        if self.device is None or self.device.index is None:
+            self.device = tensor.device
+        elif tensor.device != self.device and self.name not in CROSS_DEVICE:
+            raise mixed_devices(self.name, self.device, tensor.device)
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(f"{self.name}: the software device has no {tensor.layout} form of this operator")
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        else:
+            address = storage.data_ptr()
+            if address not in self.storages:
+                block = (ctypes.c_char * storage.nbytes()).from_address(address)
+                block.owner = storage  # type: ignore[attr-defined]  # work that outlives this call must not lose it
+                self.storages[address] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), tensor
+            host = torch.empty(0, dtype=tensor.dtype)
+            host.set_(self.storages[address][0], tensor.storage_offset(), tensor.size(), tensor.stride())
+            _copy_lazy_bits(tensor, host)
+        self.originals[id(host)] = host, tensor
+        return host
+
+    def leave(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu":
+                return value
+            host, original = self.originals.get(id(value), (None, None))
+            return original if host is value else self.result(value)
+        if isinstance(value, OnHost):
+            return value.tensor
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.leave(item) for item in value])
+        return value
+
+    def result(self, host: torch.Tensor) -> torch.Tensor:
+        """A new NPU tensor: a view where the host tensor is a view of an argument, otherwise a copy."""
+        device = self.device or torch.device("npu", npu.current_device())
+        if host.layout != torch.strided:
+            return host.to(device)
+        storage = host.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() in self.storages:
+            base = self.storages[storage.data_ptr()][1].untyped_storage()
+            view = torch.empty(0, dtype=host.dtype, device=device)
+            view.set_(base, host.storage_offset(), host.size(), host.stride())
+            _copy_lazy_bits(host, view)
+            return view
+        host = host.resolve_conj().resolve_neg()
+        fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+        if host.numel():
+            HostCall(self.name).alias(fresh).copy_(host)
+        return fresh
+
+    def write_back(self, host: Any) -> None:
+        """Give the NPU tensor behind ``host``, an argument that was written to, the shape that the host gave it."""
+        if id(host) not in self.originals:
+            return
+        original = self.originals[id(host)][1]
+        own_bytes = original.untyped_storage().nbytes() and host.untyped_storage().data_ptr() in self.storages
+        if original.size() != host.size() or original.stride() != host.stride():
+            if not own_bytes:
+                original.resize_(host.size())
+            original.as_strided_(host.size(), host.stride(), host.storage_offset())
+        if not own_bytes and host.numel():
+            HostCall(self.name).alias(original).copy_(host)
+
+
+# operators that exist to take tensors of two devices
+CROSS_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy"}
+
+
+def mixed_devices(name: str, first: torch.device | None, second: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
+        f"(in the operator {name})"
+    )
+
+
+def _copy_lazy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
+    """The conjugate and negative bits are not in the bytes."""
+    if source.is_conj():
+        torch._C._set_conj(target, True)
+    if source.is_neg():
+        torch._C._set_neg(target, True)

@@ -16,12 +16,12 @@ from softnpu.randomness import default_generator, host_generator
 
 aten = torch.library.Library("aten", "IMPL")
 
-# Allocation, storage and conversion stay with torch_npu: they move no data, or call operators that are ours.
+# Allocation, storage and conversion stay with torch_npu: they move no data, or are composed of operators that are ours.
 # So do all views, which the schema tells: their result aliases an argument that is not written to.
 NATIVE = {
-    "_pin_memory", "_to_copy", "as_strided_", "empty.memory_format", "empty_like", "empty_strided", "is_pinned",
-    "is_set_to", "new_empty_strided", "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage",
-    "set_.source_Storage_storage_offset", "set_.source_Tensor",
+    "_pin_memory", "_thnn_fused_gru_cell", "_to_copy", "as_strided_", "empty.memory_format", "empty_like",
+    "empty_strided", "is_pinned", "is_set_to", "new_empty_strided", "record_stream", "resize_", "resize_as_", "set_",
+    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
 }  # fmt: skip
 
 # torch_npu runs these from the autograd key with kernels of its own, which need CANN. torch's own take their place.
@@ -37,7 +37,10 @@ HOST_ARGUMENTS = {
     "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
 } | CROSS_DEVICE  # fmt: skip
 
-# the result's shape depends on a mask among the indices, and only then on data
+# writes to an argument that its schema does not mark
+UNMARKED = ("_copy_from_and_resize", "dst")
+
+# the shape of the result, or what is written to, depends on data only with a mask among the indices
 MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"}
 
 
@@ -46,11 +49,12 @@ def install() -> None:
     for name in _registered("PrivateUse1"):
         op = _overload(name)
         if op is not None and name not in NATIVE and not _is_view(op):
-            aten.impl(name, on_host(op), "PrivateUse1", allow_override=True)
+            kernel = (
+                on_host(op, FORMULAS.get(name)) if name in FORMULAS or _runs_on_host(op) else refusal(f"aten::{name}")
+            )
+            aten.impl(name, kernel, "PrivateUse1", allow_override=True)
     for name in DIRECT & _registered("AutogradPrivateUse1"):
         aten.impl(name, _torchs_own(_overload(name)), "AutogradPrivateUse1", allow_override=True)
-    for name, formula in FORMULAS.items():
-        aten.impl(name, on_host(_overload(name), formula), "PrivateUse1", allow_override=True)
 
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -59,15 +63,16 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     name = op._schema.name.partition("::")[2]
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
     outputs = [a.name for _, a in arguments if a.is_out]
     random = torch.Tag.nondeterministic_seeded in op.tags
     generator_position = next((i for i, a in arguments if a.name == "generator"), None)
-    shape_needs_data = torch.Tag.dynamic_output_shape in op.tags and name not in MASKED
+    waits_for_shape = _waits_for_shape(op, name)
     reads_data = torch.Tag.data_dependent_output in op.tags
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         count(name)
-        if shape_needs_data or reads_data or (name in MASKED and _has_mask(args[1])):
+        if reads_data or waits_for_shape(args, kwargs):
             count_wait(copies=reads_data)
         elif name == "copy_":
             _count_copy(*args)
@@ -90,16 +95,18 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
 
 def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:
     """Run with the bytes of the outputs; if one of them has to grow, with memory that can."""
+    for key in outputs:
+        # some kernels of the CPU (gelu, avg_pool3d) write to a strided output as if it were contiguous
+        if isinstance(kwargs[key], torch.Tensor) and not kwargs[key].is_contiguous():
+            kwargs[key] = call.stand_in(kwargs[key], strided=False)
     try:
         return run(*args, **kwargs)
     except RuntimeError as error:
         if not outputs or "not resizable" not in str(error):
             raise
     for key in outputs:
-        host = kwargs[key]
-        if isinstance(host, torch.Tensor):
-            kwargs[key] = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
-            call.originals[id(kwargs[key])] = kwargs[key], call.originals[id(host)][1]
+        if isinstance(kwargs[key], torch.Tensor):
+            kwargs[key] = call.stand_in(kwargs[key], strided=True)
     return run(*args, **kwargs)
 
 
@@ -147,6 +154,22 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
 
 
+def refusal(operator: str) -> Callable[..., Any]:
+    """The device's kernel of an operator that nothing on the host computes."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
+        )
+
+    return refuse
+
+
+def _runs_on_host(op: torch._ops.OpOverload) -> bool:
+    composite = "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd"
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in ("CPU", *composite))
+
+
 def _is_view(op: torch._ops.OpOverload) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
@@ -160,5 +183,11 @@ def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool =
             count_wait(copies=True)
 
 
-def _has_mask(indices: list[torch.Tensor | None]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+def _waits_for_shape(op: torch._ops.OpOverload, name: str) -> Callable[[tuple, dict], bool]:
+    """Whether the shape of the result depends on data, so that the host has to wait for it."""
+    if name in MASKED:
+        return lambda args, kwargs: any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    if name == "repeat_interleave" and op._overloadname != "self_int":
+        return lambda args, kwargs: kwargs.get("output_size") is None
+    dynamic = torch.Tag.dynamic_output_shape in op.tags
+    return lambda args, kwargs: dynamic

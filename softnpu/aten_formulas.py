@@ -23,15 +23,16 @@ def formula(*names: str) -> Callable:
 @formula("matmul_backward")
 def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of ``torch.matmul``, which torch_npu differentiates as one operator."""
-    left = self.unsqueeze(0) if self.dim() == 1 else self
-    right = other.unsqueeze(-1) if other.dim() == 1 else other
-    if self.dim() == 1:
-        grad = grad.unsqueeze(-2 if other.dim() > 1 else 0)
-    if other.dim() == 1:
-        grad = grad.unsqueeze(-1)
+    left, right = as_matrices(self, other)
+    grad = grad.reshape(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     grad_self = (grad @ right.mH).sum_to_size(left.shape).reshape(self.shape) if mask[0] else None
     grad_other = (left.mH @ grad).sum_to_size(right.shape).reshape(other.shape) if mask[1] else None
     return grad_self, grad_other
+
+
+def as_matrices(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of a product as matrices, where matmul takes vectors too."""
+    return self.unsqueeze(0) if self.dim() == 1 else self, other.unsqueeze(-1) if other.dim() == 1 else other
 
 
 @formula("histc", "histc.out")
@@ -49,4 +50,46 @@ def copy_from_and_resize(self: Tensor, dst: Tensor) -> Tensor:
 
 @formula("mm.dtype", "bmm.dtype")
 def product_with_dtype(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return (self.to(out_dtype) @ mat2.to(out_dtype)).to(out_dtype)
+    """A product of 16-bit matrices in float32."""
+    return self.to(out_dtype) @ mat2.to(out_dtype)
+
+
+@formula("addmm.dtype", "baddbmm.dtype")
+def added_product_with_dtype(
+    self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    return beta * self.to(out_dtype) + alpha * product_with_dtype(mat1, mat2, out_dtype)
+
+
+@formula("_thnn_fused_lstm_cell")
+def lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hy, cy, and for backward the activated gates in the order input, forget, cell, output."""
+    gates = input_gates + hidden_gates
+    for bias in (input_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+@formula("_thnn_fused_lstm_cell_backward_impl")
+def lstm_cell_backward(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the gates, of cx and of the bias."""
+    i, f, g, o = workspace.chunk(4, 1)
+    grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
+    squashed = cy.tanh()
+    d_cy = grad_hy * o * (1 - squashed.square())
+    d_cy = d_cy if grad_cy is None else d_cy + grad_cy
+    d_i, d_f = d_cy * g * i * (1 - i), d_cy * cx * f * (1 - f)
+    d_g, d_o = d_cy * i * (1 - g.square()), grad_hy * squashed * o * (1 - o)
+    d_gates = torch.cat([d_i, d_f, d_g, d_o], 1)
+    return d_gates, d_cy * f, d_gates.sum(0) if has_bias else d_gates.new_empty(0)

@@ -102,12 +102,25 @@ class HostCall:
             return
         original = self.originals[id(host)][1]
         own_bytes = original.untyped_storage().nbytes() and host.untyped_storage().data_ptr() in self.storages
-        if original.size() != host.size() or original.stride() != host.stride():
-            if not own_bytes:
-                original.resize_(host.size())
+        if own_bytes:
+            if original.size() != host.size() or original.stride() != host.stride():
+                original.as_strided_(host.size(), host.stride(), host.storage_offset())
+            return
+        if original.size() != host.size():
+            original.resize_(host.size())
             original.as_strided_(host.size(), host.stride(), host.storage_offset())
-        if not own_bytes and host.numel():
+        if host.numel():
             HostCall(self.name).alias(original).copy_(host)
+
+    def stand_in(self, host: torch.Tensor, strided: bool) -> torch.Tensor:
+        """Memory of its own in place of an argument's, which ``write_back`` copies to the argument."""
+        fresh = (
+            torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
+            if strided
+            else torch.empty_like(host, memory_format=torch.contiguous_format)
+        )
+        self.originals[id(fresh)] = fresh, self.originals[id(host)][1]
+        return fresh
 
 
 # operators that exist to take tensors of two devices

@@ -17,16 +17,21 @@ from softnpu.hosting import HostCall
 
 ONES = 0xFF
 
+active = False
+
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill every fresh allocation on the device with NaN while the context is open."""
+    global active
     library = torch.library.Library("aten", "IMPL")
+    before, active = active, True
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, "PrivateUse1", allow_override=True)
     try:
         yield
     finally:
+        active = before
         library._destroy()  # torch_npu's own kernels serve again
 
 

@@ -7,22 +7,20 @@ dtypes and rounding. It refuses what the device refuses. Operators without a for
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from softnpu.aten import on_host
+from softnpu.aten import on_host, refusal
 
 npu = torch.library.Library("npu", "IMPL")
 FORMULAS: dict[str, Callable] = {}
 
-# These stay with torch_npu. Memory formats and allocation launch no kernel for ND tensors, the only ones here;
-# the gradients are composed of aten operators.
+# These stay with torch_npu. Memory formats launch no kernel for ND tensors, the only ones here; the gradients are
+# composed of aten operators.
 NATIVE = {
-    "fft_c2r_backward", "fft_r2c_backward", "matmul_double_backward", "npu_gather_backward", "stft_backward",
-    "_npu_format_cast", "copy_memory_", "empty_with_format", "empty_with_swapped_memory", "get_npu_format",
-    "get_storage_size", "npu_change_data_ptr", "npu_format_cast", "npu_format_cast.Tensor", "npu_format_cast_",
-    "npu_format_cast_.acl_format", "unsafe_empty_with_format",
+    "_npu_format_cast", "copy_memory_", "fft_c2r_backward", "fft_r2c_backward", "get_npu_format", "get_storage_size",
+    "npu_change_data_ptr", "npu_format_cast", "npu_format_cast.Tensor", "npu_format_cast_",
+    "npu_format_cast_.acl_format", "npu_gather_backward", "stft_backward",
 }  # fmt: skip
 
 
@@ -43,14 +41,5 @@ def install() -> None:
         if name in FORMULAS:
             kernel = on_host(getattr(torch.ops.npu, name).default, FORMULAS[name])
         else:
-            kernel = _refusal(registration)
+            kernel = refusal(registration)
         npu.impl(name, kernel, "PrivateUse1", allow_override=True)
-
-
-def _refusal(operator: str) -> Callable:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
-        )
-
-    return refuse

@@ -5,17 +5,19 @@ checks in op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp. Rounding is infe
 operands in the dtype of q and add up in float32, softmax is in float32, the result is rounded once.
 
 A row without any position to attend to is zero where the operator is told to expect it (``inner_precise`` 2) or can
-tell by itself (``sparse_mode`` 3); elsewhere its content is not defined, and is NaN here.
+tell by itself (``sparse_mode`` 3). Elsewhere its content is not defined: zero with a warning, NaN in poisoned memory.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor, float32
 
+from softnpu import poison
 from softnpu.formulas.attention_layout import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 from softnpu.randomness import seeded
@@ -137,8 +139,16 @@ class Attention:
         maximum = scores.amax(-1, keepdim=True)
         empty = maximum == -torch.inf
         weights = torch.exp(scores - maximum.masked_fill(empty, 0.0))
-        zero = self.inner_precise == 2 or self.sparse_mode == RIGHT_DOWN_CAUSAL
-        return weights, maximum, weights.sum(-1, keepdim=True).masked_fill(empty, 1.0 if zero else torch.nan)
+        total = weights.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+        if self.inner_precise != 2 and self.sparse_mode != RIGHT_DOWN_CAUSAL and bool(empty.any()):
+            warnings.warn(
+                f"{self.operator}: atten_mask leaves a row nothing to attend to. Without inner_precise=2 the device "
+                "does not define the result of such a row; it is zero here, and NaN in softnpu.poisoned_memory()",
+                stacklevel=2,
+            )
+            if poison.active:
+                total = total.masked_fill(empty, torch.nan)
+        return weights, maximum, total
 
     def _sequence(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]

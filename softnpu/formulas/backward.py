@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from softnpu.aten_formulas import as_matrices
 from softnpu.formulas import formula
 
 NONE, MEAN = 0, 1  # at::Reduction
@@ -75,6 +76,31 @@ def npu_renorm_backward(grad: Tensor, input: Tensor, p: float, dim: int, maxnorm
     limit = norm + 1e-7
     through_norm = (grad * input).sum(others, keepdim=True) * slope / limit
     return torch.where(norm > maxnorm, (grad - through_norm) * maxnorm / limit, grad)
+
+
+@formula
+def matmul_double_backward(
+    grad_self: Tensor | None,
+    grad_other: Tensor | None,
+    grad_out: Tensor,
+    input: Tensor,
+    other: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``matmul_backward``'s arguments: of ``grad_out``, of the left and of the right factor."""
+    a, b = as_matrices(input, other)
+    g = grad_out.reshape(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    through_a = None if grad_self is None else grad_self.reshape(a.shape)
+    through_b = None if grad_other is None else grad_other.reshape(b.shape)
+    parts = [x @ y for x, y in ((through_a, b), (a, through_b)) if x is not None and y is not None]
+    d_grad = torch.stack(parts).sum(0).reshape(grad_out.shape) if mask[0] and parts else None
+    d_input = (
+        (g @ through_b.mH).sum_to_size(a.shape).reshape(input.shape) if mask[1] and through_b is not None else None
+    )
+    d_other = (
+        (through_a.mH @ g).sum_to_size(b.shape).reshape(other.shape) if mask[2] and through_a is not None else None
+    )
+    return d_grad, d_input, d_other
 
 
 def _norm_slope(x: Tensor, norm: Tensor, p: float) -> Tensor:

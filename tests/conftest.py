@@ -1,0 +1,44 @@
+"""What all tests share: no network, one thread a process, and fresh processes where an import is what is tested."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python code, or ``*arguments`` of the interpreter, in a process of its own."""
+
+    def run(code: str | None = None, *arguments: str, check: bool = True, **environment: str):
+        paths = [str(ROOT), str(ROOT / "integration"), str(ROOT / "tests")]
+        # what the software device set in this process is not what a user starts with
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
+        command = [sys.executable, *(["-c", code] if code is not None else []), *arguments]
+        result = subprocess.run(
+            command,
+            env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        if check and result.returncode:
+            raise AssertionError(f"{command[1:3]} ended with {result.returncode}\n{result.stdout}\n{result.stderr}")
+        return result
+
+    return run

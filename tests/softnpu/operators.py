@@ -1,0 +1,116 @@
+"""torch's operator database on two devices: samples, copies on the device, comparison."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.testing import assert_close
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._pytree import tree_leaves, tree_map
+
+SAMPLES = 12
+FLOATING = (torch.float32, torch.bfloat16)
+OTHERS = (torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+def name_of(op: OpInfo) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def dtypes(op: OpInfo) -> list[torch.dtype]:
+    """float32 and bfloat16; for an operator that takes neither, one that it takes."""
+    return [d for d in FLOATING if d in op.dtypes] or [d for d in OTHERS if d in op.dtypes][:1]
+
+
+def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False) -> Iterator[SampleInput]:
+    """Those that the CPU takes: the others say nothing about the device."""
+    with mock.patch("torch.testing._internal.common_utils.set_rng_seed", _seed):
+        drawn = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), SAMPLES))
+    for sample in drawn:
+        try:
+            call(op, sample)
+        except Exception:
+            continue
+        yield sample
+
+
+def _seed(seed: int = 1234) -> None:
+    """torch.manual_seed remembers a stack trace a call for each device that is not there."""
+    torch.default_generator.manual_seed(seed)
+
+
+def call(op: Any, sample: SampleInput) -> Any:
+    return op(sample.input, *sample.args, **sample.kwargs)
+
+
+def on_npu(sample: SampleInput) -> SampleInput:
+    arguments = tree_map(_to_npu, (sample.input, sample.args, sample.kwargs))
+    return SampleInput(arguments[0], args=arguments[1], kwargs=arguments[2])
+
+
+def _to_npu(value: Any) -> Any:
+    """The same view of the same storage, on the device."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+        return torch.device("npu")
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided:
+        return value.detach().to("npu").requires_grad_(value.requires_grad)
+    plain = value.detach().resolve_conj().resolve_neg()
+    storage = torch.empty(0, dtype=plain.dtype).set_(plain.untyped_storage())
+    moved = storage.to("npu").as_strided(plain.size(), plain.stride(), plain.storage_offset())
+    return moved.requires_grad_(value.requires_grad)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Copies: some operators of the database return the tensor that the next call writes to."""
+    return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def differentiable(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def agree(op: Any, sample: SampleInput, found: Any, expected: Any) -> None:
+    """Compare; where chance or what is left in memory decides, only shapes and dtypes."""
+    try:
+        compare(found, expected)
+    except AssertionError:
+        if "empty" not in op.name and _is_determined(op, sample):
+            raise
+        compare(found, expected, values=False)
+
+
+def _is_determined(op: Any, sample: SampleInput) -> bool:
+    """Whether the arguments decide the result."""
+    manual_seed = torch.manual_seed
+    results = []
+    for shift in range(8):  # few random bits may be equal by chance
+        # samples of random operators set a seed of their own
+        with mock.patch("torch.manual_seed", lambda seed, shift=shift: manual_seed(seed + shift)):
+            results.append(tensors(call(op, sample)))
+    try:
+        for other in results[1:]:
+            assert_close(results[0], other, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def compare(found: Any, expected: Any, values: bool = True) -> None:
+    """With torch.testing's tolerances of the dtype; both devices run the CPU's kernels.
+
+    In 16 bits a sum of terms that cancel is off by the rounding of its largest term: two roundings of bfloat16.
+    """
+    found, expected = tensors(found), tensors(expected)
+    assert [(t.device.type, t.dtype, t.shape) for t in found] == [("npu", t.dtype, t.shape) for t in expected]
+    for a, b in zip(found, expected) if values else ():
+        if b.dtype == torch.bfloat16 and b.layout == torch.strided and b.numel():
+            largest = b.float().nan_to_num(posinf=0, neginf=0).abs().max().item()
+            assert_close(a.cpu(), b, rtol=1.6e-2, atol=largest * 2**-7, equal_nan=True, check_stride=False)
+        else:
+            assert_close(a.cpu(), b, equal_nan=True, check_stride=False)

@@ -1,0 +1,116 @@
+"""softnpu.counters(): operator calls, and every point where the host waits for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_npu
+
+import softnpu
+
+WAITS = ("stream_syncs", "device_to_host_copies")
+
+
+def waits(function) -> tuple[int, int]:
+    softnpu.reset_counters()
+    function()
+    counters = softnpu.counters()
+    return counters["stream_syncs"], counters["device_to_host_copies"]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.tensor([[3.0, 0.0], [1.0, 2.0]], device="npu")
+
+
+@pytest.mark.parametrize(
+    ("wait", "syncs", "copies"),
+    [
+        (lambda x: x.cpu(), 1, 1),
+        (lambda x: x.to("cpu", torch.float64), 1, 1),
+        (lambda x: x.tolist(), 1, 1),
+        (lambda x: x.numpy(force=True), 1, 1),
+        (lambda x: x[0, 0].item(), 1, 1),
+        (lambda x: float(x.sum()), 1, 1),
+        (lambda x: bool(x.any()), 1, 1),
+        (lambda x: torch.equal(x, x), 1, 1),
+        (lambda x: torch.empty(2, 2).copy_(x), 1, 1),
+        (lambda x: x.to("cpu", non_blocking=True), 0, 1),  # torch_npu pins the target
+        (lambda x: x.nonzero(), 1, 0),
+        (lambda x: torch.where(x > 1), 1, 0),
+        (lambda x: x[x > 1], 1, 0),
+        (lambda x: x.masked_select(x > 1), 1, 0),
+        (lambda x: x.__setitem__(x > 1, 0.0), 1, 0),
+        (lambda x: torch.unique(x), 1, 0),
+        (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2], device="npu"), 0), 1, 0),
+        (lambda x: torch.npu.synchronize(), 1, 0),
+        (lambda x: torch.npu.current_stream().synchronize(), 1, 0),
+    ],
+)
+def test_waits_are_counted_wherever_they_are_dispatched(x: torch.Tensor, wait, syncs: int, copies: int) -> None:
+    assert waits(lambda: wait(x)) == (syncs, copies)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x + 1,
+        lambda x: x[0],
+        lambda x: x[torch.tensor([1, 0], device="npu")],
+        lambda x: x.masked_fill(x > 1, 0.0),
+        lambda x: torch.where(x > 1, x, -x),
+        lambda x: x @ x,
+        lambda x: x.bfloat16(),
+        lambda x: x.to("npu"),
+        lambda x: torch.ones(3).to("npu"),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 2, 2).bfloat16()] * 3),
+        lambda x: torch.rand(3, device="npu"),
+        lambda x: x.repeat_interleave(2, 0),
+        lambda x: x.repeat_interleave(torch.tensor([1, 2], device="npu"), 0, output_size=3),
+        lambda x: torch.npu.Event().record(),
+    ],
+)
+def test_work_without_a_wait_counts_none(x: torch.Tensor, work) -> None:
+    assert waits(lambda: work(x)) == (0, 0)
+
+
+def test_waits_in_a_backward_pass_are_counted(x: torch.Tensor) -> None:
+    class Waiting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * grad.sum().item()
+
+    loss = Waiting.apply(x.requires_grad_()).sum()
+    assert waits(loss.backward) == (1, 1)
+
+
+def test_operators_that_torch_npu_runs_on_the_cpu_count_as_copies(x: torch.Tensor) -> None:
+    assert waits(lambda: torch.fmax(x, x))[1] >= 2
+
+
+def test_calls_are_counted_by_name_and_reset(x: torch.Tensor) -> None:
+    softnpu.reset_counters()
+    weight = torch.ones(2, device="npu")
+    for _ in range(3):
+        torch_npu.npu_rms_norm(x, weight, 1e-6)
+    torch.add(x, x, out=x + 1)
+    x.t().unsqueeze(0)
+    counters = softnpu.counters()
+    assert counters["npu_rms_norm"] == 3
+    assert counters["add"] == 2
+    assert counters.keys() == {"npu_rms_norm", "add", "ones", *WAITS}
+    softnpu.reset_counters()
+    assert softnpu.counters() == dict.fromkeys(WAITS, 0)
+
+
+def test_gradients_are_torch_npus_own_formulas(x: torch.Tensor) -> None:
+    weight = torch.ones(2, device="npu", requires_grad=True)
+    y = torch_npu.npu_rms_norm(x.requires_grad_(), weight, 1e-6)[0]
+    assert type(y.grad_fn).__name__ == "NpuRmsNormBackward0"
+    softnpu.reset_counters()
+    y.sum().backward()
+    assert softnpu.counters()["npu_rms_norm_backward"] == 1

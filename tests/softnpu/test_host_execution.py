@@ -1,0 +1,294 @@
+"""What goes wrong, mostly without a word, when operators of a device run on the host: one test for each way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch_npu
+from torch import nn
+from torch.nn import functional as F
+
+import softnpu
+from softnpu.hosting import HostCall
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.unsqueeze(0),
+        lambda t: t.view(2, 6),
+        lambda t: t.reshape(6, 2),
+        lambda t: t.t(),
+        lambda t: t.transpose(0, 1),
+        lambda t: t.permute(1, 0),
+        lambda t: t[1:],
+        lambda t: t[:, ::2],
+        lambda t: t.unsqueeze(1).squeeze(1),
+        lambda t: t.unsqueeze(1).squeeze(),
+        lambda t: t.expand(2, 3, 4)[1],
+        lambda t: t.flatten(),
+        lambda t: t.unflatten(1, (2, 2)),
+        lambda t: t.diagonal(),
+        lambda t: t.unfold(1, 2, 2),
+        lambda t: t.contiguous(),
+        lambda t: t.detach(),
+        lambda t: t.narrow(1, 1, 2),
+        lambda t: t.select(0, 1),
+        lambda t: t.chunk(2, 1)[1],
+        lambda t: t.split(1)[2],
+        lambda t: t.unbind()[1],
+        lambda t: t.movedim(0, 1),
+        lambda t: t.view(torch.int32),
+        lambda t: torch.view_as_complex(t.view(3, 2, 2)),
+        lambda t: t.as_strided((2, 2), (4, 1), 1),
+        lambda t: t.swapaxes(0, 1),
+        lambda t: t.alias() if hasattr(t, "alias") else t[:],
+    ],
+)
+def test_writes_through_a_view_reach_the_tensor(view) -> None:
+    tensors = [torch.arange(12.0, device=device).view(3, 4) for device in ("npu", "cpu")]
+    for tensor in tensors:
+        view(tensor).fill_(7)
+    torch.testing.assert_close(tensors[0].cpu(), tensors[1], rtol=0, atol=0)
+
+
+def test_results_that_are_views_share_storage_and_version() -> None:
+    x = torch.zeros(4, device="npu")
+    y = x.unsqueeze(0)
+    assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    version = x._version
+    y.add_(1)
+    assert x._version > version
+    assert x.cpu().tolist() == [1.0] * 4
+
+
+def test_in_place_on_a_tensor_that_backward_needs_is_refused() -> None:
+    x = torch.ones(3, device="npu", requires_grad=True)
+    y = x.exp()
+    loss = y.sum()
+    y.view(3, 1).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_grad_input_overloads_run() -> None:
+    # "npu" is part of their name: grad_i-npu-t
+    for function in (torch.sigmoid, F.silu, torch.tanh, F.elu, F.softplus, F.glu, F.gelu):
+        gradients = []
+        for device in ("npu", "cpu"):
+            x = torch.linspace(-2, 2, 8).to(device).requires_grad_()
+            function(x).sum().backward()
+            gradients.append(x.grad.cpu())
+        torch.testing.assert_close(*gradients)
+    grad, y = torch.ones(4), torch.linspace(0.1, 0.9, 4)
+    out = torch.empty(4, device="npu")
+    torch.ops.aten.sigmoid_backward.grad_input(grad.to("npu"), y.to("npu"), grad_input=out)
+    torch.testing.assert_close(out.cpu(), torch.ops.aten.sigmoid_backward(grad, y))
+
+
+@pytest.mark.parametrize("module", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_run_forward_and_backward(module) -> None:
+    torch.manual_seed(0)
+    reference = module(4, 8, num_layers=2, bidirectional=True)
+    device = module(4, 8, num_layers=2, bidirectional=True).to("npu")
+    device.load_state_dict(reference.state_dict())
+    x = torch.randn(5, 3, 4)
+    expected, found = reference(x)[0], device(x.to("npu"))[0]
+    torch.testing.assert_close(found.cpu(), expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for a, b in zip(device.parameters(), reference.parameters()):
+        torch.testing.assert_close(a.grad.cpu(), b.grad)
+
+
+def test_boolean_attention_mask_hides_and_is_not_added() -> None:
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    for shape in (mask, mask.view(1, 1, 4, 4)):
+        found = F.scaled_dot_product_attention(*(t.to("npu") for t in (q, k, v)), attn_mask=shape.to("npu"))
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_boolean_mask_on_the_composed_path() -> None:
+    # three dimensions: torch_npu composes attention of other operators
+    q, k, v = (torch.randn(2, 4, 8) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    found = F.scaled_dot_product_attention(*(t.to("npu") for t in (q, k, v)), attn_mask=mask.to("npu"))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_lazy_conjugate_and_negative_bits_are_kept() -> None:
+    z = torch.randn(4, 3, dtype=torch.complex64)
+    d = z.to("npu")
+    assert torch.equal(d.conj().cpu().resolve_conj(), z.conj().resolve_conj())
+    assert torch.equal(d.conj().imag.cpu(), z.conj().imag)
+    assert torch.equal(d.conj().clone().cpu(), z.conj().clone())
+    torch.testing.assert_close((d.mH @ d).cpu(), z.mH @ z)
+    gradients = []
+    for tensor in (d, z):
+        x = tensor.clone().requires_grad_()
+        (x.conj() * x * (1 + 2j)).real.square().sum().backward()
+        gradients.append(x.grad.cpu())
+    torch.testing.assert_close(*gradients)
+
+
+def test_writes_through_a_conjugate_view() -> None:
+    tensors = [torch.zeros(3, dtype=torch.complex64, device=device) for device in ("npu", "cpu")]
+    for tensor in tensors:
+        tensor.conj().copy_(torch.full((3,), 1 + 2j))
+    torch.testing.assert_close(tensors[0].cpu(), tensors[1])
+
+
+def test_histc_counts_integers() -> None:
+    experts = torch.tensor([0, 2, 2, 3, 3, 3], device="npu")
+    assert torch.histc(experts, bins=4, min=0, max=3).tolist() == [1, 0, 2, 3]
+    assert torch.histc(experts.int(), bins=4, min=0, max=4).tolist() == [1, 0, 2, 3]
+
+
+def test_operators_behind_the_autograd_key() -> None:
+    x = torch.randn(3, 5, dtype=torch.bfloat16)
+    d = x.to("npu")
+    torch.testing.assert_close(
+        torch.softmax(d, -1, dtype=torch.float32).cpu(), torch.softmax(x, -1, dtype=torch.float32)
+    )
+    index = torch.tensor([2, 0, 1])
+    assert torch.equal(F.one_hot(index.to("npu"), 4).cpu(), F.one_hot(index, 4))
+    assert torch.equal(torch.argsort(d, stable=True).cpu(), torch.argsort(x, stable=True))
+    assert torch.equal(d.repeat_interleave(2, 0).cpu(), x.repeat_interleave(2, 0))
+    counts = torch.tensor([1, 0, 2])
+    assert torch.equal(d.repeat_interleave(counts.to("npu"), 0).cpu(), x.repeat_interleave(counts, 0))
+    assert torch.equal(d.gather(0, index.to("npu").view(1, 3)).cpu(), x.gather(0, index.view(1, 3)))
+    assert torch.equal(torch.where(d > 0, d, -d).cpu(), x.abs())
+
+
+@pytest.mark.parametrize(
+    "shapes", [((4, 3), (3, 5)), ((3,), (3,)), ((2, 4, 3), (3,)), ((3,), (2, 3, 5)), ((2, 1, 4, 3), (5, 3, 2))]
+)
+def test_matmul_backward(shapes) -> None:
+    arguments = [torch.randn(shape) for shape in shapes]
+    gradients = []
+    for device in ("npu", "cpu"):
+        leaves = [t.detach().to(device).requires_grad_() for t in arguments]
+        torch.matmul(*leaves).square().sum().backward()
+        gradients.append([leaf.grad.cpu() for leaf in leaves])
+    torch.testing.assert_close(*gradients)
+
+
+def test_matmul_has_a_second_derivative() -> None:
+    a, b = (torch.randn(3, 3) for _ in range(2))
+    results = []
+    for device in ("npu", "cpu"):
+        x, y = (t.detach().to(device).requires_grad_() for t in (a, b))
+        (first,) = torch.autograd.grad(torch.matmul(x, y).square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), y)[0].cpu())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-3)
+
+
+def test_convolution_of_channels_last_input() -> None:
+    conv, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    expected = conv(x)
+    torch.testing.assert_close(conv.to("npu")(x.contiguous().to("npu")).cpu(), expected)
+
+
+def test_results_go_to_the_device_of_the_arguments(run_python) -> None:
+    code = """
+import softnpu, torch
+assert torch.npu.device_count() == 2
+x = torch.ones(3, device="npu:1")
+assert torch.npu.current_device() == 0
+assert (x + 1).device == torch.device("npu:1")
+assert x.unsqueeze(0).device == torch.device("npu:1")
+assert torch.zeros_like(x).device == torch.device("npu:1")
+assert torch.arange(3, device="npu:1").device == torch.device("npu:1")
+try:
+    x + torch.ones(3, device="npu:0")
+except RuntimeError as error:
+    assert "npu:1 and npu:0" in str(error)
+else:
+    raise SystemExit("two devices were mixed")
+"""
+    run_python(code, SOFTNPU_DEVICES="2")
+
+
+def test_an_alias_keeps_the_storage_alive() -> None:
+    x = torch.full((1000,), 3.0, device="npu")
+    storage = weakref.ref(x.untyped_storage())
+    host = HostCall("test").alias(x)
+    del x
+    gc.collect()
+    assert storage() is not None
+    torch.empty(1000, device="npu").fill_(-1)  # would take over the block if it were free
+    assert host.sum() == 3000
+    del host
+    gc.collect()
+
+
+def test_tensors_of_the_host_are_refused() -> None:
+    x = torch.ones(3, 3, device="npu")
+    for call in (lambda: x + torch.ones(3), lambda: torch.mm(x, torch.ones(3, 3)), lambda: x.copy_(x) + torch.ones(1)):
+        with pytest.raises(RuntimeError, match="at least two devices, npu:0 and cpu"):
+            call()
+    assert (x + torch.tensor(2.0)).cpu().eq(3).all()  # a scalar can be sent along
+
+
+def test_kernel_launches_without_a_host_implementation_raise() -> None:
+    x = torch.ones(2, 2, device="npu")
+    with pytest.raises(NotImplementedError, match="npu::npu_swiglu"):
+        torch_npu.npu_swiglu(x)
+
+
+def test_no_operator_of_torch_npu_is_left_to_its_own_kernels() -> None:
+    """Every npu:: operator has a formula, is known to need none, or raises an error that names it."""
+    from softnpu.formulas import FORMULAS, NATIVE
+
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    operators = {name.removeprefix("npu::") for name in names if name.startswith("npu::")}
+    assert FORMULAS.keys() <= operators
+    assert operators >= NATIVE
+    for name in operators - FORMULAS.keys() - NATIVE:
+        assert "softnpu" in torch._C._dispatch_dump_table(f"npu::{name}").split("PrivateUse1: ")[1].split("\n")[0], name
+
+
+def test_storage_and_allocator_are_torch_npus() -> None:
+    before = torch.npu.memory_allocated()
+    x = torch.empty(1 << 20, device="npu")
+    assert (
+        torch.npu.memory_allocated() - before == 4 * (1 << 20) + 512
+    )  # torch_npu rounds up, after 32 bytes of its own
+    del x
+    assert torch.npu.memory_allocated() == before
+
+
+def test_more_than_the_memory_of_the_device_is_refused() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 36, dtype=torch.uint8, device="npu")
+
+
+def test_resizing_grows_the_storage() -> None:
+    x = torch.arange(3.0, device="npu")
+    x.resize_(2, 3)
+    assert x.shape == (2, 3)
+    assert x[0].tolist() == [0, 1, 2]
+
+
+def test_saved_and_loaded() -> None:
+    import io
+
+    buffer = io.BytesIO()
+    torch.save({"a": torch.arange(3.0, device="npu")}, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, map_location="cpu")["a"].tolist() == [0, 1, 2]
+    buffer.seek(0)
+    assert torch.load(buffer)["a"].device.type == "npu"
+
+
+def test_autocast_runs_products_in_bfloat16() -> None:
+    x = torch.randn(4, 4, device="npu")
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+    assert softnpu.is_software()

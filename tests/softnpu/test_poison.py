@@ -1,0 +1,54 @@
+"""softnpu.poisoned_memory(): what nobody wrote is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import softnpu
+
+ALLOCATIONS = {
+    "empty": lambda: torch.empty(5, device="npu"),
+    "empty of bfloat16": lambda: torch.empty(2, 3, dtype=torch.bfloat16, device="npu"),
+    "empty_like": lambda: torch.empty_like(torch.ones(3, 4, device="npu").t()),
+    "empty_strided": lambda: torch.empty_strided((2, 2), (1, 4), device="npu"),
+    "new_empty": lambda: torch.ones(2, device="npu").new_empty(4),
+    "new_empty_strided": lambda: torch.ones(2, device="npu").new_empty_strided((2, 2), (2, 1)),
+    "scalar": lambda: torch.empty((), device="npu"),
+    "growing": lambda: torch.ones(2, device="npu").resize_(1000)[2:],
+}
+
+
+@pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
+def test_fresh_memory_holds_nan_in_the_context_only(allocate) -> None:
+    torch.zeros(5000, device="npu")  # a clean block for the allocator to hand out
+    with softnpu.poisoned_memory():
+        fresh = allocate()
+        assert fresh.isnan().all()
+        assert fresh.stride() == allocate().stride()
+    torch.zeros(5000, device="npu")
+    assert not torch.empty(5, device="npu").isnan().any()
+
+
+def test_strides_and_layouts_stay_what_they_were() -> None:
+    with softnpu.poisoned_memory():
+        poisoned = [allocate() for allocate in ALLOCATIONS.values()]
+        empty = torch.empty(0, 3, device="npu")
+    plain = [allocate() for allocate in ALLOCATIONS.values()]
+    assert [(t.shape, t.stride(), t.dtype) for t in poisoned] == [(t.shape, t.stride(), t.dtype) for t in plain]
+    assert empty.shape == (0, 3)
+
+
+def test_results_of_operators_are_whole(poisoned_memory: None) -> None:
+    x = torch.randn(4, 4, device="npu", requires_grad=True)
+    loss = torch.nn.functional.layer_norm(x @ x, (4,)).square().sum()
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(x.grad).all()
+
+
+def test_contexts_nest() -> None:
+    with softnpu.poisoned_memory():
+        with softnpu.poisoned_memory():
+            pass
+        assert torch.empty(3, device="npu").isnan().all()

@@ -54,7 +54,14 @@ def product_with_dtype(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Te
     return self.to(out_dtype) @ mat2.to(out_dtype)
 
 
-@formula("addmm.dtype", "baddbmm.dtype")
+@formula("baddbmm.dtype")
+def added_batch_product_with_dtype(
+    self: Tensor, batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    return added_product_with_dtype(self, batch1, batch2, out_dtype, beta=beta, alpha=alpha)
+
+
+@formula("addmm.dtype")
 def added_product_with_dtype(
     self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:

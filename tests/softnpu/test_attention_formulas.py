@@ -1,0 +1,236 @@
+"""npu_fusion_attention against attention in float64, its gradients against autograd through that."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch_npu
+from torch.nn import functional as F
+
+import softnpu
+
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+SCALE = 0.3
+
+
+def exact(q, k, v, hidden=None, scale=SCALE, pse=None, sink=None) -> torch.Tensor:
+    """[B, N, S, D] in float64; a row that sees nothing is zero."""
+    q, k, v = (t.double() for t in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    scores = (q @ k.mT + (0 if pse is None else pse.double())) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return weights[..., : k.shape[2]] @ v
+
+
+def drawn(dtype=torch.float32, b=2, n=4, n_kv=2, s_q=5, s_k=7, d=16, d_v=16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(b, n, s_q, d), (b, n_kv, s_k, d), (b, n_kv, s_k, d_v)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def on_device(tensors, **options):
+    tensors = [t.detach().to("npu").requires_grad_() for t in tensors]
+    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    out = torch_npu.npu_fusion_attention_v3(*tensors, 4, "BNSD", scale=SCALE, **options)[0]
+    return out, tensors
+
+
+def check(found, tensors, expected, leaves, tolerance) -> None:
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    found.backward(grad.to(found))
+    expected.backward(grad.double())
+    for tensor, leaf in zip(tensors, leaves):
+        scale = leaf.grad.abs().max().item()
+        torch.testing.assert_close(tensor.grad.cpu().double(), leaf.grad, rtol=0, atol=4 * tolerance * max(scale, 1))
+
+
+# float32 sums of up to 16 terms; bfloat16 rounds q·k inputs, the weights and the result: a few times 2^-8
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("s_q", "s_k"), [(5, 7), (7, 5), (1, 6), (6, 6)])
+@pytest.mark.parametrize("mode", ["full", "all", "left up", "right down", "band", "pse"])
+def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
+    tensors = drawn(dtype, s_q=s_q, s_k=s_k)
+    distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1)
+    options, hidden, pse = {}, None, None
+    if mode == "all":
+        hidden = torch.rand(2, 1, s_q, s_k) < 0.4
+        hidden[..., 0] = False
+        options = {"atten_mask": hidden, "sparse_mode": 1}
+    elif mode == "left up":
+        options, hidden = {"atten_mask": TRIANGLE, "sparse_mode": 2, "next_tockens": 0}, distance > 0
+    elif mode == "right down":
+        options, hidden = {"atten_mask": TRIANGLE, "sparse_mode": 3, "next_tockens": 0}, distance > s_k - s_q
+    elif mode == "band":
+        shifted = distance - (s_k - s_q)
+        hidden = (shifted < -2) | (shifted > 1)
+        options = {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tockens": 2, "next_tockens": 1}
+        options["inner_precise"] = 2  # with more queries than keys some rows see nothing
+    elif mode == "pse":
+        pse = torch.randn(2, 4, s_q, s_k).to(dtype)
+        options = {"pse": pse}
+    found, inputs = on_device(tensors, **options)
+    leaves = [t.double().requires_grad_() for t in tensors]
+    check(found, inputs, exact(*leaves, hidden=hidden, pse=pse), leaves, TOLERANCE[dtype])
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    tensors = drawn(d=16, d_v=8)
+    found, inputs = on_device(tensors)
+    leaves = [t.double().requires_grad_() for t in tensors]
+    check(found, inputs, exact(*leaves), leaves, 2e-6)
+
+
+def test_sink_takes_a_share_of_every_row() -> None:
+    tensors, sink = drawn(), torch.tensor([0.5, -1.0, 2.0, 0.0])
+    leaf, device_sink = sink.double().requires_grad_(), sink.to("npu").requires_grad_()
+    found = torch_npu.npu_fusion_attention_v3(
+        *(t.to("npu") for t in tensors), 4, "BNSD", scale=SCALE, sink=device_sink
+    )[0]
+    expected = exact(*tensors, sink=leaf)
+    check(found, [device_sink], expected, [leaf], 2e-6)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BSH", "SBH"])
+def test_layouts(layout) -> None:
+    def arrange(t: torch.Tensor) -> torch.Tensor:
+        t = t.transpose(1, 2)
+        if layout == "BSND":
+            return t
+        return t.flatten(2) if layout == "BSH" else t.flatten(2).transpose(0, 1)
+
+    tensors = drawn()
+    inputs = [arrange(t).to("npu").requires_grad_() for t in tensors]
+    found = torch_npu.npu_fusion_attention(*inputs, 4, layout, scale=SCALE)[0]
+    leaves = [arrange(t).double().requires_grad_() for t in tensors]
+    truth = [t.double().requires_grad_() for t in tensors]
+    expected = arrange(exact(*truth))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
+    grad = torch.randn(expected.shape)
+    found.backward(grad.to("npu"))
+    expected.backward(grad.double())
+    for tensor, leaf, reference in zip(inputs, leaves, truth):
+        assert tensor.grad.shape == leaf.shape
+        torch.testing.assert_close(tensor.grad.cpu().double(), arrange(reference.grad), rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_of_several_lengths_in_one_tensor() -> None:
+    lengths = [3, 1, 4]
+    ends = [3, 4, 8]
+    q, k, v = (torch.randn(8, n, 16) for n in (4, 2, 2))
+    inputs = [t.to("npu").requires_grad_() for t in (q, k, v)]
+    out, maximum, total, *_ = torch_npu.npu_fusion_attention(
+        *inputs, 4, "TND", scale=SCALE, actual_seq_qlen=ends, actual_seq_kvlen=ends, atten_mask=TRIANGLE.to("npu"),
+        sparse_mode=3,
+    )  # fmt: skip
+    assert maximum.shape == total.shape == (8, 4, 8)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    parts = []
+    for pieces in zip(*(leaf.split(lengths) for leaf in leaves)):
+        size = pieces[0].shape[0]
+        hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
+        parts.append(exact(*(p.transpose(0, 1).unsqueeze(0) for p in pieces), hidden=hidden)[0].transpose(0, 1))
+    check(out, inputs, torch.cat(parts), leaves, 2e-6)
+
+
+@pytest.mark.parametrize(("masked", "causal", "gqa"), product(["none", "bool", "row"], [False, True], [False, True]))
+def test_scaled_dot_product_attention_is_one_launch(masked, causal, gqa) -> None:
+    if masked != "none" and causal:
+        pytest.skip("torch takes one of both")
+    q, k, v = drawn(torch.bfloat16, n_kv=2 if gqa else 4)
+    mask = None
+    if masked != "none":
+        mask = torch.ones(2, 1, 5, 7, dtype=torch.bool).tril(2)
+        if masked == "row":
+            mask[0, 0, 3] = False
+    results = []
+    for device in ("npu", "cpu"):
+        leaves = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
+        softnpu.reset_counters()
+        m = None if mask is None else mask.to(device)
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=m, is_causal=causal, enable_gqa=gqa)
+        out.sum().backward()
+        if device == "npu":
+            counters = softnpu.counters()
+            assert counters["npu_fusion_attention_v3"] == counters["npu_fusion_attention_grad_v3"] == 1
+            assert counters["stream_syncs"] == 0
+        results.append([out.detach().cpu().float(), *(leaf.grad.cpu().float() for leaf in leaves)])
+    for a, b in zip(*results):  # three roundings of bfloat16
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=3 * 2.0**-8 * b.abs().max().item())
+
+
+def test_dropout_keeps_the_mask_for_backward_and_follows_the_generator() -> None:
+    tensors = drawn(s_q=64, s_k=64)
+    torch.manual_seed(1)
+    state = torch.npu.get_rng_state()
+    (first, inputs), (second, _) = on_device(tensors, keep_prob=0.5), on_device(tensors, keep_prob=0.5)
+    assert not torch.equal(first, second)
+    torch.npu.set_rng_state(state)
+    again, _ = on_device(tensors, keep_prob=0.5)
+    assert torch.equal(first, again)
+    # the gradient of v is the transposed weights: with dy = 1 its sum counts the weights that were kept
+    first.backward(torch.ones_like(first))
+    kept = inputs[2].grad.sum().item() / (inputs[2].shape[-1] * first[..., 0].numel())
+    assert kept == pytest.approx(1.0, abs=0.1)  # 32768 weights, each kept with probability one half
+    # linear in v: the directional derivative is the result itself
+    assert (inputs[2].grad * inputs[2]).sum().item() == pytest.approx(first.sum().item(), rel=1e-3)
+
+
+def test_rows_that_see_nothing() -> None:
+    tensors = drawn()
+    hidden = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
+    hidden[0, 0, 2] = True
+    expected = exact(*tensors, hidden=hidden)
+    found, _ = on_device(tensors, atten_mask=hidden, inner_precise=2)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
+    with pytest.warns(UserWarning, match="nothing to attend to"):
+        found, _ = on_device(tensors, atten_mask=hidden)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
+    with softnpu.poisoned_memory(), pytest.warns(UserWarning, match="nothing to attend to"):
+        found, _ = on_device(tensors, atten_mask=hidden)
+    assert found[0, :, 2].isnan().all()
+    assert not found[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"input_layout": "BNDS"}, "input_layout must be one of"),
+        ({"head_num": 3}, "head_num"),
+        ({"keep_prob": 0.0}, "keep_prob"),
+        ({"sparse_mode": 9}, "sparse_mode"),
+        ({"sparse_mode": 2, "atten_mask": torch.ones(5, 7, dtype=torch.bool)}, "upper triangle of 2048"),
+        ({"atten_mask": torch.ones(2, 7, dtype=torch.bool)}, "atten_mask must have one of the shapes"),
+        ({"atten_mask": torch.ones(5, 7)}, "atten_mask must be"),
+        ({"atten_mask": torch.zeros(5, 7, dtype=torch.bool), "next_tockens": 0}, "keeps positions"),
+        ({"sink": torch.ones(3)}, "sink must have the shape"),
+        ({"pse": torch.ones(2, 4, 5, 7, dtype=torch.float16)}, "pse must be"),
+        ({"padding_mask": torch.ones(5, 7)}, "padding_mask"),
+    ],
+)
+def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
+    arguments = {"head_num": 4, "input_layout": "BNSD"} | options
+    arguments = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    with pytest.raises(RuntimeError, match=rule):
+        torch_npu.npu_fusion_attention_v3(*(t.to("npu") for t in drawn()), **arguments)
+
+
+def test_mixed_dtypes_and_head_sizes_are_refused() -> None:
+    q, k, v = (t.to("npu") for t in drawn())
+    with pytest.raises(RuntimeError, match="float32, float32, bfloat16"):
+        torch_npu.npu_fusion_attention_v3(q, k, v.bfloat16(), 4, "BNSD")
+    with pytest.raises(RuntimeError, match="head sizes must be Dq = Dk >= Dv"):
+        torch_npu.npu_fusion_attention_v3(q, k[..., :8], v, 4, "BNSD")
+    with pytest.raises(NotImplementedError, match="sparse_mode > 4"):
+        torch_npu.npu_fusion_attention_v3(q, k, v, 4, "BNSD", sparse_mode=6)

@@ -1,0 +1,132 @@
+"""Every formula against the wheel: the parameters of its schema, the shapes and dtypes of its own meta kernel.
+
+The list of formulas is the registry of softnpu; a formula without samples here fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from softnpu.aten_formulas import FORMULAS as ATEN
+from softnpu.formulas import FORMULAS as NPU
+
+# returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents
+RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3"}
+# torch's own meta function takes out_dtype for beta and raises
+BROKEN_META = {"baddbmm.dtype"}
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.linspace(0.1, 1, torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def norms(dtype: torch.dtype, *shape: int) -> tuple:
+    return rows(*shape, dtype=dtype), rows(shape[-1], dtype=dtype)
+
+
+def attention(dtype: torch.dtype = torch.float32, d_v: int = 8, **options) -> tuple[tuple, dict]:
+    q, k, v = (rows(2, n, s, d, dtype=dtype) for n, s, d in ((4, 3, 8), (2, 5, 8), (2, 5, d_v)))
+    return (q, k, v, 4, "BNSD"), options
+
+
+def attention_backward(**options) -> tuple[tuple, dict]:
+    (q, k, v, n, layout), _ = attention()
+    dy, statistics = rows(2, 4, 3, 8), rows(2, 4, 3, 8)
+    saved = {"softmax_max": statistics, "softmax_sum": statistics, "attention_in": dy}
+    return (q, k, v, dy, n, layout), saved | options
+
+
+HALF = torch.bfloat16
+IDS = torch.tensor([0, 2, 2, 1])
+SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
+    "npu_rms_norm": [(norms(d, *s), {}) for d in (torch.float32, HALF) for s in ((2, 8), (2, 3, 4, 8))]
+    + [((rows(2, 3, 8, dtype=HALF), rows(8)), {}), ((rows(2, 3, 4, 8), rows(4, 8), 1e-5), {})],
+    "npu_rms_norm_backward": [
+        ((x, x, gamma, rows(*x.shape[:-1], 1)), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))
+    ]
+    + [((rows(2, 8, dtype=HALF), rows(2, 8, dtype=HALF), rows(8), rows(2, 1)), {})],
+    "npu_gemma_rms_norm": [(norms(d, 2, 3, 8), {}) for d in (torch.float32, HALF)],
+    "npu_add_rms_norm": [((x, x, gamma), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_fusion_attention": [attention(), attention(HALF), attention(d_v=4), attention(scale=0.5, keep_prob=0.5)],
+    "npu_fusion_attention_grad": [attention_backward(), attention_backward(scale_value=0.5)],
+    "npu_fusion_attention_v3": [attention(), attention(HALF), attention(d_v=4), attention(sink=rows(4))],
+    "npu_fusion_attention_grad_v3": [attention_backward(), attention_backward(sink=rows(4))],
+    "_npu_dtype_cast": [((rows(3), HALF), {})],
+    "_npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],
+    "l1_loss_backward": [((rows(2, 3), rows(2, 3), rows(2, 3), 0), {}), ((rows(1)[0], rows(2, 3), rows(2, 3), 1), {})],
+    "kl_div_backward": [((rows(2, 3), rows(2, 3), rows(2, 3), 0), {"log_target": True})],
+    "kl_div_target_backward": [((rows(2, 3), rows(2, 3), rows(2, 3), 0), {"log_target": True})],
+    "npu_binary_cross_entropy_with_logits_backward": [((rows(2, 3), rows(2, 3), rows(2, 3), None, rows(3), 0), {})],
+    "repeat_interleave_backward_int": [((rows(4, 3), rows(2, 3), 2, 0), {}), ((rows(12), rows(2, 3), 2), {})],
+    "repeat_interleave_backward_tensor": [((rows(4, 3), rows(2, 3), torch.tensor([1, 3]), 0), {})],
+    "npu_renorm_backward": [((rows(3, 4), rows(3, 4), 2.0, 0, 0.5), {})],
+    "matmul_double_backward": [((rows(2, 3), rows(3, 4), rows(2, 4), rows(2, 3), rows(3, 4), [True] * 3), {})],
+    "matmul_backward": [
+        ((rows(2, 4), rows(2, 3), rows(3, 4), [True, True]), {}),
+        ((rows(2), rows(2, 3), rows(3), [True] * 2), {}),
+    ],
+    "histc": [((IDS,), {"bins": 4, "max": 3})],
+    "histc.out": [((IDS, 4, 0, 3), {"out": torch.empty(4, dtype=torch.int64)})],
+    "mm.dtype": [((rows(2, 3, dtype=HALF), rows(3, 4, dtype=HALF), torch.float32), {})],
+    "bmm.dtype": [((rows(2, 2, 3, dtype=HALF), rows(2, 3, 4, dtype=HALF), torch.float32), {})],
+    "addmm.dtype": [((rows(4), rows(2, 3, dtype=HALF), rows(3, 4, dtype=HALF), torch.float32), {"beta": 2})],
+    "baddbmm.dtype": [((rows(2, 2, 4), rows(2, 2, 3, dtype=HALF), rows(2, 3, 4, dtype=HALF), torch.float32), {})],
+    "_thnn_fused_lstm_cell": [((rows(2, 12), rows(2, 12), rows(2, 3), rows(12), rows(12)), {})],
+    "_thnn_fused_lstm_cell_backward_impl": [((rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 12), True), {})],
+    "_copy_from_and_resize": [],  # from the CPU to the device: test_host_execution.py
+}
+ALL = {**{name: f"npu::{name}" for name in NPU}, **{name: f"aten::{name}" for name in ATEN}}
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    namespace, _, operator = ALL[name].partition("::")
+    base, _, which = operator.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), which or "default")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_are_those_of_the_schema(name: str) -> None:
+    parameters = inspect.signature(NPU.get(name) or ATEN[name]).parameters
+    arguments = list(overload(name)._schema.arguments)
+    found = [(p.name, p.kind is p.KEYWORD_ONLY, p.default is not p.empty) for p in parameters.values()]
+    expected = [(a.name, a.kwarg_only, a.has_default_value()) for a in arguments]
+    if name in ATEN:  # one function may serve several overloads
+        assert {n for n, *_ in expected} <= {n for n, *_ in found}
+    else:
+        assert found == expected
+        for argument in arguments:
+            if argument.has_default_value() and not isinstance(argument.default_value, (list, type(None))):
+                assert parameters[argument.name].default == argument.default_value
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_results_have_the_shapes_and_dtypes_of_the_meta_kernel(name: str) -> None:
+    op = overload(name)
+    keys = ("Meta", "CompositeExplicitAutograd") if name not in BROKEN_META else ()
+    has_meta = any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
+    for args, kwargs in SAMPLES[name]:
+        found = op(*move(args, "npu"), **move(kwargs, "npu"))
+        assert all(t.device.type == "npu" for t in tensors(found)) or name in RETURNS_HOST_TENSORS
+        if has_meta:
+            expected = op(*move(args, "meta"), **move(kwargs, "meta"))
+            assert described(found) == described(expected)
+
+
+def test_every_formula_has_samples() -> None:
+    assert SAMPLES.keys() == ALL.keys()
+
+
+def move(values, device: str):
+    return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, values)
+
+
+def tensors(values) -> list[torch.Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
+def described(values) -> list[tuple]:
+    return [(list(t.shape), t.dtype) for t in tensors(values)]

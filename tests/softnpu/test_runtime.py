@@ -1,0 +1,169 @@
+"""How the software device starts: in processes of their own, because that is what is tested."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from softnpu import runtime
+
+ADD = "import softnpu, torch; assert (torch.ones(2, device='npu') + 1).sum().item() == 4; "
+
+
+def test_import_after_torch_says_what_to_do(run_python) -> None:
+    result = run_python("import torch, softnpu", check=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.returncode
+    assert "import softnpu before torch" in result.stderr
+    assert "python -m softnpu" in result.stderr
+
+
+def test_works_with_and_without_autoload(run_python) -> None:
+    for autoload in ("0", "1"):
+        run_python(ADD, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+
+
+def test_a_missing_compiler_is_named_with_a_remedy(run_python, tmp_path: Path) -> None:
+    result = run_python("import softnpu", check=False, XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path))
+    assert "no C compiler ('cc')" in result.stderr
+    assert "apt-get install gcc" in result.stderr
+
+
+def test_a_compiler_that_fails_is_shown(run_python, tmp_path: Path) -> None:
+    result = run_python("import softnpu", check=False, XDG_CACHE_HOME=str(tmp_path), CC="false")
+    assert "could not build libascendcl.so" in result.stderr
+    assert not list((tmp_path / "softnpu").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_named(run_python, tmp_path: Path) -> None:
+    (tmp_path / "softnpu").write_text("not a folder")
+    result = run_python("import softnpu", check=False, XDG_CACHE_HOME=str(tmp_path))
+    assert f"{tmp_path}/softnpu and cannot write there" in result.stderr
+    assert "XDG_CACHE_HOME" in result.stderr
+
+
+def test_several_processes_may_build_at_once(run_python, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(run_python, ADD, XDG_CACHE_HOME=str(tmp_path)) for _ in range(4)]
+        for run in runs:
+            run.result()
+    (home,) = (tmp_path / "softnpu").iterdir()  # no half-built folder is left
+    assert {path.name for path in home.glob("*.so")} == {runtime.RUNTIME, *runtime.OTHERS}
+
+
+def test_nothing_is_written_elsewhere(run_python, tmp_path: Path) -> None:
+    code = "import os; before = set(os.listdir('.')); import softnpu, torch; torch.ones(2, device='npu').sum().item(); "
+    code += "assert set(os.listdir('.')) == before"
+    package = Path(runtime.__file__).parent
+    before = {path for path in package.rglob("*") if "__pycache__" not in path.parts}
+    run_python(code, XDG_CACHE_HOME=str(tmp_path))
+    assert {path for path in package.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_on_a_machine_with_a_device_nothing_changes(run_python, tmp_path: Path) -> None:
+    """The driver's node is in /dev and CANN's libraries, played by ours, are on the library path."""
+    run_python("import softnpu", XDG_CACHE_HOME=str(tmp_path))
+    (cann,) = (tmp_path / "softnpu").iterdir()
+    code = """
+import os
+listdir = os.listdir
+os.listdir = lambda path=".": [*listdir(path), "davinci0", "davinci_manager"] if path == "/dev" else listdir(path)
+before = dict(os.environ)
+import softnpu, sys
+assert not softnpu.is_software()
+assert "torch" not in sys.modules and dict(os.environ) == before
+import torch, torch_npu
+assert torch.npu.is_available()
+table = torch._C._dispatch_dump("aten::add.Tensor")
+assert "softnpu" not in table, table
+with softnpu.poisoned_memory():
+    assert softnpu.counters() == {"stream_syncs": 0, "device_to_host_copies": 0}
+"""
+    environment = {"ASCEND_HOME_PATH": str(cann), "ASCEND_OPP_PATH": str(cann / "opp"), "LD_LIBRARY_PATH": str(cann)}
+    run_python(code, **environment)
+
+
+def test_a_device_node_counts_only_with_a_number(monkeypatch) -> None:
+    for nodes, expected in ((["null", "davinci_manager"], False), (["davinci7"], True), ([], False)):
+        monkeypatch.setattr(os, "listdir", lambda path, nodes=nodes: nodes)
+        assert runtime.real_device() is expected
+
+
+def test_the_number_of_devices_can_be_set(run_python) -> None:
+    for devices in ("1", "3"):
+        run_python(f"import softnpu, torch; assert torch.npu.device_count() == {devices}", SOFTNPU_DEVICES=devices)
+
+
+def test_a_script_runs_as_a_module(run_python, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\nimport beside\n"
+        "print(__name__, sys.argv[1:], sys.path[0], torch.ones(3, device='npu').sum().item())\n"
+    )
+    (tmp_path / "beside.py").write_text("")
+    result = run_python(None, "-m", "softnpu", str(script), "a", "--b")
+    assert result.stdout.split("\n")[-2] == f"__main__ ['a', '--b'] {tmp_path} 3.0"
+
+
+def test_a_module_runs_as_a_module(run_python) -> None:
+    result = run_python(None, "-m", "softnpu", "-m", "torch.utils.collect_env", check=False)
+    assert "PyTorch version" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["missing.py"]])
+def test_wrong_calls_print_the_usage(run_python, arguments) -> None:
+    result = run_python(None, "-m", "softnpu", *arguments, check=False)
+    assert result.returncode
+    assert "usage: python -m softnpu" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_pytest_plugin_provides_the_device(run_python, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import torch\n\n"
+        "def test_it(npu_counters, poisoned_memory):\n"
+        "    assert torch.empty(2, device='npu').isnan().all()\n"
+        "    torch.ones(2, device='npu') * 2\n"
+        "    assert npu_counters()['mul'] == 1\n"
+    )
+    result = run_python(None, "-m", "pytest", "-p", "softnpu.pytest_plugin", "-q", str(tmp_path), "-c", os.devnull)
+    assert "1 passed" in result.stdout
+    result = run_python(None, "-m", "pytest", "-p", "softnpu.pytest_plugin", str(tmp_path), "-c", os.devnull)
+    assert "npu: software device" in result.stdout
+
+
+def test_streams_and_events_work(run_python) -> None:
+    code = """
+import softnpu, torch
+s = torch.npu.Stream()
+with torch.npu.stream(s):
+    x = torch.ones(3, device="npu")
+    start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
+    start.record(); y = x + 1; end.record()
+torch.npu.current_stream().wait_stream(s)
+assert s.query() and end.query() and start.elapsed_time(end) >= 0
+y.record_stream(torch.npu.current_stream())
+"""
+    run_python(code)
+
+
+def test_import_costs_less_than_half_a_second_beyond_torch_and_torch_npu(run_python, tmp_path: Path) -> None:
+    """The smaller of three runs each, in turns, so that a busy machine does not decide."""
+    run_python("import softnpu", XDG_CACHE_HOME=str(tmp_path))
+    (home,) = (tmp_path / "softnpu").iterdir()
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    wheel = {"LD_LIBRARY_PATH": str(home), "ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}
+    seconds = {"import softnpu": [], "import torch, torch_npu": []}
+    for _ in range(3):
+        for code, times in seconds.items():
+            start = time.perf_counter()
+            variables = environment | (wheel if "torch_npu" in code else {})
+            subprocess.run([sys.executable, "-c", code], env=variables, check=True, capture_output=True)
+            times.append(time.perf_counter() - start)
+    ours, theirs = (min(times) for times in seconds.values())
+    assert ours - theirs < 0.5

@@ -42,7 +42,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
 @formula
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """``dx = rstd · (dy·gamma − x · rstd² · mean(dy·gamma·x))`` in the dtype of x; dgamma in float32."""
-    require(dy is not None, "npu_rms_norm_backward", "the operator has no second derivative")
+    require(dy is not None, "npu_rms_norm_backward", "dy is undefined, and the operator has no second derivative")
     _require_trailing("npu_rms_norm_backward", input, gamma)
     require_dtypes("npu_rms_norm_backward", {(x, x, g) for x, g in RMS_NORM_DTYPES}, dy=dy, input=input, gamma=gamma)
     require(

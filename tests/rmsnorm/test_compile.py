@@ -1,0 +1,105 @@
+"""can_torch_compile and has_backward are true: whole graphs, forward and backward, and numerical gradients."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.gradcheck import gradcheck
+
+import softnpu
+
+LAYERS = [
+    "RMSNorm",
+    "RMSNormCastLast",
+    "RMSNormZeroCentered",
+    "RMSNormWeightless",
+    "T5LayerNorm",
+    "RMSNormGated",
+    "MambaRMSNormGated",
+]
+
+
+def module(kernel: ModuleType, layer: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    made = getattr(kernel.layers, layer)()
+    if layer != "RMSNormWeightless":
+        made.weight = nn.Parameter(torch.randn(16, dtype=dtype))
+    made.variance_epsilon = 1e-6
+    return made if torch.get_default_device().type == "npu" else made.to("npu")
+
+
+def arguments(layer: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    count = 2 if "Gated" in layer else 1
+    return [torch.randn(2, 3, 16).to(dtype).to("npu").requires_grad_() for _ in range(count)]
+
+
+def test_the_list_is_complete(kernel: ModuleType) -> None:
+    defined = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
+    assert defined == set(LAYERS)
+    for layer in LAYERS:
+        assert getattr(kernel.layers, layer).can_torch_compile
+        assert getattr(kernel.layers, layer).has_backward
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, dtype, dynamic) -> None:
+    torch._dynamo.reset()
+    eager, compiled = module(kernel, layer, dtype), module(kernel, layer, dtype)
+    compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    results = []
+    for made in (eager, compiled):
+        inputs = arguments(layer, dtype)
+        y = made(*inputs)
+        y.square().sum().backward()
+        results.append([y, *(t.grad for t in inputs), *(p.grad for p in made.parameters())])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+    softnpu.reset_counters()
+    with torch.no_grad():
+        compiled(*arguments(layer, dtype))
+    assert softnpu.counters()["npu_rms_norm"] == 1
+
+
+def test_add_compiles_in_inference_and_training(kernel: ModuleType) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel.add_rms_norm, fullgraph=True, backend="aot_eager")
+    tensors = [torch.randn(s, device="npu") for s in ((3, 16), (3, 16), (16,))]
+    for needed in (False, True):
+        leaves = [t.detach().requires_grad_(needed) for t in tensors]
+        for a, b in zip(compiled(*leaves, 1e-6), kernel.add_rms_norm(*leaves, 1e-6)):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_those_of_the_values(kernel: ModuleType, layer) -> None:
+    made = module(kernel, layer)
+    inputs = arguments(layer)
+    names = [name for name, _ in made.named_parameters()]
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        parameters = dict(zip(names, tensors[len(inputs) :]))
+        return torch.func.functional_call(made, parameters, tensors[: len(inputs)])
+
+    # numerical differences of float32: eps 1e-2 balances curvature and rounding, both below one per cent here
+    leaves = (*inputs, *(p.detach().requires_grad_() for p in made.parameters()))
+    assert gradcheck(call, leaves, eps=1e-2, atol=1e-2, rtol=2e-2, check_undefined_grad=False)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_runs_on_meta_and_fake_tensors(kernel: ModuleType, layer) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        with torch.device("npu"):
+            made = module(kernel, layer, torch.bfloat16)
+        inputs = arguments(layer, torch.bfloat16)
+        y = made(*inputs)
+        assert (y.shape, y.dtype, y.device.type) == ((2, 3, 16), torch.bfloat16, "npu")
+        y.sum().backward()
+        assert all(t.grad.shape == t.shape for t in inputs)

@@ -1,0 +1,216 @@
+"""rms_norm and add_rms_norm against float64: values, gradients, launches, limits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import softnpu
+
+# one rounding to the dtype; sums of a few hundred terms in float32
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-24}
+FLOAT32 = 1e-6
+SHAPES = [(5, 123, 123), (1, 1), (3, 8), (2, 3, 4, 5, 16), (7, 256)]
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    x = x.double()
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return y if weight is None else y * weight.double()
+
+
+def assert_rounded(found: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
+    error = (found.detach().cpu().double() - expected).abs()
+    limit = (roundings * ROUNDING[found.dtype] + FLOAT32) * expected.abs() + 1e-7
+    assert (error <= limit).all(), (error - limit).max()
+
+
+def calls(function) -> dict[str, int]:
+    softnpu.reset_counters()
+    function()
+    return {name: count for name, count in softnpu.counters().items() if count}
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0, 0.1])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, dtypes, eps) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtypes[0]), torch.randn(shape[-1]).to(dtypes[1])
+    moved = x.to("npu"), weight.to("npu")
+    assert calls(lambda: kernel.rms_norm(*moved, eps)) == {"npu_rms_norm": 1}
+    y = kernel.rms_norm(*moved, eps)
+    assert y.dtype == x.dtype
+    assert_rounded(y, exact(x, weight, eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_a_weight(kernel: ModuleType, dtype) -> None:
+    x = torch.randn(4, 32).to(dtype)
+    assert calls(lambda: kernel.rms_norm(x.to("npu"), None, 1e-6))["npu_rms_norm"] == 1
+    assert_rounded(kernel.rms_norm(x.to("npu"), None, 1e-6), exact(x, None, 1e-6))
+
+
+def test_a_zero_row_with_eps_zero_is_not_hidden(kernel: ModuleType) -> None:
+    x = torch.zeros(2, 8, device="npu")
+    assert kernel.rms_norm(x, torch.ones(8, device="npu"), 0.0).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    [
+        ((8,), (torch.float32, torch.float32)),  # the operator wants two dimensions
+        ((1,) * 8 + (8,), (torch.float32, torch.float32)),  # and at most eight
+        ((2, 8), (torch.float64, torch.float32)),
+        ((2, 8), (torch.float32, torch.float64)),
+    ],
+)
+def test_outside_the_limits_the_formula_is_computed_in_torch(kernel: ModuleType, shape, dtypes) -> None:
+    x, weight = torch.randn(shape).to(dtypes[0]), torch.randn(shape[-1]).to(dtypes[1])
+    moved = [t.to("npu").requires_grad_() for t in (x, weight)]
+    assert "npu_rms_norm" not in calls(lambda: kernel.rms_norm(*moved, 1e-6))
+    y = kernel.rms_norm(*moved, 1e-6)
+    assert y.dtype == (torch.float32 if dtypes[0] == torch.float64 else dtypes[0])  # the device has no float64
+    assert_rounded(y, exact(x, weight, 1e-6))
+    y.sum().backward()
+    assert all(t.grad is not None for t in moved)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float32, torch.float16)]
+)
+def test_a_weight_of_an_illegal_pair_is_widened(kernel: ModuleType, dtypes) -> None:
+    x, weight = torch.randn(4, 32).to(dtypes[0]), torch.randn(32).to(dtypes[1])
+    moved = x.to("npu"), weight.to("npu")
+    assert calls(lambda: kernel.rms_norm(*moved, 1e-6))["npu_rms_norm"] == 1
+    y = kernel.rms_norm(*moved, 1e-6)
+    assert y.dtype == x.dtype
+    assert_rounded(y, exact(x, weight, 1e-6))
+
+
+def test_on_the_cpu_the_formula_is_computed_in_torch(kernel: ModuleType) -> None:
+    x, weight = torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(5, dtype=torch.bfloat16)
+    assert_rounded(kernel.rms_norm(x, weight, 1e-6), exact(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients(kernel: ModuleType, shape, dtype, weight_dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, grad = (
+        torch.randn(shape).to(dtype),
+        torch.randn(shape[-1]).to(weight_dtype),
+        torch.randn(shape).to(dtype),
+    )
+    leaves = [t.to("npu").requires_grad_() for t in (x, weight)]
+    assert calls(lambda: kernel.rms_norm(*leaves, 1e-6).backward(grad.to("npu")))["npu_rms_norm_backward"] == 1
+    truth = [t.double().requires_grad_() for t in (x, weight)]
+    exact(*truth, 1e-6).backward(grad.double())
+    for leaf, expected in zip(leaves, truth):
+        error = (leaf.grad.cpu().double() - expected.grad).abs()
+        # one rounding, and sums in float32: relative to the largest gradient, and to terms of order 1 that cancel
+        limit = ROUNDING[leaf.dtype] * expected.grad.abs() + 1e-5 * expected.grad.abs().max() + 1e-6
+        assert (error <= limit).all()
+
+
+def test_a_non_contiguous_input_is_not_copied(kernel: ModuleType) -> None:
+    x = torch.randn(4, 6, 8, device="npu").transpose(0, 1)
+    weight = torch.randn(8, device="npu")
+    assert calls(lambda: kernel.rms_norm(x, weight, 1e-6)) == {"npu_rms_norm": 1}
+    assert_rounded(kernel.rms_norm(x, weight, 1e-6), exact(x.cpu(), weight.cpu(), 1e-6))
+
+
+def test_no_rows(kernel: ModuleType) -> None:
+    x, weight = torch.empty(0, 8, device="npu", requires_grad=True), torch.ones(8, device="npu", requires_grad=True)
+    y = kernel.rms_norm(x, weight, 1e-6)
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert weight.grad.eq(0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=2, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    eps=st.sampled_from([0.0, 1e-8, 1e-6, 1e-2]),
+)
+def test_any_shape_scale_and_eps(kernel: ModuleType, shape, dtype, scale, eps) -> None:
+    torch.manual_seed(sum(shape))
+    x, weight = (torch.randn(shape) * scale).to(dtype), torch.randn(shape[-1]).to(dtype)
+    assert_rounded(kernel.rms_norm(x.to("npu"), weight.to("npu"), eps), exact(x, weight, eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_add_is_one_launch_without_gradients(kernel: ModuleType, dtype) -> None:
+    x, residual, weight = (torch.randn(s).to(dtype) for s in ((3, 5, 64), (3, 5, 64), (64,)))
+    moved = [t.to("npu") for t in (x, residual, weight)]
+    assert calls(lambda: kernel.add_rms_norm(*moved, 1e-6)) == {"npu_add_rms_norm": 1}
+    normed, total = kernel.add_rms_norm(*moved, 1e-6)
+    assert torch.equal(total.cpu(), x + residual)
+    assert_rounded(normed, exact(x + residual, weight, 1e-6), roundings=2)
+
+
+def test_add_without_grad_mode_is_one_launch_for_parameters_too(kernel: ModuleType) -> None:
+    tensors = [torch.randn(s, device="npu", requires_grad=True) for s in ((3, 64), (3, 64), (64,))]
+    with torch.no_grad():
+        assert calls(lambda: kernel.add_rms_norm(*tensors, 1e-6)) == {"npu_add_rms_norm": 1}
+
+
+@pytest.mark.parametrize("needed", range(3))
+def test_add_has_gradients_where_one_is_needed(kernel: ModuleType, needed) -> None:
+    tensors = [torch.randn(s) for s in ((3, 64), (3, 64), (64,))]
+    leaves = [t.to("npu").requires_grad_(i == needed) for i, t in enumerate(tensors)]
+    truth = [t.double().requires_grad_(i == needed) for i, t in enumerate(tensors)]
+    normed, total = kernel.add_rms_norm(*leaves, 1e-6)
+    (normed.square().sum() + total.sum()).backward()
+    expected = truth[0] + truth[1]
+    (exact(expected, truth[2], 1e-6).square().sum() + expected.sum()).backward()
+    torch.testing.assert_close(leaves[needed].grad.cpu().double(), truth[needed].grad, rtol=1e-5, atol=1e-4)
+
+
+def test_add_of_two_dtypes_takes_the_wider(kernel: ModuleType) -> None:
+    x, residual, weight = torch.randn(3, 8).bfloat16(), torch.randn(3, 8), torch.randn(8)
+    normed, total = kernel.add_rms_norm(*(t.to("npu") for t in (x, residual, weight)), 1e-6)
+    assert normed.dtype == total.dtype == torch.float32
+    assert_rounded(normed, exact(x + residual, weight, 1e-6), roundings=2)
+
+
+def test_add_of_nothing(kernel: ModuleType) -> None:
+    empty, weight = torch.empty(0, 8, device="npu"), torch.ones(8, device="npu")
+    assert kernel.add_rms_norm(empty, empty, weight, 1e-6)[0].shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda k: k.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-6), ValueError, r"weight \[3\].*\[2, 4\]"),
+        (lambda k: k.rms_norm(torch.ones(2, 4), torch.ones(2, 4), 1e-6), ValueError, r"weight \[2, 4\]"),
+        (lambda k: k.rms_norm(torch.ones(2, 4, dtype=torch.int64), torch.ones(4), 1e-6), TypeError, "int64"),
+        (lambda k: k.rms_norm(torch.ones(2, 4), torch.ones(4, dtype=torch.int32), 1e-6), TypeError, "int32"),
+        (lambda k: k.add_rms_norm(torch.ones(2, 4), torch.ones(4), torch.ones(4), 1e-6), ValueError, r"residual \[4\]"),
+        (
+            lambda k: k.rms_norm(torch.ones(2, 4, device="npu"), torch.ones(4), 1e-6),
+            RuntimeError,
+            "at least two devices, npu:0 and cpu",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(kernel: ModuleType, call, error, words) -> None:
+    softnpu.reset_counters()
+    with pytest.raises(error, match=words):
+        call(kernel)

@@ -1,0 +1,278 @@
+"""The kernel repositories as they are committed: fresh, loadable, and true to the releases that they name."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import build
+import pytest
+from kernels import get_local_kernel
+from kernels._rust import Digest, DigestAlgorithm, Metadata
+from kernels.backends import CANN, CPU
+from kernels.variants import _resolve_variant_for_system, parse_variant
+from packaging.version import Version
+
+REPOSITORIES = build.repositories()
+VARIANTS = [variant for repository in REPOSITORIES for variant in sorted((repository / "build").iterdir())]
+NAMES = {*build.NOARCH, *build.variants()}
+SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "build" else path.name
+
+
+# ---- fresh -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+def test_the_committed_build_is_what_the_source_gives(repository: Path) -> None:
+    assert build.differences(repository) == []
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy of the project's kernel repositories, for tests that write."""
+    for repository in REPOSITORIES:
+        shutil.copytree(repository, tmp_path / repository.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(build.ROOT / "variants.toml", tmp_path)
+    return tmp_path
+
+
+def test_building_twice_gives_identical_bytes(clone: Path) -> None:
+    repository = clone / "RMSNorm"
+    before = {path: path.read_bytes() for path in (repository / "build").rglob("*") if path.is_file()}
+    build.build(repository, clone)
+    assert before == {path: path.read_bytes() for path in (repository / "build").rglob("*") if path.is_file()}
+    assert not list(repository.glob(".build-*"))
+
+
+@pytest.mark.parametrize("edit", ["changed", "added", "removed", "source"])
+def test_every_kind_of_staleness_is_named(clone: Path, edit: str) -> None:
+    repository = clone / "RMSNorm"
+    layers = repository / "build" / "torch-npu" / "layers.py"
+    if edit == "changed":
+        layers.write_text(layers.read_text() + "\n")
+        expected = ["differs: torch-npu/layers.py"]
+    elif edit == "added":
+        (layers.parent / "extra.py").write_text("")
+        expected = ["not built from the source: torch-npu/extra.py"]
+    elif edit == "removed":
+        layers.unlink()
+        expected = ["missing: torch-npu/layers.py"]
+    else:
+        (repository / "torch-ext" / "rmsnorm" / "layers.py").write_text("")
+        expected = [f"differs: {name}/{file}" for name in sorted(NAMES) for file in ("layers.py", "metadata.json")]
+    assert sorted(build.differences(repository, clone)) == sorted(expected)
+    build.build(repository, clone)
+    assert build.differences(repository, clone) == []
+
+
+def test_the_command_line(run_python) -> None:
+    script = str(build.ROOT / "scripts" / "build.py")
+    assert run_python(None, script, "--check").stdout == "".join(f"{r.name}: fresh\n" for r in REPOSITORIES)
+    result = run_python(None, script, "Missing", check=False)
+    assert result.returncode == 2
+    assert "no kernel repository called Missing; there are" in result.stderr
+
+
+# ---- loadable --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_metadata_and_digests_hold(variant: Path) -> None:
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    written = json.loads((variant / "metadata.json").read_text())
+    assert written["version"] == 1
+    assert written["backend"] == {"type": "cann"}
+    assert written["python-depends"] == []
+    assert re.fullmatch(r"_[a-z0-9_]+", str(metadata.id))
+    assert written["digest"]["files"] == Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
+    assert parse_variant(variant.name).variant_str == variant.name
+
+
+def test_ids_are_unique() -> None:
+    ids = [json.loads((variant / "metadata.json").read_text())["id"] for variant in VARIANTS]
+    assert len(set(ids)) == len(ids) == len(REPOSITORIES) * len(NAMES)
+
+
+def test_an_id_changes_with_the_content(clone: Path) -> None:
+    source = clone / "RMSNorm" / "torch-ext" / "rmsnorm" / "layers.py"
+    before = json.loads(build.render(clone / "RMSNorm", clone)["torch-npu/metadata.json"])["id"]
+    source.write_text(source.read_text() + "\n")
+    assert json.loads(build.render(clone / "RMSNorm", clone)["torch-npu/metadata.json"])["id"] != before
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_every_variant_loads_and_computes(variant: Path) -> None:
+    """By its own path, which leaves out the question whether it fits this machine."""
+    import torch
+
+    kernel = get_local_kernel(variant)
+    x = torch.randn(3, 8, device="npu")
+    torch.testing.assert_close(
+        kernel.rms_norm(x, torch.ones(8, device="npu"), 1e-6).cpu(),
+        torch.nn.functional.rms_norm(x.cpu(), (8,), eps=1e-6),
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Path, monkeypatch) -> None:
+    """As kernels 0.10 imports: the package `<variant>/<repository name>`, under that name."""
+    repository = variant.parent.parent.name
+    name = f"old_loader_{variant.name.replace('-', '_')}"
+    spec = importlib.util.spec_from_file_location(name, variant / repository / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert set(module.__all__) <= vars(module).keys()
+    assert module.layers.RMSNorm.forward
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_imports_are_relative_or_of_torch(variant: Path) -> None:
+    for path in variant.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert {alias.name.partition(".")[0] for alias in node.names} <= {"torch"}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                assert node.module.partition(".")[0] in ("__future__", "collections", "torch")
+
+
+# ---- chosen ----------------------------------------------------------------------------------------------------------
+def chosen(torch: str, cann: str | None, cpu: str = "aarch64") -> list[str]:
+    """What kernels' own resolver accepts on a described machine, best first."""
+    accepted, _ = _resolve_variant_for_system(
+        variants=[parse_variant(name) for name in sorted(NAMES)],
+        selected_backend=CPU() if cann is None else CANN(version=Version(cann)),
+        cpu=cpu,
+        os="linux",
+        torch_version=Version(torch),
+        torch_cxx11_abi=True,
+        tvm_ffi_version=None,
+    )
+    return [variant.variant_str for variant in accepted]
+
+
+@pytest.mark.parametrize("torch", ["2.6", "2.7", "2.8"])
+def test_a_strict_variant_wins_where_it_fits(torch: str) -> None:
+    strict = f"torch{torch.replace('.', '')}-cxx11-cann82-aarch64-linux"
+    assert chosen(torch, "8.2") == [strict, "torch-npu", "torch-universal"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "cann", "cpu"), [("2.13", "8.2", "aarch64"), ("2.8", "8.5", "aarch64"), ("2.8", "8.2", "x86_64")]
+)
+def test_elsewhere_the_variant_for_all_npus_wins(torch: str, cann: str, cpu: str) -> None:
+    assert chosen(torch, cann, cpu) == ["torch-npu", "torch-universal"]
+
+
+def test_without_an_npu_only_the_universal_variant_is_left() -> None:
+    assert chosen("2.13", None, "x86_64") == ["torch-universal"]
+
+
+DESCRIBED = """
+import softnpu, os, pathlib, platform, sys, torch
+torch_version, cann, cpu, expected = sys.argv[1:]
+os.environ["ASCEND_HOME_PATH"] = cann
+platform.machine = lambda: cpu
+torch.__version__ = torch_version
+from kernels import get_local_kernel, get_loaded_kernels
+kernel = get_local_kernel(pathlib.Path("REPOSITORY"))
+(loaded,) = get_loaded_kernels()
+assert expected.replace("-", "_") in loaded.metadata.id, loaded.metadata.id
+x = torch.ones(2, 8, device="npu")
+assert kernel.rms_norm(x, torch.ones(8, device="npu"), 0.0).sum().item() == 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("torch", "cann", "cpu", "expected"),
+    [
+        ("2.6.0", "8.2.RC1", "aarch64", "torch26-cxx11-cann82-aarch64-linux"),
+        ("2.7.1", "8.2.RC1", "aarch64", "torch27-cxx11-cann82-aarch64-linux"),
+        ("2.8.0+cpu", "8.2.RC1", "aarch64", "torch28-cxx11-cann82-aarch64-linux"),
+        ("2.8.0", "8.5.0", "aarch64", "torch-npu"),
+        ("2.13.0", "9.1.0", "x86_64", "torch-npu"),
+    ],
+)
+def test_the_loader_takes_it_on_a_machine_that_says_so(run_python, tmp_path: Path, torch, cann, cpu, expected) -> None:
+    (tmp_path / "ascend_toolkit_install.info").write_text(f"version={cann}\n")
+    code = DESCRIBED.replace("REPOSITORY", str(build.ROOT / "RMSNorm"))
+    run_python(code, torch, str(tmp_path), cpu, expected)
+
+
+# ---- true to the releases --------------------------------------------------------------------------------------------
+def schemas() -> dict[str, dict[str, str]]:
+    """Release -> operator -> parameters."""
+    found: dict[str, dict[str, str]] = {}
+    for release, name, parameters in re.findall(r"^\[(\S+)\] (\w+)\((.*)\) -> ", SCHEMAS.read_text(), re.MULTILINE):
+        found.setdefault(release, {})[name] = parameters
+    return found
+
+
+def operator_calls(package: Path) -> list[tuple[str, int, set[str]]]:
+    """Name, number of positional arguments and keywords of every call of a torch_npu operator."""
+    calls = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name.startswith(("torch.ops.npu.", "torch_npu.")):
+                    calls.append((name.rpartition(".")[2], len(node.args), {k.arg for k in node.keywords}))
+    return calls
+
+
+def misfit(parameters: str, positional: int, keywords: set[str]) -> str | None:
+    """Why a call does not fit a schema."""
+    before, _, behind = parameters.partition("*, ") if "*, " in parameters else (parameters, "", "")
+    split = [[p for p in re.split(r", (?![^\[]*\])", part) if p] for part in (before, behind)]
+    names = [[p.split("=")[0].split()[-1] for p in part] for part in split]
+    if positional > len(names[0]):
+        return f"{positional} positional arguments, the schema takes {len(names[0])}"
+    given = set(names[0][:positional]) | keywords
+    if unknown := keywords - set(names[0][positional:]) - set(names[1]):
+        return f"no parameters {unknown}"
+    required = {n for part, ns in zip(split, names) for p, n in zip(part, ns) if "=" not in p}
+    return f"missing {required - given}" if required - given else None
+
+
+RELEASES = schemas()
+CASES = [
+    (repository, name, release)
+    for repository in REPOSITORIES
+    for name in (*build.NOARCH, *build.variants())
+    for release in build.variants().get(name, RELEASES)
+]
+
+
+@pytest.mark.parametrize(("repository", "variant", "release"), CASES)
+def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(repository, variant, release) -> None:
+    calls = operator_calls(repository / "build" / variant)
+    assert calls
+    for name, positional, keywords in calls:
+        assert name in RELEASES[release], f"torch_npu {release} has no {name}"
+        assert misfit(RELEASES[release][name], positional, keywords) is None
+
+
+def test_the_check_finds_calls_that_do_not_fit() -> None:
+    parameters = RELEASES["2.6.0"]["npu_rms_norm"]
+    assert misfit(parameters, 3, set()) is None
+    assert misfit(parameters, 2, {"epsilon"}) is None
+    assert "positional" in misfit(parameters, 4, set())
+    assert "no parameters" in misfit(parameters, 2, {"eps"})
+    assert "missing" in misfit(parameters, 1, set())
+    assert "npu_clipped_swiglu" not in RELEASES["2.6.0"]
+    assert "no parameters" in misfit(RELEASES["2.6.0"]["npu_rotary_mul"], 3, {"rotate"})
+
+
+def test_layers_pass_kernels_own_validation() -> None:
+    """Of a class that has the parameters which the layer's forward has."""
+    from kernels.layer.layer import _validate_layer
+
+    layers = get_local_kernel(build.ROOT / "RMSNorm").layers
+    for name, layer in vars(layers).items():
+        if isinstance(layer, type) and hasattr(layer, "has_backward"):
+            _validate_layer(check_cls=layer, cls=layer, repo=name)

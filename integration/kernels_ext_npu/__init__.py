@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kernels_ext_npu.reporting import Report, Row, report
     from kernels_ext_npu.swapping import kernelize, restore
 
+__version__ = "0.1.0"
+
 __all__ = ["Report", "Row", "UnsupportedEnvironmentError", "kernelize", "register", "report", "restore", "unregister"]
 
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.

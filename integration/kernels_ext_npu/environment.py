@@ -25,7 +25,6 @@ def check() -> None:
             raise UnsupportedEnvironmentError(f"{name} is not installed: pip install '{name}{tested}'")
         if not tested.contains(found, prereleases=True):
             warnings.warn(f"kernels-ext-npu was tested with {name} {tested}, found {found}", stacklevel=3)
-    _check_transformers_accepts_kernels()
     if importlib.util.find_spec("torch_npu") is None:
         raise UnsupportedEnvironmentError(
             "torch_npu is not installed. On a machine with an Ascend device install the release that fits torch and "
@@ -33,6 +32,7 @@ def check() -> None:
             "`import softnpu` before torch."
         )
     _check_cann()
+    _check_transformers_accepts_kernels()
 
 
 def _check_transformers_accepts_kernels() -> None:

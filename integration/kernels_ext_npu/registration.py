@@ -6,12 +6,16 @@ import functools
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from kernels_ext_npu import environment
 
-from kernels_ext_npu import environment, sources
-from kernels_ext_npu.marking import ABSENT, LAYERS, Marks
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kernels_ext_npu.marking import Marks
+
+ABSENT = object()
 
 
 @dataclass
@@ -19,8 +23,8 @@ class Registration:
     """What register() changed."""
 
     strict: bool
+    marks: Marks
     entries: dict[str, Any] = field(default_factory=dict)  # layer -> the table's entry before
-    marks: Marks = field(default_factory=Marks)
 
 
 current: Registration | None = None
@@ -39,10 +43,13 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
         FileNotFoundError: the source holds no kernels.
     """
     global current
-    environment.check()
+    environment.check()  # before torch and transformers are imported: what is wrong shows there first
+    from kernels_ext_npu import sources
+    from kernels_ext_npu.marking import LAYERS, Marks
+
     sources.check(source, set(LAYERS.values()))
     unregister()
-    current = Registration(strict)
+    current = Registration(strict, Marks())
     table = _table()
     for layer, repository in LAYERS.items():
         current.entries[layer] = dict(table[layer]) if layer in table else ABSENT

@@ -91,7 +91,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if find_reference(type(module)) is not None:
+    if find_reference(type(module)) is not None or getattr(type(module), "kernel_layer_name", None) in LAYERS:
         return True
     return "norm" in type(module).__name__.lower() and not any(module.children())
 

@@ -1,0 +1,44 @@
+"""The command line: ``kernels-ext-npu demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kernels_ext_npu
+
+app = typer.Typer(
+    help="Fused kernels for Huawei Ascend NPUs in Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def main(show: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if show:
+        typer.echo(kernels_ext_npu.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A local checkpoint of a causal language model, in place of four tiny random ones."),
+    ] = None,
+) -> None:
+    """Load models with use_kernels=True and compare them with their originals on the CPU.
+
+    Runs on the software device where there is no NPU. Ends with 1 if anything disagrees.
+    """
+    from kernels_ext_npu import demo
+
+    try:
+        agreed = demo.run(model)
+    except demo.CannotRunError as error:
+        typer.echo(f"kernels-ext-npu demo: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if agreed else 1)

@@ -1,0 +1,86 @@
+"""Every norm class of the installed transformers, found by reading it, and its exact result in float64."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers.models
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels_ext_npu.marking import LAYERS
+from kernels_ext_npu.matching import find_reference
+
+SIZE = 32
+
+
+@cache
+def norm_classes() -> tuple[type[nn.Module], ...]:
+    """Those that transformers decorates for one of our layers, those that match, and all others called RMSNorm."""
+    return tuple(
+        cls
+        for cls in _classes()
+        if getattr(cls, "kernel_layer_name", None) in LAYERS
+        or find_reference(cls) is not None
+        or "rmsnorm" in cls.__name__.lower()
+    )
+
+
+def _classes() -> Iterator[type[nn.Module]]:
+    for package in pkgutil.iter_modules(transformers.models.__path__):
+        folder = Path(transformers.models.__path__[0]) / package.name
+        for path in sorted(folder.glob("modeling_*.py")):
+            name = f"transformers.models.{package.name}.{path.stem}"
+            try:
+                module = importlib.import_module(name)
+            except ImportError:  # needs a package that is not installed
+                continue
+            for value in vars(module).values():
+                if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == name:
+                    yield value
+
+
+def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
+    """A small one with weights that are neither one nor zero."""
+    values = {"hidden_size": SIZE, "dim": SIZE, "hidden_dim": SIZE, "group_size": None}
+    required = {}
+    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+        if name in values:
+            required[name] = values[name]
+        elif name == "config":
+            required[name] = type("Config", (), {"eps": 1e-5, "hidden_size": SIZE})
+        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"{cls.__name__} wants {name}")
+    module = cls(**required)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 + 0.3)
+    return module
+
+
+def inputs(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    gates = "gate" in inspect.signature(type(module).forward).parameters
+    return [torch.randn(4, 6, SIZE, generator=generator).to(dtype) for _ in range(1 + gates)]
+
+
+def exact(module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """What the module computes, without any rounding but that of its weights."""
+    layer = find_reference(type(module)).layer
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = None if layer == "RMSNormWeightless" else getattr(module, "weight", None)
+    if layer == "MambaRMSNormGated":
+        x, gate = x * F.silu(gate), None
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    if weight is not None:
+        y = y * (weight + 1 if layer == "RMSNormZeroCentered" else weight)
+    if gate is not None:
+        y = y * (torch.sigmoid(gate) if module.activation == "sigmoid" else F.silu(gate))
+    return y

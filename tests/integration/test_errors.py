@@ -1,0 +1,134 @@
+"""What a user meets on a machine that is not as it should be: a sentence that says what to do."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import kernels_ext_npu
+from kernels_ext_npu import UnsupportedEnvironmentError, environment
+
+LOAD = """
+import softnpu, kernels_ext_npu
+from transformers import AutoModelForCausalLM
+"""
+
+
+def test_a_forgotten_device_map_is_explained(registered, checkpoint) -> None:
+    with pytest.warns(UserWarning, match="Qwen3ForCausalLM is on cpu.*device_map='npu'.*kernelize"):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), use_kernels=True)
+    assert not any(row.swapped for row in kernels_ext_npu.report(model))
+    with pytest.raises(ValueError, match=r"the model is on cpu; move it first: model.to\('npu'\)"):
+        kernels_ext_npu.kernelize(model)
+    moved = kernels_ext_npu.kernelize(model.to("npu"))
+    assert all(row.swapped for row in kernels_ext_npu.report(moved))
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (None, ["'not known'", "ASCEND_HOME_PATH", "set_env.sh"]),
+        ("10.0.0", ["CANN 10.0.0", "one digit before the dot"]),
+        ("", ["''", "ASCEND_HOME_PATH"]),
+    ],
+)
+def test_a_version_of_cann_that_kernels_cannot_read_is_explained(run_python, tmp_path: Path, version, words) -> None:
+    if version is not None:
+        (tmp_path / "ascend_toolkit_install.info").write_text(f"version={version}\n")
+    code = f"import softnpu, os, kernels_ext_npu; os.environ['ASCEND_HOME_PATH'] = {str(tmp_path)!r}; "
+    result = run_python(code + "kernels_ext_npu.register()", check=False)
+    assert "UnsupportedEnvironmentError" in result.stderr
+    for word in words:
+        assert word in result.stderr.splitlines()[-2] + result.stderr
+    assert "During handling" not in result.stderr
+
+
+@pytest.mark.parametrize("version", ["8.2.RC1", "8.5.0", "9.1.0-beta.1"])
+def test_versions_of_cann_that_exist_are_fine(run_python, tmp_path: Path, version) -> None:
+    (tmp_path / "ascend_toolkit_install.info").write_text(f"version={version}\n")
+    code = f"import softnpu, os, kernels_ext_npu; os.environ['ASCEND_HOME_PATH'] = {str(tmp_path)!r}; "
+    run_python(code + "kernels_ext_npu.register()")
+
+
+def test_torch_npu_that_is_not_installed_is_explained(run_python) -> None:
+    code = "import sys; sys.modules['torch_npu'] = None; import kernels_ext_npu; kernels_ext_npu.register()"
+    result = run_python(code, check=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "torch_npu is not installed" in result.stderr
+    assert "pip install --no-deps torch_npu" in result.stderr
+
+
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_torch_npu_without_cann_and_without_softnpu_is_explained(run_python, autoload) -> None:
+    code = "import kernels_ext_npu; kernels_ext_npu.register()"
+    result = run_python(code, check=False, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert "torch_npu cannot be imported: libhccl.so" in result.stderr
+    assert "set_env.sh" in result.stderr
+    assert "import softnpu" in result.stderr
+
+
+def test_a_pair_of_transformers_and_kernels_that_do_not_fit_is_explained(run_python) -> None:
+    code = """
+import softnpu
+from transformers.utils import import_utils
+import_utils.is_kernels_available = lambda: False
+import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION = "0.18.2", "0.19.0"
+import kernels_ext_npu
+kernels_ext_npu.register()
+"""
+    result = run_python(code, check=False)
+    assert "takes kernels >= 0.18.2, < 0.19.0 and ignores the installed 0.17" in result.stderr
+    assert "pip install 'kernels>=0.18.2,<0.19.0'" in result.stderr
+
+
+def test_kernels_switched_off_by_the_environment_are_explained(run_python) -> None:
+    result = run_python(
+        "import softnpu, kernels_ext_npu; kernels_ext_npu.register()", check=False, USE_HUB_KERNELS="NO"
+    )
+    assert "USE_HUB_KERNELS" in result.stderr
+
+
+@pytest.mark.parametrize(("package", "found"), [("transformers", "5.23.0"), ("kernels", "0.16.2")])
+def test_versions_that_nobody_tried_are_named(monkeypatch, package, found) -> None:
+    version = environment._version
+    monkeypatch.setattr(environment, "_version", lambda name: found if name == package else version(name))
+    with pytest.warns(UserWarning, match=f"tested with {package} .*, found {found}"):
+        environment.check()
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch) -> None:
+    version = environment._version
+    monkeypatch.setattr(environment, "_version", lambda name: None if name == "kernels" else version(name))
+    with pytest.raises(UnsupportedEnvironmentError, match="kernels is not installed: pip install 'kernels"):
+        environment.check()
+
+
+def test_the_installed_versions_are_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.check()
+
+
+@pytest.mark.parametrize("source", ["/nowhere", "bundle", "Hub"])
+def test_a_source_that_holds_no_kernels_is_named(source) -> None:
+    with pytest.raises(FileNotFoundError, match=r'has no RMSNorm/build. A source is "bundled", "hub", or the path'):
+        kernels_ext_npu.register(source=source)
+    from kernels_ext_npu import registration
+
+    assert registration.current is None
+
+
+def test_a_failed_registration_keeps_the_one_before(registered) -> None:
+    from kernels_ext_npu import registration
+
+    before = registration.current
+    with pytest.raises(FileNotFoundError):
+        kernels_ext_npu.register(source="/nowhere")
+    assert registration.current is before
+
+
+def test_unknown_attributes_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'regster'"):
+        kernels_ext_npu.regster  # noqa: B018

@@ -1,0 +1,201 @@
+"""Classes are matched by what they compute: same words in other names match, other words do not."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from kernels_ext_npu.matching import find_reference, fingerprint
+from kernels_ext_npu.references import REFERENCES, LlamaRMSNorm
+
+
+class Renamed(nn.Module):
+    """Other names for parameters and locals, a docstring, annotations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norms."""
+        kind: torch.dtype = x.dtype
+        x = x.to(torch.float32)
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean_square + self.variance_epsilon)
+        return self.weight * x.to(kind)
+
+
+class HelperInAMethod(nn.Module):
+    def _norm(self, t):
+        return t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, t):
+        out = self._norm(t.float())
+        out = out * (1.0 + self.weight.float())
+        return out.type_as(t)
+
+
+class InheritedHelper(HelperInAMethod):
+    def forward(self, t):
+        out = self._norm(t.float())
+        out = out * (1.0 + self.weight.float())
+        return out.type_as(t)
+
+
+@pytest.mark.parametrize(
+    ("cls", "layer"),
+    [
+        (Renamed, "RMSNorm"),
+        (HelperInAMethod, "RMSNormZeroCentered"),
+        (InheritedHelper, "RMSNormZeroCentered"),
+        (nn.RMSNorm, "RMSNormCastLast"),
+    ],
+)
+def test_the_same_computation_matches(cls, layer) -> None:
+    assert find_reference(cls).layer == layer
+
+
+class EpsOutside(nn.Module):
+    def forward(self, x):
+        kind = x.dtype
+        x = x.to(torch.float32)
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        x = x * (torch.rsqrt(mean_square) + self.variance_epsilon)
+        return self.weight * x.to(kind)
+
+
+class OtherConstant(HelperInAMethod):
+    def forward(self, t):
+        out = self._norm(t.float())
+        out = out * (2.0 + self.weight.float())
+        return out.type_as(t)
+
+
+class OtherHelper(HelperInAMethod):
+    def _norm(self, t):
+        return t * torch.rsqrt(t.pow(2).mean(-2, keepdim=True) + self.eps)
+
+
+class OtherOrder(nn.Module):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        hidden_states = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class MeanSubtracted(nn.Module):
+    def forward(self, x):
+        kind = x.dtype
+        x = x.to(torch.float32)
+        x = x - x.mean(-1, keepdim=True)
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean_square + self.variance_epsilon)
+        return self.weight * x.to(kind)
+
+
+def twice(function):
+    @functools.wraps(function)
+    def wrapped(*args):
+        return function(*args) * 2
+
+    return wrapped
+
+
+class Wrapped(LlamaRMSNorm):
+    forward = twice(LlamaRMSNorm.forward)
+
+
+class Decorated(nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        kind = x.dtype
+        x = x.to(torch.float32)
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean_square + self.variance_epsilon)
+        return self.weight * x.to(kind)
+
+
+class Patched(LlamaRMSNorm):
+    pass
+
+
+Patched.forward = lambda self, x: x
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        EpsOutside,
+        OtherConstant,
+        OtherHelper,
+        OtherOrder,
+        MeanSubtracted,
+        Wrapped,
+        Decorated,
+        Patched,
+        nn.LayerNorm,
+        nn.Module,
+        nn.Linear,
+    ],
+)
+def test_another_computation_does_not(cls) -> None:
+    assert find_reference(cls) is None
+
+
+def test_a_class_without_source_does_not() -> None:
+    space = {"torch": torch, "nn": nn}
+    exec("class Made(nn.Module):\n    def forward(self, x):\n        return x", space)
+    assert fingerprint(space["Made"]) is None
+    assert find_reference(space["Made"]) is None
+
+
+def test_the_objects_behind_global_names_count() -> None:
+    """The same words, with another thing called torch."""
+    function = type(Renamed.forward)(Renamed.forward.__code__, {**Renamed.forward.__globals__, "torch": ACT2FN})
+    impostor = type("Impostor", (nn.Module,), {"forward": function})
+    assert fingerprint(impostor) != fingerprint(Renamed)
+
+
+def test_a_subclass_without_a_forward_of_its_own_matches() -> None:
+    class Child(LlamaRMSNorm):
+        pass
+
+    assert find_reference(Child).layer == "RMSNorm"
+
+
+def test_every_reference_matches_itself_and_no_other() -> None:
+    patterns = [fingerprint(reference.module) for reference in REFERENCES]
+    assert None not in patterns
+    assert len(set(patterns)) == len(patterns)
+    for reference in REFERENCES:
+        assert find_reference(reference.module) is reference
+
+
+def test_helper_functions_of_the_file_are_compared() -> None:
+    assert fingerprint(WithFunction) != fingerprint(WithOtherFunction)
+    assert fingerprint(WithFunction) == fingerprint(WithSameFunction)
+
+
+def shift(x):
+    return F.relu(x) + 1
+
+
+def shift_differently(x):
+    return F.relu(x) + 2
+
+
+class WithFunction(nn.Module):
+    def forward(self, x):
+        return shift(x)
+
+
+class WithOtherFunction(nn.Module):
+    def forward(self, x):
+        return shift_differently(x)
+
+
+class WithSameFunction(nn.Module):
+    def forward(self, y):
+        return shift(y)

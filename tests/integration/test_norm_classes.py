@@ -1,0 +1,134 @@
+"""Every norm of transformers 5.22.2 on the software device: the values and gradients of its own forward."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from norm_classes import exact, inputs, instance, norm_classes
+from torch import Tensor, nn
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.matching import find_reference
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REFUSED = tomllib.loads((Path(__file__).parent.parent / "data" / "norms.toml").read_text())
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    kernels_ext_npu.register()
+    yield
+    kernels_ext_npu.unregister()
+
+
+def swapped(module: nn.Module) -> nn.Module:
+    """A copy on the device, with its kernel."""
+    model = nn.ModuleDict({"norm": copy.deepcopy(module), "other": nn.Linear(1, 1)}).to("npu")
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    assert row.swapped, row.reason
+    return model["norm"]
+
+
+def results(module: nn.Module, arguments: list[Tensor], call=None) -> list[Tensor | None]:
+    """The result, and the gradients of arguments and weights."""
+    leaves = [t.detach().requires_grad_() for t in arguments]
+    y = (call or module)(*leaves)
+    module.zero_grad()
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
+    return [y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in module.parameters())]
+
+
+def test_every_norm_class_is_served_or_refused_with_a_reason() -> None:
+    refused = {cls.__name__ for cls in norm_classes() if find_reference(cls) is None}
+    assert refused == REFUSED.keys()
+
+
+def test_all_that_transformers_decorates_is_served() -> None:
+    decorated = [cls for cls in norm_classes() if "kernel_layer_name" in vars(cls)]
+    found = Counter(cls.kernel_layer_name for cls in decorated)
+    assert found == {"RMSNorm": 137, "RMSNormZeroCentered": 2, "RMSNormGated": 8}
+    assert all(find_reference(cls) for cls in decorated)
+
+
+def test_the_undecorated_families_are_served() -> None:
+    found = Counter(
+        find_reference(c).module.__name__
+        for c in norm_classes()
+        if find_reference(c) and "kernel_layer_name" not in vars(c)
+    )
+    assert found == {
+        "LlamaRMSNorm": 11,
+        "GemmaRMSNorm": 11,
+        "T5LayerNorm": 10,
+        "Gemma4RMSNorm": 8,
+        "NanoChatRMSNorm": 5,
+        "MambaRMSNormGated": 3,
+        "DeepseekV4UnweightedRMSNorm": 2,
+        "MoshiRMSNorm": 2,
+        "CpmAntLayerNorm": 1,
+        "HeliumRMSNorm": 1,
+        "Llama4TextRMSNorm": 1,
+        "MuseSparkTextCenteredRMSNorm": 1,
+        "Qwen4ExpTextRMSNorm": 1,
+        "TimestepRMSNorm": 1,
+    }
+
+
+def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
+    """To 1e-6 of the norm: the same formula in float32, sums in another order."""
+    for cls in norm_classes():
+        if cls.__name__ in REFUSED:
+            continue
+        with subtests.test(cls.__name__):
+            original = instance(cls)
+            arguments = inputs(original, torch.float32)
+            device = swapped(original)
+            moved = [t.to("npu") for t in arguments]
+            softnpu.reset_counters()
+            found = results(device, moved)
+            counters = softnpu.counters()
+            assert counters["npu_rms_norm"] == counters["npu_rms_norm_backward"] == 1
+            assert counters["stream_syncs"] == 0
+            for a, b in zip(found, results(original, arguments)):
+                assert (a is None) == (b is None)
+                if b is not None:
+                    assert a.dtype == b.dtype
+                    assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_bfloat16_is_no_further_from_float64_than_the_original(subtests, dtypes) -> None:
+    """In root mean square, with the dtype of the original. 1e-3 for sums in float32, whose order differs."""
+    for cls in norm_classes():
+        if cls.__name__ in REFUSED:
+            continue
+        with subtests.test(cls.__name__):
+            original = instance(cls).to(dtypes[1])
+            arguments = inputs(original, dtypes[0])
+            own = results(original, arguments)
+            found = results(swapped(original), [t.to("npu") for t in arguments])
+            truth = copy.deepcopy(original).double()
+            expected = results(truth, [t.double() for t in arguments], lambda *a, truth=truth: exact(truth, *a))
+            for a, b, c in zip(found, own, expected):
+                assert (a is None) == (b is None)
+                if b is not None:
+                    assert a.dtype == b.dtype
+                    error, limit = (a.cpu().double() - c).norm(), (b.double() - c).norm()
+                    assert error <= limit * (1 + 1e-3) + 1e-6 * c.norm()
+
+
+def test_the_installed_transformers_is_the_one_that_was_counted() -> None:
+    assert transformers.__version__ == "5.22.2"

@@ -1,0 +1,98 @@
+"""The report: every norm of a model, what serves it or why nothing does, read from the model as it is."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import zoo
+from torch import nn
+
+import kernels_ext_npu
+
+
+def test_lists_every_norm_like_module(registered) -> None:
+    for name in ("qwen3", "gemma3", "qwen2_5_vl", "gpt2", "bert", "zamba2", "whisper"):
+        model = zoo.build(name).to("npu")
+        paths = {row.path for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(model))}
+        expected = {path for path, module in model.named_modules() if "norm" in type(module).__name__.lower()}
+        assert paths == expected
+
+
+def test_layer_norms_are_listed_as_what_they_are(registered) -> None:
+    report = kernels_ext_npu.report(kernels_ext_npu.kernelize(zoo.build("gpt2").to("npu")))
+    assert {row.reason for row in report} == {"not an RMS norm"}
+    assert not any(row.swapped or row.is_candidate or row.kernel for row in report)
+
+
+def test_prints_as_a_table_in_which_equal_layers_share_a_line(registered) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("gemma3_text").to("npu"))
+    text = str(kernels_ext_npu.report(model))
+    assert text.startswith("13 of 13 norms swapped")
+    assert "model.layers.*.self_attn.q_norm" in text
+    assert text.count("RMSNormZeroCentered") == 7
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_to_json_has_a_row_a_module(registered) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("zamba2").to("npu"))
+    rows = json.loads(kernels_ext_npu.report(model).to_json())
+    assert {key for row in rows for key in row} == {"path", "class", "kernel", "swapped", "reason"}
+    kept = [row for row in rows if not row["swapped"]]
+    assert {row["class"] for row in kept} == {"Zamba2RMSNormGated"}
+    assert all(row["reason"] and row["kernel"] is None for row in kept)
+    assert all(row["reason"] is None and row["kernel"] == "RMSNorm" for row in rows if row["swapped"])
+
+
+def test_a_model_on_the_cpu_says_so(registered) -> None:
+    (row, *_) = kernels_ext_npu.report(zoo.build("qwen3"))
+    assert row.reason == "it is on cpu: load with device_map='npu', or move the model and call kernelize(model)"
+    assert row.kernel == "RMSNorm"
+
+
+def test_before_anything_was_done() -> None:
+    (row, *_) = kernels_ext_npu.report(zoo.build("qwen3").to("npu"))
+    assert "call kernels_ext_npu.register()" in row.reason
+
+
+def test_registered_but_not_asked_for(registered) -> None:
+    (row, *_) = kernels_ext_npu.report(zoo.build("qwen3").to("npu"))
+    assert "without use_kernels=True" in row.reason
+
+
+def test_conditions_of_an_instance_are_reasons(registered) -> None:
+    model = nn.ModuleDict({"two": nn.RMSNorm((2, 4)), "none": nn.RMSNorm(4), "fine": nn.RMSNorm(4, eps=1e-6)}).to("npu")
+    rows = {row.path: row.reason for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(model))}
+    assert rows["two"] == "it norms over 2 dimensions, the kernel over one"
+    assert rows["none"] == "its eps is None, not a number"
+    assert rows["fine"] is None
+    x = torch.randn(3, 2, 4, device="npu")
+    torch.testing.assert_close(model["fine"](x), torch.nn.functional.rms_norm(x, (4,), model["fine"].weight, 1e-6))
+
+
+def test_somebody_elses_kernel_is_not_ours(registered, tmp_path) -> None:
+    from types import MethodType
+
+    from kernels import get_local_kernel
+
+    variant = tmp_path / "build" / "torch-universal"
+    variant.mkdir(parents=True)
+    metadata = {
+        "id": "_other_1",
+        "name": "other",
+        "version": 1,
+        "license": "MIT",
+        "python-depends": [],
+        "backend": {"type": "cann"},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata))
+    (variant / "__init__.py").write_text("from . import layers\n")
+    (variant / "layers.py").write_text(
+        "from torch import nn\nclass RMSNorm(nn.Module):\n    def forward(self, x): return x\n"
+    )
+    layer = get_local_kernel(tmp_path).layers.RMSNorm
+    model = nn.ModuleDict({"norm": nn.RMSNorm(4, eps=1e-6)}).to("npu")
+    model["norm"].forward = MethodType(layer.forward, model["norm"])
+    (row,) = kernels_ext_npu.report(model)
+    assert not row.swapped
+    assert row.reason == "served by RMSNorm of the kernel other, which is not ours"

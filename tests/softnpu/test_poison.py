@@ -21,13 +21,15 @@ ALLOCATIONS = {
 
 @pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
 def test_fresh_memory_holds_nan_in_the_context_only(allocate) -> None:
-    torch.zeros(5000, device="npu")  # a clean block for the allocator to hand out
     with softnpu.poisoned_memory():
         fresh = allocate()
         assert fresh.isnan().all()
         assert fresh.stride() == allocate().stride()
-    torch.zeros(5000, device="npu")
-    assert not torch.empty(5, device="npu").isnan().any()
+    torch.npu.empty_cache()
+    block = torch.zeros(3, 1 << 20, device="npu").data_ptr()  # freed at once, and the one block of this size
+    after = torch.empty(3, 1 << 20, device="npu")
+    assert after.data_ptr() == block
+    assert not after.isnan().any()
 
 
 def test_strides_and_layouts_stay_what_they_were() -> None:

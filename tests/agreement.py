@@ -1,0 +1,39 @@
+"""Whole models against the CPU: outputs, gradients and generated tokens."""
+
+from __future__ import annotations
+
+import torch
+import zoo
+from transformers import PreTrainedModel
+
+# float32 through up to a few dozen operations a layer, relative to the norm of the result
+TOLERANCE = 1e-5
+
+
+def assert_agrees(name: str, model: PreTrainedModel) -> None:
+    """Compare a model of the zoo that is on the NPU with the same model on the CPU."""
+    reference = zoo.build(name)
+    inputs = zoo.inputs(name, reference)
+    moved = {key: value.to("npu") for key, value in inputs.items()}
+    expected, found = reference(**inputs), model(**moved)
+    for a, b in zip(zoo.tensors(found), zoo.tensors(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert _distance(a, b) <= TOLERANCE
+
+    zoo.loss(expected).backward()
+    zoo.loss(found).backward()
+    gradients = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    found_gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == found_gradients.keys()
+    whole = torch.stack([g.float().norm() for g in gradients.values()]).norm().item()
+    for n, gradient in gradients.items():
+        assert (found_gradients[n].cpu() - gradient).norm() <= TOLERANCE * whole, n
+
+    if zoo.can_generate(name):
+        options = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(**moved, **options).cpu(), reference.generate(**inputs, **options))
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.detach().cpu().double(), expected.detach().double()
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()

@@ -1,0 +1,19 @@
+"""Whole models with kernels: every architecture of the zoo still gives what the CPU gives without them."""
+
+from __future__ import annotations
+
+import pytest
+import zoo
+from agreement import assert_agrees
+
+import kernels_ext_npu
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+# padded caches of hybrids
+@pytest.mark.filterwarnings("ignore:npu_fusion_attention_v3. atten_mask leaves a row nothing")
+def test_logits_gradients_and_tokens_are_the_originals(registered, name: str) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    assert_agrees(name, model)
+    for row in kernels_ext_npu.report(model):
+        assert row.swapped == (row.reason is None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import MethodType
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from kernels_ext_npu import registration
@@ -42,7 +45,7 @@ class Row:
 
 
 class Report:
-    """The rows of a model; ``print(report)`` shows them as a table in which equal layers share a line."""
+    """The rows of a model; ``print(report)`` shows them as a table, by class, and equal layers on one line."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
@@ -64,25 +67,24 @@ class Report:
 
     def __rich__(self) -> Table:
         swapped = sum(row.swapped for row in self.rows)
-        table = Table(title=f"{swapped} of {len(self.rows)} norms swapped", title_justify="left")
-        table.add_column("module", overflow="fold")
-        table.add_column("count", justify="right")
-        for name in ("class", "kernel", "kept because"):
-            table.add_column(name, overflow="fold")
-        groups: dict[tuple, int] = {}
+        table = Table(title=f"{swapped} of {len(self.rows)} norms swapped", title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("class", max_width=26, overflow="fold")
+        table.add_column("modules", overflow="fold")
+        groups: dict[tuple[str, str], Counter[str]] = {}
         for row in self.rows:
-            path = re.sub(r"\b\d+\b", "*", row.path)
-            key = path, row.class_name, row.kernel if row.swapped else None, row.reason
-            groups[key] = groups.get(key, 0) + 1
-        for (path, class_name, kernel, reason), count in groups.items():
-            table.add_row(path, str(count), class_name, kernel or "-", reason or "")
+            served = f"→ {row.kernel}" if row.swapped else f"kept: {row.reason}"
+            paths = groups.setdefault((row.class_name, served), Counter())
+            paths[re.sub(r"\b\d+\b", "*", row.path)] += 1
+        for (class_name, served), paths in groups.items():
+            modules = "\n".join(f"{count} × {path}" for path, count in paths.items())
+            table.add_row(Text(f"{class_name}\n{served}"), Text(modules), end_section=True)
         return table
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
         with console.capture() as capture:
             console.print(self)
-        return capture.get().rstrip()
+        return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip()
 
 
 def report(model: nn.Module) -> Report:

@@ -11,11 +11,6 @@ from transformers import AutoModelForCausalLM
 import kernels_ext_npu
 from kernels_ext_npu import UnsupportedEnvironmentError, environment
 
-LOAD = """
-import softnpu, kernels_ext_npu
-from transformers import AutoModelForCausalLM
-"""
-
 
 def test_a_forgotten_device_map_is_explained(registered, checkpoint) -> None:
     with pytest.warns(UserWarning, match="Qwen3ForCausalLM is on cpu.*device_map='npu'.*kernelize"):
@@ -42,7 +37,7 @@ def test_a_version_of_cann_that_kernels_cannot_read_is_explained(run_python, tmp
     result = run_python(code + "kernels_ext_npu.register()", check=False)
     assert "UnsupportedEnvironmentError" in result.stderr
     for word in words:
-        assert word in result.stderr.splitlines()[-2] + result.stderr
+        assert word in result.stderr
     assert "During handling" not in result.stderr
 
 

@@ -25,13 +25,13 @@ def test_layer_norms_are_listed_as_what_they_are(registered) -> None:
     assert not any(row.swapped or row.is_candidate or row.kernel for row in report)
 
 
-def test_prints_as_a_table_in_which_equal_layers_share_a_line(registered) -> None:
+def test_prints_as_a_table_by_class_and_equal_layers_on_one_line(registered) -> None:
     model = kernels_ext_npu.kernelize(zoo.build("gemma3_text").to("npu"))
     text = str(kernels_ext_npu.report(model))
     assert text.startswith("13 of 13 norms swapped")
-    assert "model.layers.*.self_attn.q_norm" in text
-    assert text.count("RMSNormZeroCentered") == 7
-    assert max(map(len, text.splitlines())) <= 120
+    assert "2 × model.layers.*.self_attn.q_norm" in text
+    assert text.count("Gemma3RMSNorm") == text.count("→ RMSNormZeroCentered") == 1
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_to_json_has_a_row_a_module(registered) -> None:

@@ -1,0 +1,48 @@
+# make demo, make test: both set up .venv first. MODEL=/path/to/checkpoint, PYTHON=python3.12, ARGS="-k norm" are yours.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: help demo test test-fast lint build clean
+
+help:
+	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
+	@echo "make test        all tests [ARGS=...];  make test-fast: without the slow ones"
+	@echo "make lint        ruff and mypy"
+	@echo "make build       write the build/ folders of the kernel repositories anew"
+	@echo "make clean       remove .venv"
+
+demo: build
+	@$(BIN)/kernels-ext-npu demo $(if $(MODEL),--model "$(MODEL)")
+
+test: $(READY)
+	$(PYTEST) $(ARGS)
+
+test-fast: $(READY)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+build: $(READY)
+	@$(BIN)/python scripts/build.py
+
+clean:
+	rm -rf $(VENV)
+
+# Where the index at hand has no CPU build of torch, PyTorch's own has.
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 15) else "Python 3.10 to 3.14 is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch, torch_npu, transformers and tools into $(VENV): some minutes and 2 GB"
+	@$(BIN)/pip install -q --disable-pip-version-check "$$(grep '^torch==' requirements.txt)" 2>/dev/null || \
+		$(BIN)/pip install -q --disable-pip-version-check "$$(grep '^torch==' requirements.txt)" --index-url $(TORCH_CPU_INDEX)
+	$(BIN)/pip install -q --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@

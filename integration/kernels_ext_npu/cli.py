@@ -34,11 +34,17 @@ def demo(
 
     Runs on the software device where there is no NPU. Ends with 1 if anything disagrees.
     """
-    from kernels_ext_npu import demo
-
+    try:
+        from kernels_ext_npu import demo
+    except ImportError as error:  # no compiler for the software device, no torch_npu
+        raise _refusal(error) from error
     try:
         agreed = demo.run(model)
-    except demo.CannotRunError as error:
-        typer.echo(f"kernels-ext-npu demo: {error}", err=True)
-        raise typer.Exit(2) from error
+    except (demo.CannotRunError, kernels_ext_npu.UnsupportedEnvironmentError) as error:
+        raise _refusal(error) from error
     raise typer.Exit(0 if agreed else 1)
+
+
+def _refusal(error: Exception) -> typer.Exit:
+    typer.echo(f"kernels-ext-npu: {error}", err=True)
+    return typer.Exit(2)

@@ -132,11 +132,6 @@ class Qwen4ExpTextRMSNorm(GemmaRMSNorm):
         output = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         return output.flatten(-2) if self.group_size is not None else output
 
-    def forward(self, x: Tensor) -> Tensor:
-        output = self._norm(x.float())
-        output = output * (1.0 + self.weight.float())
-        return output.type_as(x)
-
 
 class Gemma4RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6, with_scale: bool = True) -> None:

@@ -14,66 +14,53 @@ from torch.nn import functional as F
 from .functional import rms_norm
 
 
-class RMSNorm(nn.Module):
-    """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
-
+class _Layer(nn.Module):
     can_torch_compile = True
     has_backward = True
+
+
+class RMSNorm(_Layer):
+    """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         return rms_norm(hidden_states.to(dtype), self.weight, _eps(self))
 
 
-class RMSNormCastLast(nn.Module):
+class RMSNormCastLast(_Layer):
     """``(weight * x_normed).to(x.dtype)``, as in Olmo 2 and Gemma 4. Reads ``weight``, which may be absent, and eps."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, getattr(self, "weight", None), _eps(self))
 
 
-class RMSNormZeroCentered(nn.Module):
+class RMSNormZeroCentered(_Layer):
     """``((1 + weight) * x_normed).to(x.dtype)`` with the sum in float32, as in Gemma. Reads ``weight`` and eps."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, 1.0 + self.weight.float(), _eps(self))
 
 
-class RMSNormWeightless(nn.Module):
+class RMSNormWeightless(_Layer):
     """``x_normed.to(x.dtype)``, as in NanoChat. Reads eps."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, None, _eps(self))
 
 
-class T5LayerNorm(nn.Module):
+class T5LayerNorm(_Layer):
     """``weight * x_normed`` in the dtype of the weight, as in T5. Reads ``weight`` and eps."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
         return rms_norm(hidden_states.to(dtype), self.weight, _eps(self)).to(self.weight.dtype)
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(_Layer):
     """``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as in Qwen3-Next: the norm, then the gate.
 
     Reads ``weight``, eps and ``activation``: "silu", the default, or "sigmoid".
     """
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         normed = rms_norm(hidden_states.float(), self.weight, _eps(self))
@@ -82,14 +69,11 @@ class RMSNormGated(nn.Module):
         return normed.to(hidden_states.dtype)
 
 
-class MambaRMSNormGated(nn.Module):
+class MambaRMSNormGated(_Layer):
     """``weight * norm(x * silu(gate))`` in float32, as in Mamba 2: the gate, then the norm.
 
     Reads ``weight`` and eps.
     """
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x = hidden_states.float()

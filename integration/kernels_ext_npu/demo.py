@@ -248,5 +248,5 @@ def _summary(results: dict[str, Result]) -> Table:
     row("largest logits difference", lambda result: f"{result.logits:.1e}")
     row("tokens of greedy generation", lambda result: "equal" if result.same_tokens else "[red]differ[/]")
     row("largest gradient difference", lambda result: f"{result.gradient:.1e}")
-    row("", lambda result: "[green]agrees[/]" if result.agrees() else "[red]disagrees[/]")
+    row("agrees with its original", lambda result: "[green]yes[/]" if result.agrees() else "[red]no[/]")
     return table

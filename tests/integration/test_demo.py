@@ -1,0 +1,127 @@
+"""``kernels-ext-npu demo``: what it shows, and that it cannot be fooled."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from build import ROOT, build
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import kernels_ext_npu
+from kernels_ext_npu import cli, demo, sources
+
+
+@pytest.fixture(autouse=True)
+def _unregistered():
+    yield
+    kernels_ext_npu.unregister()
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80"})
+
+
+def summary(output: str) -> dict[str, list[str]]:
+    """The last table: what each line shows, a value a model."""
+    cells = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
+    return {label: values for label, *values in cells}
+
+
+def test_four_models_agree_and_every_norm_is_one_launch() -> None:
+    result = invoke("demo")
+    assert result.exit_code == 0, result.output
+    for name in ("Qwen3", "Llama", "Gemma 3", "Olmo 3", "software device, as Ascend910"):
+        assert name in result.output
+    rows = summary(result.output)
+    assert rows["agrees with its original"] == ["yes"] * 4
+    assert rows["calls of npu_rms_norm"] == ["9", "5", "13", "9"]
+    assert rows["tokens of greedy generation"] == ["equal"] * 4
+    assert rows["host waits"] == ["0"] * 4
+    assert all(float(value) <= 1e-5 for value in rows["largest logits difference"])
+    assert all(float(value) <= 1e-5 for value in rows["largest gradient difference"])
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+
+
+def test_a_checkpoint_of_ones_own_is_shown(checkpoint) -> None:
+    result = invoke("demo", "--model", str(checkpoint("gemma2")))
+    assert result.exit_code == 0, result.output
+    assert summary(result.output)["agrees with its original"] == ["yes"]
+
+
+def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path: Path) -> None:
+    """The same repository with a norm that forgets its epsilon and a part in a thousand of its result."""
+    shutil.copytree(ROOT / "RMSNorm", tmp_path / "RMSNorm", ignore=shutil.ignore_patterns("build"))
+    source = tmp_path / "RMSNorm" / "torch-ext" / "rmsnorm" / "functional.py"
+    text = source.read_text()
+    assert text.count("npu_rms_norm(hidden_states, weight, eps)[0]") == 1
+    source.write_text(text.replace("(hidden_states, weight, eps)[0]", "(hidden_states, weight, 0.0)[0] * 0.999"))
+    shutil.copy(ROOT / "variants.toml", tmp_path)
+    build(tmp_path / "RMSNorm", tmp_path)
+    monkeypatch.setattr(sources, "_bundled", lambda: tmp_path)
+    result = invoke("demo")
+    assert result.exit_code == 1
+    assert summary(result.output)["agrees with its original"] == ["no"] * 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"logits": math.nan}, {"gradient": math.nan}, {"same_tokens": False}, {"norm_calls": 2}]
+)
+def test_what_is_not_shown_to_agree_disagrees(change) -> None:
+    agreeing = {
+        "report": kernels_ext_npu.Report([kernels_ext_npu.Row("norm", "RMSNorm", "RMSNorm", True, None)]),
+        "logits": 0.0,
+        "same_tokens": True,
+        "gradient": 0.0,
+        "norm_calls": 1,
+        "calls": {"npu_rms_norm": 1},
+        "operators_before": 7,
+    }
+    assert demo.Result(**agreeing).agrees()
+    assert not demo.Result(**(agreeing | change)).agrees()
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    result = invoke("demo", "--model", str(tmp_path / "nowhere"))
+    assert result.exit_code == 2
+    assert "is no checkpoint: a folder with config.json and weights is expected" in result.output
+
+
+def test_a_checkpoint_without_weights_is_named(checkpoint, tmp_path: Path) -> None:
+    shutil.copy(checkpoint("llama") / "config.json", tmp_path)
+    result = invoke("demo", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"{tmp_path} could not be loaded" in result.output
+
+
+def test_a_model_that_is_no_causal_language_model_is_named(tmp_path: Path) -> None:
+    transformers.T5Config(num_layers=1).save_pretrained(tmp_path)
+    result = invoke("demo", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds a t5: the demo runs causal language models" in result.output
+
+
+def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -> None:
+    arguments = "-m", "typer", "kernels_ext_npu.cli", "run", "demo"
+    result = run_python(None, *arguments, check=False, CC="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    assert result.returncode == 2
+    assert "found no C compiler ('no-such-compiler')" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_norms_of_the_saved_models_are_not_all_ones(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo._save("llama", tmp_path))
+    assert not torch.allclose(model.model.norm.weight, torch.ones(()), atol=0.1)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ()])
+def test_help_shows_the_commands(arguments) -> None:
+    output = invoke(*arguments).output
+    assert "Usage" in output
+    assert "demo" in output

@@ -1,0 +1,117 @@
+"""The distribution: what `pip install .` gives, and that its versions are the tested ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from kernels_ext_npu import __version__, environment
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    """Those that hold for this Python, by name."""
+    parsed = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {r.name: r for r in parsed if r.marker is None or r.marker.evaluate()}
+
+
+RANGES = requirements(PROJECT["dependencies"])
+PINS = requirements((ROOT / "requirements.txt").read_text().splitlines())
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", *map(str, arguments), "--no-deps", "--no-index", "-q"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", ROOT, "--no-build-isolation", "--wheel-dir", folder)
+    (path,) = folder.glob("kernels_ext_npu-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    pip("install", wheel, "--target", folder)
+    return folder
+
+
+def run(site: Path, *command: str) -> str:
+    """Outside the project, with the installed package only."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ASCEND_", "HF_"))}
+    environment |= {"PYTHONPATH": str(site), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    result = subprocess.run(command, cwd=site.parent, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_wheel_holds_both_packages_and_every_variant(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    built = {
+        f"kernels_ext_npu/bundled/{path.relative_to(ROOT)}"
+        for path in ROOT.glob("*/build/**/*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert built
+    assert built <= names
+    assert {"kernels_ext_npu/cli.py", "softnpu/ascendcl.c", "softnpu/formulas/norm.py"} <= names
+    assert {name.partition("/")[0] for name in names} == {
+        "kernels_ext_npu",
+        "softnpu",
+        f"kernels_ext_npu-{__version__}.dist-info",
+    }
+
+
+def test_the_installed_kernels_are_swapped_in_without_network(site: Path) -> None:
+    code = """
+import socket
+def refuse(*arguments, **options):
+    raise AssertionError(f"the network was asked for {arguments}")
+socket.socket.connect = socket.getaddrinfo = refuse
+
+import softnpu, kernels_ext_npu
+from transformers import LlamaConfig, LlamaForCausalLM
+kernels_ext_npu.register(source="bundled")
+sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).to("npu")
+model.set_use_kernels(True)
+print(softnpu.__file__, kernels_ext_npu.__file__)
+print(kernels_ext_npu.report(model))
+"""
+    output = run(site, sys.executable, "-c", code)
+    assert output.splitlines()[0] == f"{site}/softnpu/__init__.py {site}/kernels_ext_npu/__init__.py"
+    assert "3 of 3 norms swapped" in output
+
+
+def test_the_command_line_is_installed(site: Path) -> None:
+    command = str(site / "bin" / "kernels-ext-npu")
+    assert "demo" in run(site, command, "--help")
+    assert run(site, command, "--version").strip() == __version__
+
+
+def test_the_tested_set_is_within_the_declared_ranges() -> None:
+    for name, requirement in RANGES.items():
+        (pin,) = PINS[name].specifier
+        assert requirement.specifier.contains(pin.version), name
+
+
+def test_the_ranges_that_are_checked_at_run_time_are_the_declared_ones() -> None:
+    for name, tested in environment.TESTED.items():
+        assert RANGES[name].specifier == tested

@@ -8,6 +8,8 @@ from agreement import assert_agrees
 
 import kernels_ext_npu
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 # padded caches of hybrids

@@ -23,6 +23,7 @@ else:
     import tomli as tomllib
 
 counted = pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"the classes of {COUNTED} were counted")
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).resolve().parent.parent
 REFUSED = tomllib.loads((TESTS / "data" / "norms.toml").read_text())
 

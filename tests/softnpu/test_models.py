@@ -6,6 +6,8 @@ import pytest
 import zoo
 from agreement import assert_agrees
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 # padded caches of hybrids

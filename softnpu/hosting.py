@@ -21,8 +21,8 @@ class HostCall:
     """The tensors of one operator call, on both sides.
 
     ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
-    tensors. A returned argument is the caller's own tensor again, a returned view shares the storage of the NPU
-    tensor that it is a view of, everything else is copied into a fresh NPU tensor with the same strides.
+    tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor
+    with the same strides: operators whose schema says that they return views stay torch_npu's own.
     """
 
     __slots__ = ("device", "name", "originals", "storages")
@@ -30,7 +30,7 @@ class HostCall:
     def __init__(self, name: str) -> None:
         self.name = name
         self.device: torch.device | None = None
-        self.storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self.storages: dict[int, torch.UntypedStorage] = {}  # address on the device -> the same bytes
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def enter(self, value: Any) -> Any:
@@ -59,9 +59,9 @@ class HostCall:
             if address not in self.storages:
                 block = (ctypes.c_char * storage.nbytes()).from_address(address)
                 block.owner = storage  # type: ignore[attr-defined]  # work that outlives this call must not lose it
-                self.storages[address] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), tensor
+                self.storages[address] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
             host = torch.empty(0, dtype=tensor.dtype)
-            host.set_(self.storages[address][0], tensor.storage_offset(), tensor.size(), tensor.stride())
+            host.set_(self.storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
             _copy_lazy_bits(tensor, host)
         self.originals[id(host)] = host, tensor
         return host
@@ -79,17 +79,10 @@ class HostCall:
         return value
 
     def result(self, host: torch.Tensor) -> torch.Tensor:
-        """A new NPU tensor: a view where the host tensor is a view of an argument, otherwise a copy."""
+        """A new NPU tensor with the values of the host's."""
         device = self.device or torch.device("npu", npu.current_device())
         if host.layout != torch.strided:
             return host.to(device)
-        storage = host.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() in self.storages:
-            base = self.storages[storage.data_ptr()][1].untyped_storage()
-            view = torch.empty(0, dtype=host.dtype, device=device)
-            view.set_(base, host.storage_offset(), host.size(), host.stride())
-            _copy_lazy_bits(host, view)
-            return view
         host = host.resolve_conj().resolve_neg()
         fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         if host.numel():

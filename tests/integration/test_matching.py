@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.matching import find_reference, fingerprint
-from kernels_ext_npu.references import REFERENCES, LlamaRMSNorm
+from kernels_ext_npu.references import REFERENCES
+from kernels_ext_npu.references.norms import LlamaRMSNorm
 
 
 class Renamed(nn.Module):

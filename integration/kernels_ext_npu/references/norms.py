@@ -1,19 +1,13 @@
-"""The forwards that our kernels replace, written as transformers writes them.
-
-Each class is the documentation of the mathematics, the pattern that transformers' classes are compared with
-(matching.py), and the oracle in the tests. The entry in REFERENCES says which layer of which kernel repository takes
-its place, and on which instances.
-"""
+"""The RMS norms of transformers."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+
+from kernels_ext_npu.references.reference import Reference
 
 
 class LlamaRMSNorm(nn.Module):
@@ -257,40 +251,23 @@ def _refuse_gated(module: nn.Module) -> str | None:
     return _refuse_weighted(module)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A forward that a kernel can take the place of.
-
-    Attributes:
-        module: the class whose forward is compared.
-        layer: the layer of the kernel repository, and its entry in transformers' mapping.
-        refuse: why the layer cannot serve an instance, or None if it can: what the syntax tree does not show.
-        repository: the kernel repository.
-    """
-
-    module: type[nn.Module]
-    layer: str
-    refuse: Callable[[nn.Module], str | None] = _refuse_weighted
-    repository: str = "RMSNorm"
-
-
-REFERENCES = (
-    Reference(LlamaRMSNorm, "RMSNorm"),
-    Reference(Llama4TextRMSNorm, "RMSNorm"),
-    Reference(CpmAntLayerNorm, "RMSNorm"),
-    Reference(TimestepRMSNorm, "RMSNorm"),
-    Reference(Olmo2RMSNorm, "RMSNormCastLast"),
-    Reference(HeliumRMSNorm, "RMSNormCastLast"),
-    Reference(MoshiRMSNorm, "RMSNormCastLast"),
+NORMS = (
+    Reference(LlamaRMSNorm, "RMSNorm", _refuse_weighted),
+    Reference(Llama4TextRMSNorm, "RMSNorm", _refuse_weighted),
+    Reference(CpmAntLayerNorm, "RMSNorm", _refuse_weighted),
+    Reference(TimestepRMSNorm, "RMSNorm", _refuse_weighted),
+    Reference(Olmo2RMSNorm, "RMSNormCastLast", _refuse_weighted),
+    Reference(HeliumRMSNorm, "RMSNormCastLast", _refuse_weighted),
+    Reference(MoshiRMSNorm, "RMSNormCastLast", _refuse_weighted),
     Reference(Gemma4RMSNorm, "RMSNormCastLast", _refuse_gemma4),
     Reference(TorchRMSNorm, "RMSNormCastLast", _refuse_torch),
-    Reference(GemmaRMSNorm, "RMSNormZeroCentered"),
-    Reference(MuseSparkTextCenteredRMSNorm, "RMSNormZeroCentered"),
+    Reference(GemmaRMSNorm, "RMSNormZeroCentered", _refuse_weighted),
+    Reference(MuseSparkTextCenteredRMSNorm, "RMSNormZeroCentered", _refuse_weighted),
     Reference(Qwen4ExpTextRMSNorm, "RMSNormZeroCentered", _refuse_grouped),
     Reference(NanoChatRMSNorm, "RMSNormWeightless", _refuse_eps),
     Reference(DeepseekV4UnweightedRMSNorm, "RMSNormWeightless", _refuse_eps),
-    Reference(T5LayerNorm, "T5LayerNorm"),
+    Reference(T5LayerNorm, "T5LayerNorm", _refuse_weighted),
     Reference(Qwen3NextRMSNormGated, "RMSNormGated", _refuse_gated),
     Reference(KimiLinearRMSNormGated, "RMSNormGated", _refuse_gated),
-    Reference(MambaRMSNormGated, "MambaRMSNormGated"),
+    Reference(MambaRMSNormGated, "MambaRMSNormGated", _refuse_weighted),
 )

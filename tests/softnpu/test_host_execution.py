@@ -237,9 +237,9 @@ def test_tensors_of_the_host_are_refused() -> None:
 
 
 def test_kernel_launches_without_a_host_implementation_raise() -> None:
-    x = torch.ones(2, 2, device="npu")
-    with pytest.raises(NotImplementedError, match="npu::npu_swiglu"):
-        torch_npu.npu_swiglu(x)
+    x = torch.ones(8, device="npu")
+    with pytest.raises(NotImplementedError, match="npu::npu_sign_bits_pack"):
+        torch_npu.npu_sign_bits_pack(x, 1)
 
 
 def test_no_operator_of_torch_npu_is_left_to_its_own_kernels() -> None:

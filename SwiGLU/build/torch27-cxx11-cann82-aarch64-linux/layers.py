@@ -1,0 +1,63 @@
+"""Layers whose forward `kernels` binds to the MLPs of transformers. They read the projections of what they replace."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .functional import geglu, swiglu
+from .packing import project
+
+# gate, up, down
+_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+# gate and up in one, down
+_FUSED_NAMES = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+
+
+class _Layer(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+
+class SwiGLUMLP(_Layer):
+    """``down(silu(gate(x)) * up(x))``, as in Llama: one product for gate and up where their weights are packed."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up, down = projections(self)
+        return down(swiglu(*project(gate, up, hidden_states)))
+
+
+class GeGLUMLP(_Layer):
+    """``down(gelu_tanh(gate(x)) * up(x))``, as in Gemma."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up, down = projections(self)
+        return down(geglu(*project(gate, up, hidden_states)))
+
+
+class FusedSwiGLUMLP(_Layer):
+    """``down(silu(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``, as in Phi-3 and GLM-4."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate_up, down = _members(self, _FUSED_NAMES)
+        return down(swiglu(gate_up(hidden_states)))
+
+
+class FusedGeGLUMLP(_Layer):
+    """``down(gelu_tanh(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate_up, down = _members(self, _FUSED_NAMES)
+        return down(geglu(gate_up(hidden_states)))
+
+
+def projections(mlp: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """The projections for gate, up and down of an MLP that has three."""
+    return _members(mlp, _NAMES)
+
+
+def _members(mlp: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple:
+    for names in choices:
+        if hasattr(mlp, names[0]):
+            return tuple(getattr(mlp, name) for name in names)
+    expected = " or ".join(", ".join(names) for names in choices)
+    raise AttributeError(f"{type(mlp).__name__} has none of the projections that this layer reads: {expected}")

@@ -1,0 +1,187 @@
+"""swiglu, geglu and clipped_swiglu: values, gradients, launches, limits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
+FUSED = {"swiglu": "npu_swiglu", "geglu": "npu_geglu"}
+
+
+def gate_up(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).to(dtype)
+
+
+def truth(name: str, x: Tensor) -> Tensor:
+    gate, up = x.double().chunk(2, -1)
+    return ACTIVATIONS[name](gate) * up
+
+
+def gpt_oss(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """transformers' own."""
+    module = type("Module", (), {"alpha": alpha, "limit": limit})
+    return GptOssExperts._apply_gate(module, x)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 32), (2, 5, 96), (5, 123, 246), (1, 1, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_one_launch_as_exact_as_the_dtype_allows(kernel: ModuleType, npu_counters, name, dtype, shape) -> None:
+    """float32 to 1e-6 of the largest; half precision to two roundings, since GeGLU rounds the activation first."""
+    x = gate_up(*shape, dtype=dtype)
+    moved = x.npu()
+    before = npu_counters().copy()
+    y = getattr(kernel, name)(moved)
+    calls = {k: v - before.get(k, 0) for k, v in npu_counters().items() if v != before.get(k, 0)}
+    assert calls == {FUSED[name]: 1}
+    assert y.dtype == dtype
+    expected = truth(name, x)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    error = (y.cpu().double() - expected).abs()
+    assert (error <= 2 * tolerance * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_half_precision_is_no_further_from_float64_than_torch(kernel: ModuleType, name, dtype) -> None:
+    x = gate_up(64, 256, dtype=dtype)
+    gate, up = x.chunk(2, -1)
+    own, found = ACTIVATIONS[name](gate) * up, getattr(kernel, name)(x.npu()).cpu()
+    expected = truth(name, x)
+    # 1e-6 for sums and exponentials of float32, in which both compute
+    assert (found.double() - expected).norm() <= (own.double() - expected).norm() * (1 + 1e-6) + 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("size", [32, 24, 7])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_are_those_of_float64(kernel: ModuleType, name, size, joined) -> None:
+    """Sizes with and without 64 bytes in a half; to 1e-6 of the gradient, both are float32."""
+    x = gate_up(4, 2 * size)
+    grad = torch.randn(4, size, generator=torch.Generator().manual_seed(1))
+    leaf = x.npu().requires_grad_()
+    arguments = (leaf,) if joined else tuple(half.contiguous() for half in leaf.chunk(2, -1))
+    getattr(kernel, name)(*arguments).backward(grad.npu())
+    exact = x.double().requires_grad_()
+    truth(name, exact).backward(grad.double())
+    assert (leaf.grad.cpu() - exact.grad).norm() <= 1e-6 * exact.grad.norm()
+
+
+def test_training_keeps_the_joined_tensor_and_nothing_else(kernel: ModuleType) -> None:
+    saved = []
+    x = gate_up(4, 64).npu().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        kernel.swiglu(x)
+    assert saved == [x.data_ptr()]
+
+
+def test_without_gradient_two_tensors_are_not_joined(kernel: ModuleType, npu_counters) -> None:
+    gate, up = (half.contiguous() for half in gate_up(4, 64).npu().chunk(2, -1))
+    before = npu_counters().copy()
+    kernel.swiglu(gate, up)
+    calls = {k: v - before.get(k, 0) for k, v in npu_counters().items() if v != before.get(k, 0)}
+    assert calls == {"silu": 1, "mul": 1}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_what_the_operator_does_not_take_is_computed_in_torch(kernel: ModuleType, npu_counters, name) -> None:
+    strided = gate_up(32, 6).npu().t()
+    for x in (strided, gate_up(0, 32).npu(), gate_up(3, 32), gate_up(3, 32).double()):
+        y = getattr(kernel, name)(x)
+        assert y.device.type == x.device.type
+        assert torch.allclose(y.cpu().double(), truth(name, x.cpu()), rtol=1e-6, atol=1e-6)
+    assert FUSED[name] not in npu_counters()
+
+
+def test_gate_and_up_of_two_dtypes_give_what_torch_gives(kernel: ModuleType) -> None:
+    gate, up = gate_up(3, 32).npu(), gate_up(3, 32, dtype=torch.bfloat16).npu().requires_grad_()
+    y = kernel.swiglu(gate, up)
+    assert y.dtype == torch.float32
+    assert torch.allclose(y, F.silu(gate) * up, rtol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("alpha", [1.702, 0.5])
+def test_clipped_swiglu_is_that_of_gpt_oss(kernel: ModuleType, npu_counters, alpha, interleaved) -> None:
+    """Value and gradient, on both sides of the limits; float32 to 1e-6."""
+    x = gate_up(6, 64) * 3
+    assert (x > 2).any()
+    assert (x < -2).any()
+    exact = x.double().requires_grad_()
+    woven = exact if interleaved else torch.stack(exact.chunk(2, -1), -1).flatten(-2)
+    expected = gpt_oss(woven, alpha, 2.0)
+    leaf = x.npu().requires_grad_()
+    y = kernel.clipped_swiglu(leaf, alpha, 2.0, interleaved)
+    assert npu_counters()["npu_clipped_swiglu"] == 1
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert (y.detach().cpu() - expected.detach()).norm() <= 1e-6 * expected.norm()
+    assert (leaf.grad.cpu() - exact.grad).norm() <= 1e-6 * exact.grad.norm()
+
+
+def test_clipped_swiglu_without_the_operator_is_the_same(kernel: ModuleType, monkeypatch, npu_counters) -> None:
+    """torch_npu 2.6.0, 2.7.1 and 2.8.0 do not have it."""
+    monkeypatch.setattr(kernel.functional, "has_clipped_swiglu", lambda: False)
+    x = gate_up(6, 64).npu().requires_grad_()
+    y = kernel.clipped_swiglu(x)
+    y.sum().backward()
+    assert "npu_clipped_swiglu" not in npu_counters()
+    assert torch.allclose(y.cpu(), gpt_oss(x.detach().cpu()), rtol=1e-6, atol=1e-6)
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clipped_swiglu"])
+def test_compiles_to_one_graph_with_the_same_gradients(kernel: ModuleType, name, dynamic) -> None:
+    """npu_geglu_grad has a meta kernel that raises."""
+    torch._dynamo.reset()
+    function = getattr(kernel, name)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (4, 6):
+        x = gate_up(rows, 64).npu()
+        results = []
+        for call in (function, compiled):
+            leaf = x.clone().requires_grad_()
+            y = call(leaf)
+            y.square().sum().backward()
+            results.append((y.detach(), leaf.grad))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clipped_swiglu"])
+def test_works_with_fake_tensors(kernel: ModuleType, name) -> None:
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(4, 64, device="npu", requires_grad=True)
+        y = getattr(kernel, name)(x)
+        y.sum().backward()
+    assert y.shape == (4, 32)
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clipped_swiglu"])
+def test_wrong_arguments_are_refused_before_anything_runs(kernel: ModuleType, npu_counters, name) -> None:
+    function = getattr(kernel, name)
+    odd, integers = gate_up(3, 33).npu(), torch.ones(3, 32, dtype=torch.int32, device="npu")
+    npu_counters().clear()
+    with pytest.raises(ValueError, match=rf"{name}: .* even last dimension, got \[3, 33\]"):
+        function(odd)
+    with pytest.raises(TypeError, match=rf"{name}: gate must be floating point, got torch.int32"):
+        function(integers)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gate_and_up_that_do_not_fit_are_named(kernel: ModuleType, name) -> None:
+    function, x = getattr(kernel, name), gate_up(3, 32).npu()
+    with pytest.raises(ValueError, match=r"one shape, got \[3, 32\] and \[3, 16\]"):
+        function(x, x[:, :16])
+    with pytest.raises(ValueError, match="one device, got npu:0 and cpu"):
+        function(x, x.cpu())
+    with pytest.raises(TypeError, match="up must be floating point"):
+        function(x, x.long())

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import REFERENCES
 
 ABSENT = object()
-LAYERS = {reference.layer: reference.repository for reference in REFERENCES}
+LAYERS = {layer: reference.repository for reference in REFERENCES for layer in reference.layers}
 
 
 class Marks:
@@ -24,16 +25,39 @@ class Marks:
 
     def mark(self, model: nn.Module, mapping: dict[str, dict]) -> None:
         """Mark every class of a model that a kernel serves, and unmark those whose mark promises what is not true."""
-        for cls in {type(module) for module in model.modules()} - self._seen:
-            self._seen.add(cls)
-            reference, marked = find_reference(cls), getattr(cls, "kernel_layer_name", None)
-            if reference is not None:
-                if marked is not None and marked != reference.layer:  # other devices keep the kernels they had
-                    mapping[reference.layer] = mapping.get(marked, {}) | mapping[reference.layer]
-                self._set(cls, "kernel_layer_name", reference.layer)
-            elif marked not in LAYERS:
+        for module in model.modules():
+            cls = type(module)
+            if cls not in self._seen:
+                self._seen.add(cls)
+                self._mark(module, mapping)
+
+    def choose(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The modules for which their class has to be marked for another layer, while it is.
+
+        `kernels` reads the mark of a class, and the activation that decides belongs to an instance.
+        """
+        for module in model.modules():
+            reference = find_reference(type(module))
+            if reference is None or refusal(module) is not None:
                 continue
-            self._set(cls, "kernel_condition", staticmethod(_condition(getattr(cls, "kernel_condition", None), marked)))
+            cls: Any = type(module)
+            before, chosen = cls.kernel_layer_name, reference.layer(module)
+            if before != chosen:
+                cls.kernel_layer_name = chosen
+                yield module
+                cls.kernel_layer_name = before
+
+    def _mark(self, module: nn.Module, mapping: dict[str, dict]) -> None:
+        cls = type(module)
+        reference, marked = find_reference(cls), getattr(cls, "kernel_layer_name", None)
+        if reference is not None:
+            layer = reference.layer(module)
+            if marked is not None and marked != layer:  # other devices keep the kernels they had
+                mapping[layer] = mapping.get(marked, {}) | mapping[layer]
+            self._set(cls, "kernel_layer_name", layer)
+        elif marked not in LAYERS:
+            return
+        self._set(cls, "kernel_condition", staticmethod(_condition(getattr(cls, "kernel_condition", None), marked)))
 
     def remove(self) -> None:
         for cls, name, value in reversed(self._before):
@@ -55,7 +79,8 @@ def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Modu
     def condition(module: nn.Module) -> bool:
         if _device(module) not in ("npu", None):
             return marked is not None and (before is None or before(module))
-        return refusal(module) is None
+        reference: Any = find_reference(type(module))
+        return refusal(module) is None and vars(type(module))["kernel_layer_name"] == reference.layer(module)
 
     return condition
 
@@ -83,6 +108,16 @@ def wrapper(module: nn.Module) -> str | None:
     return str(getattr(forward, "__qualname__", type(forward).__name__))
 
 
+def kernel_forward(module: nn.Module) -> FunctionType | None:
+    """The function of a loaded kernel that a module's forward is, or would be without accelerate's wrapper."""
+    for name in ("forward", "_old_forward"):
+        bound = vars(module).get(name)
+        function = bound.__func__ if isinstance(bound, MethodType) else None
+        if isinstance(function, FunctionType) and kernel_name(function) is not None:
+            return function
+    return None
+
+
 def kernel_name(forward: Callable | None) -> str | None:
     """The name of the kernel that a forward function was loaded from by `kernels`."""
     from kernels import get_loaded_kernels
@@ -94,5 +129,12 @@ def kernel_name(forward: Callable | None) -> str | None:
 
 
 def _device(module: nn.Module) -> str | None:
+    """Where it computes: accelerate moves what is offloaded there when it is called."""
     tensor = next(module.parameters(), next(module.buffers(), None))
-    return None if tensor is None else tensor.device.type
+    if tensor is None:
+        return None
+    if tensor.is_meta:
+        hooks = (getattr(child, "_hf_hook", None) for child in module.modules())
+        devices = [getattr(hook, "execution_device", None) for hook in hooks]
+        return next((torch.device(device).type for device in devices if device is not None), "meta")
+    return tensor.device.type

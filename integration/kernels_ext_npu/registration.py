@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernels_ext_npu import environment
 
 if TYPE_CHECKING:
+    from kernels import Mode
     from torch import nn
 
     from kernels_ext_npu.marking import Marks
@@ -36,7 +37,7 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
             kernels-ext-npu/* on the Hub; or the path of a clone of the project.
-        strict: raise if a norm of a model keeps its own forward, instead of only reporting it.
+        strict: raise if a norm or a gated MLP of a model keeps its own forward, instead of only reporting it.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
@@ -44,7 +45,7 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
     """
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
-    from kernels_ext_npu import sources
+    from kernels_ext_npu import saving, sources
     from kernels_ext_npu.marking import LAYERS, Marks
 
     sources.check(source, set(LAYERS.values()))
@@ -55,6 +56,7 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
         current.entries[layer] = dict(table[layer]) if layer in table else ABSENT
         table[layer] = table.get(layer, {}) | {"npu": sources.layer_source(source, repository, layer)}
     _wrap_set_use_kernels()
+    saving.install()
 
 
 def unregister() -> None:
@@ -80,17 +82,25 @@ def prepare(model: nn.Module) -> None:
     current.marks.mark(model, _table())
 
 
-def finish(model: nn.Module) -> None:
-    """After a model was kernelized: with strict, raise if a norm was left as it was."""
+def finish(model: nn.Module, mode: Mode) -> None:
+    """After a model was kernelized: what a mark on its class could not say, packing; and what strict promises."""
+    from kernels import Device, KernelizeFallback
+    from kernels.layer.layer import kernelize_layer
+
+    from kernels_ext_npu import packing
     from kernels_ext_npu.reporting import report
 
-    if current is None or not current.strict:
+    assert current is not None
+    for module in current.marks.choose(model):
+        kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+    packing.pack(model)
+    if not current.strict:
         return
     kept = [row for row in report(model) if not row.swapped and row.is_candidate]
     if kept:
         lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:20])
         more = f"\n  and {len(kept) - 20} more" if len(kept) > 20 else ""
-        raise RuntimeError(f"register(strict=True): {len(kept)} norms keep their own forward\n{lines}{more}")
+        raise RuntimeError(f"register(strict=True): {len(kept)} modules keep their own forward\n{lines}{more}")
 
 
 def _table() -> dict[str, dict]:
@@ -108,6 +118,7 @@ def _loaded_mapping() -> dict[str, Any]:
 
 
 def _wrap_set_use_kernels() -> None:
+    import kernels
     from transformers import PreTrainedModel
 
     original = PreTrainedModel.set_use_kernels
@@ -126,7 +137,7 @@ def _wrap_set_use_kernels() -> None:
             )
         prepare(self)
         original(self, use_kernels, *args, **kwargs)
-        finish(self)
+        finish(self, kernels.Mode.TRAINING if self.training else kernels.Mode.INFERENCE)
 
     set_use_kernels.kernels_ext_npu = original  # type: ignore[attr-defined]
     PreTrainedModel.set_use_kernels = set_use_kernels  # type: ignore[method-assign]

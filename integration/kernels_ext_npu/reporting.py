@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from types import MethodType
 
 from rich import box
 from rich.console import Console
@@ -15,12 +14,22 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import registration
-from kernels_ext_npu.marking import LAYERS, kernel_name, refusal
+from kernels_ext_npu import packing, registration
+from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
 
 # norms that are no RMS norms, so that no kernel could be missing for them
-OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+_OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
+
+# the projections of gated MLPs, as transformers names them
+_GATED = (
+    {"gate_proj", "up_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+    {"wi_0", "wi_1"},
+    {"input_linear", "output_linear"},
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,9 @@ class Row:
         class_name: its class.
         kernel: the layer that serves it or would serve it, None if there is none.
         swapped: whether the kernel's forward is in place.
-        reason: why not, None if it is.
+        reason: why not, or why not as fast as it could be; None if there is nothing to say.
         is_candidate: whether one would expect a kernel for it; not so for a LayerNorm.
+        kind: what it is, as the table counts it.
     """
 
     path: str
@@ -42,6 +52,7 @@ class Row:
     swapped: bool
     reason: str | None
     is_candidate: bool = True
+    kind: str = "norms"
 
 
 class Report:
@@ -56,6 +67,11 @@ class Report:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def summary(self) -> str:
+        """How many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
+        kinds = {row.kind: [r.swapped for r in self.rows if r.kind == row.kind] for row in self.rows}
+        return ", ".join(f"{sum(swapped)} of {len(swapped)} {kind}" for kind, swapped in kinds.items()) or "nothing"
+
     def to_json(self) -> str:
         """A list of objects with path, class, kernel, swapped and reason."""
         rows = []
@@ -66,13 +82,13 @@ class Report:
         return json.dumps(rows, indent=2)
 
     def __rich__(self) -> Table:
-        swapped = sum(row.swapped for row in self.rows)
-        table = Table(title=f"{swapped} of {len(self.rows)} norms swapped", title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
         table.add_column("class", max_width=26, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
         for row in self.rows:
-            served = f"→ {row.kernel}" if row.swapped else f"kept: {row.reason}"
+            served = f"→ {row.kernel}" if row.swapped else "kept"
+            served += f": {row.reason}" if row.reason else ""
             paths = groups.setdefault((row.class_name, served), Counter())
             paths[re.sub(r"\b\d+\b", "*", row.path)] += 1
         for (class_name, served), paths in groups.items():
@@ -88,34 +104,41 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm of a model: swapped, or kept and why."""
-    return Report([_row(path, module) for path, module in model.named_modules() if _is_norm(module)])
+    """Every norm and every gated MLP of a model: swapped, or kept and why."""
+    found = [(path, module, _kind(module)) for path, module in model.named_modules()]
+    return Report([_row(path, module, kind) for path, module, kind in found if kind is not None])
 
 
-def _is_norm(module: nn.Module) -> bool:
-    if find_reference(type(module)) is not None or getattr(type(module), "kernel_layer_name", None) in LAYERS:
-        return True
-    return "norm" in type(module).__name__.lower() and not any(module.children())
-
-
-def _row(path: str, module: nn.Module) -> Row:
-    class_name = type(module).__name__
-    candidate = not isinstance(module, OTHER_NORMS)
-    for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
-        bound = vars(module).get(name)
-        function = bound.__func__ if isinstance(bound, MethodType) else None
-        if function is not None and kernel_name(function) is not None:
-            layer = function.__qualname__.partition(".")[0]
-            if kernel_name(function) in _KERNEL_NAMES and layer in LAYERS:
-                return Row(path, class_name, layer, True, None)
-            reason = f"served by {layer} of the kernel {kernel_name(function)}, which is not ours"
-            return Row(path, class_name, None, False, reason, candidate)
+def _kind(module: nn.Module) -> str | None:
     reference = find_reference(type(module))
-    return Row(path, class_name, reference.layer if reference else None, False, _reason(module), candidate)
+    repository = reference.repository if reference else LAYERS.get(getattr(type(module), "kernel_layer_name", ""))
+    if repository is not None:
+        return _KINDS[repository]
+    if "norm" in type(module).__name__.lower() and not any(module.children()):
+        return _KINDS["RMSNorm"]
+    children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    return _KINDS["SwiGLU"] if any(names <= children for names in _GATED) else None
+
+
+def _row(path: str, module: nn.Module, kind: str) -> Row:
+    class_name = type(module).__name__
+    candidate = not isinstance(module, _OTHER_NORMS)
+    function = kernel_forward(module)
+    if function is not None:
+        layer = function.__qualname__.partition(".")[0]
+        if kernel_name(function) in _KERNEL_NAMES and layer in LAYERS:
+            apart = packing.separate(module)
+            reason = apart and f"two products, since {apart}"
+            return Row(path, class_name, layer, True, reason, kind=kind)
+        reason = f"served by {layer} of the kernel {kernel_name(function)}, which is not ours"
+        return Row(path, class_name, None, False, reason, candidate, kind)
+    reference = find_reference(type(module))
+    layer_name = reference.layer(module) if reference else None
+    return Row(path, class_name, layer_name, False, _reason(module), candidate, kind)
 
 
 def _reason(module: nn.Module) -> str:
-    if isinstance(module, OTHER_NORMS) and find_reference(type(module)) is None:
+    if isinstance(module, _OTHER_NORMS) and find_reference(type(module)) is None:
         return "not an RMS norm"
     reason = refusal(module)
     if reason is not None:
@@ -125,4 +148,5 @@ def _reason(module: nn.Module) -> str:
     return "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 
 
+_KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs"}
 _KERNEL_NAMES = {repository.lower() for repository in LAYERS.values()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu import registration
+from kernels_ext_npu import packing, registration
 from kernels_ext_npu.marking import kernel_name
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
     for pretrained in _pretrained(model):
         vars(pretrained)["_use_kernels"] = True
-    registration.finish(model)
+    registration.finish(model, mode)
     return model
 
 
@@ -57,6 +57,7 @@ def restore(model: Model) -> Model:
     Returns:
         The model itself.
     """
+    packing.unpack(model)
     for module in model.modules():
         for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
             bound = vars(module).get(name)

@@ -5,9 +5,10 @@ Each class is the documentation of the mathematics, the pattern that transformer
 and on which instances.
 """
 
+from kernels_ext_npu.references.mlps import MLPS
 from kernels_ext_npu.references.norms import NORMS
 from kernels_ext_npu.references.reference import Reference
 
-REFERENCES = NORMS
+REFERENCES = NORMS + MLPS
 
 __all__ = ["REFERENCES", "Reference"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -251,23 +253,27 @@ def _refuse_gated(module: nn.Module) -> str | None:
     return _refuse_weighted(module)
 
 
+def _norm(module: type[nn.Module], layer: str, refuse: Callable = _refuse_weighted) -> Reference:
+    return Reference(module, (layer,), refuse, lambda instance: layer, "RMSNorm")
+
+
 NORMS = (
-    Reference(LlamaRMSNorm, "RMSNorm", _refuse_weighted),
-    Reference(Llama4TextRMSNorm, "RMSNorm", _refuse_weighted),
-    Reference(CpmAntLayerNorm, "RMSNorm", _refuse_weighted),
-    Reference(TimestepRMSNorm, "RMSNorm", _refuse_weighted),
-    Reference(Olmo2RMSNorm, "RMSNormCastLast", _refuse_weighted),
-    Reference(HeliumRMSNorm, "RMSNormCastLast", _refuse_weighted),
-    Reference(MoshiRMSNorm, "RMSNormCastLast", _refuse_weighted),
-    Reference(Gemma4RMSNorm, "RMSNormCastLast", _refuse_gemma4),
-    Reference(TorchRMSNorm, "RMSNormCastLast", _refuse_torch),
-    Reference(GemmaRMSNorm, "RMSNormZeroCentered", _refuse_weighted),
-    Reference(MuseSparkTextCenteredRMSNorm, "RMSNormZeroCentered", _refuse_weighted),
-    Reference(Qwen4ExpTextRMSNorm, "RMSNormZeroCentered", _refuse_grouped),
-    Reference(NanoChatRMSNorm, "RMSNormWeightless", _refuse_eps),
-    Reference(DeepseekV4UnweightedRMSNorm, "RMSNormWeightless", _refuse_eps),
-    Reference(T5LayerNorm, "T5LayerNorm", _refuse_weighted),
-    Reference(Qwen3NextRMSNormGated, "RMSNormGated", _refuse_gated),
-    Reference(KimiLinearRMSNormGated, "RMSNormGated", _refuse_gated),
-    Reference(MambaRMSNormGated, "MambaRMSNormGated", _refuse_weighted),
+    _norm(LlamaRMSNorm, "RMSNorm"),
+    _norm(Llama4TextRMSNorm, "RMSNorm"),
+    _norm(CpmAntLayerNorm, "RMSNorm"),
+    _norm(TimestepRMSNorm, "RMSNorm"),
+    _norm(Olmo2RMSNorm, "RMSNormCastLast"),
+    _norm(HeliumRMSNorm, "RMSNormCastLast"),
+    _norm(MoshiRMSNorm, "RMSNormCastLast"),
+    _norm(Gemma4RMSNorm, "RMSNormCastLast", _refuse_gemma4),
+    _norm(TorchRMSNorm, "RMSNormCastLast", _refuse_torch),
+    _norm(GemmaRMSNorm, "RMSNormZeroCentered"),
+    _norm(MuseSparkTextCenteredRMSNorm, "RMSNormZeroCentered"),
+    _norm(Qwen4ExpTextRMSNorm, "RMSNormZeroCentered", _refuse_grouped),
+    _norm(NanoChatRMSNorm, "RMSNormWeightless", _refuse_eps),
+    _norm(DeepseekV4UnweightedRMSNorm, "RMSNormWeightless", _refuse_eps),
+    _norm(T5LayerNorm, "T5LayerNorm"),
+    _norm(Qwen3NextRMSNormGated, "RMSNormGated", _refuse_gated),
+    _norm(KimiLinearRMSNormGated, "RMSNormGated", _refuse_gated),
+    _norm(MambaRMSNormGated, "MambaRMSNormGated"),
 )

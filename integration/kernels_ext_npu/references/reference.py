@@ -14,12 +14,18 @@ class Reference:
 
     Attributes:
         module: the class whose forward is compared.
-        layer: the layer of the kernel repository, and its entry in transformers' mapping.
-        refuse: why the layer cannot serve an instance, or None if it can: what the syntax tree does not show.
+        layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
+        refuse: why no layer can serve an instance, or None if one can: what the syntax tree does not show.
+        choose: the layer for an instance, None for one that is refused.
         repository: the kernel repository.
     """
 
     module: type[nn.Module]
-    layer: str
+    layers: tuple[str, ...]
     refuse: Callable[[nn.Module], str | None]
-    repository: str = "RMSNorm"
+    choose: Callable[[nn.Module], str | None]
+    repository: str
+
+    def layer(self, module: nn.Module) -> str:
+        """The layer that serves an instance, or would if nothing stood against it."""
+        return self.choose(module) or self.layers[0]

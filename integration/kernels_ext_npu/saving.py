@@ -1,0 +1,75 @@
+"""Saving what is packed.
+
+safetensors has no views: who saves with it has to tell the two weights in one storage apart. transformers does, with a
+copy of each on the device; accelerate takes them for one tensor under two names and drops the second.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels_ext_npu import packing
+
+
+def install() -> None:
+    """Once a process: models stay packed after unregister(), and must not lose weights then either."""
+    from accelerate.utils import other
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel.save_pretrained, "kernels_ext_npu"):
+        PreTrainedModel.save_pretrained = _unpacked(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+    original = other.clean_state_dict_for_safetensors
+    if hasattr(original, "kernels_ext_npu"):
+        return
+    name, wrapped = original.__name__, _apart(original)
+    for package, module in list(sys.modules.items()):
+        if package.partition(".")[0] == "accelerate" and vars(module).get(name) is original:
+            setattr(module, name, wrapped)
+
+
+def _unpacked(original: Any) -> Any:
+    """save_pretrained with the weights in storages of their own: no copies, but for one layer at a time."""
+
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        packed = [pair for pair in packing.pairs(self) if pair[0].separate(*pair[1:]) is None]
+        for kernel, gate, up in packed:
+            kernel.unpack(gate, up)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for kernel, gate, up in packed:
+                kernel.pack(gate, up)
+
+    save_pretrained.kernels_ext_npu = original  # type: ignore[attr-defined]
+    return save_pretrained
+
+
+def _apart(original: Any) -> Any:
+    """accelerate's, given copies on the host of what shares a storage without sharing a byte."""
+
+    @functools.wraps(original)
+    def clean_state_dict_for_safetensors(state_dict: dict) -> dict:
+        storages = defaultdict(list)
+        for name, tensor in state_dict.items():
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel():
+                storages[tensor.device, tensor.untyped_storage().data_ptr()].append(name)
+        apart = [n for names in storages.values() if _are_disjoint([state_dict[n] for n in names]) for n in names]
+        return original(state_dict | {name: state_dict[name].to("cpu", copy=True) for name in apart})
+
+    clean_state_dict_for_safetensors.kernels_ext_npu = original  # type: ignore[attr-defined]
+    return clean_state_dict_for_safetensors
+
+
+def _are_disjoint(tensors: list[torch.Tensor]) -> bool:
+    if len(tensors) < 2 or not all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    ends = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
+    return all(end <= start for (_, end), (start, _) in pairwise(ends))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from .functional import geglu, swiglu
+from .operators import GEGLU, SWIGLU, GatedUnit
 from .packing import project
+from .training import PackedMLP, trains_whole
 
 # gate, up, down
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -22,16 +26,14 @@ class SwiGLUMLP(_Layer):
     """``down(silu(gate(x)) * up(x))``, as in Llama: one product for gate and up where their weights are packed."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate, up, down = projections(self)
-        return down(swiglu(*project(gate, up, hidden_states)))
+        return _gated(self, SWIGLU, swiglu, hidden_states)
 
 
 class GeGLUMLP(_Layer):
     """``down(gelu_tanh(gate(x)) * up(x))``, as in Gemma."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate, up, down = projections(self)
-        return down(geglu(*project(gate, up, hidden_states)))
+        return _gated(self, GEGLU, geglu, hidden_states)
 
 
 class FusedSwiGLUMLP(_Layer):
@@ -53,6 +55,13 @@ class FusedGeGLUMLP(_Layer):
 def projections(mlp: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     """The projections for gate, up and down of an MLP that has three."""
     return _members(mlp, _NAMES)
+
+
+def _gated(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    gate, up, down = projections(mlp)
+    if trains_whole(gate, up, down, x):
+        return PackedMLP.apply(unit, x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
+    return down(function(*project(gate, up, x)))
 
 
 def _members(mlp: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,23 +24,42 @@ def _(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+class GatedUnit(NamedTuple):
+    """A gated linear unit of ``[..., 2·I]``.
+
+    Attributes:
+        forward: its value, and what ``backward`` wants besides.
+        backward: the gradient from that of the value, the input, and the rest of what ``forward`` gave.
+    """
+
+    forward: Callable[[Tensor], tuple[Tensor, ...]]
+    backward: Callable[..., Tensor]
+
+
+SWIGLU = GatedUnit(
+    lambda x: (torch.ops.npu.npu_swiglu(x, -1),),
+    lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
+)
+GEGLU = GatedUnit(lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT), _geglu_grad)
+
+
 class _GeGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        y, gelu = torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT)
+        y, gelu = GEGLU.forward(x)
         ctx.save_for_backward(x, gelu)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        return _geglu_grad(grad.contiguous(), *ctx.saved_tensors)
+        return GEGLU.backward(grad.contiguous(), *ctx.saved_tensors)
 
 
 def geglu_fused(x: Tensor) -> Tensor:
     """``gelu_tanh(x[..., :I]) * x[..., I:]`` in one launch."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _GeGLU.apply(x)
-    return torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT)[0]
+    return GEGLU.forward(x)[0]
 
 
 def has_clipped_swiglu() -> bool:

@@ -38,7 +38,7 @@ def pack(gate: nn.Module, up: nn.Module) -> str | None:
     Returns:
         Why that cannot be, None if it is done.
     """
-    reason = _unfit(gate, up)
+    reason = _unfit_pair(gate, up)
     if reason is not None:
         return reason
     for a, b in _pairs(gate, up):
@@ -65,7 +65,7 @@ def unpack(gate: nn.Module, up: nn.Module) -> None:
 
 def separate(gate: nn.Module, up: nn.Module) -> str | None:
     """Why two layers are multiplied one after the other; None if they are packed."""
-    reason = _unfit(gate, up)
+    reason = _unfit_pair(gate, up)
     if reason is not None:
         return reason
     if not all(_adjacent(a, b) for a, b in _pairs(gate, up)):
@@ -73,18 +73,27 @@ def separate(gate: nn.Module, up: nn.Module) -> str | None:
     return None
 
 
-def _unfit(gate: nn.Module, up: nn.Module) -> str | None:
-    """Why two layers cannot be one product. Looks at the host's objects only, never at what is on the device."""
+def unfit(module: nn.Module) -> str | None:
+    """Why a projection has to be called; None if it is a product with its weight and nothing else.
+
+    Looks at the host's objects only, never at what is on the device.
+    """
+    if type(module) is not nn.Linear:
+        return f"a projection is a {type(module).__module__}.{type(module).__name__}"
+    if "forward" in vars(module) or any(vars(module).get(hooks) for hooks in _HOOKS):
+        return "a projection has hooks, which one product would pass by"
+    for parameter in module.parameters(recurse=False):
+        if type(parameter) not in (nn.Parameter, FakeTensor):
+            return f"a weight is a {type(parameter).__name__}"
+        if parameter.is_meta:
+            return "a weight is offloaded"
+    return None
+
+
+def _unfit_pair(gate: nn.Module, up: nn.Module) -> str | None:
     for module in (gate, up):
-        if type(module) is not nn.Linear:
-            return f"a projection is a {type(module).__module__}.{type(module).__name__}"
-        if "forward" in vars(module) or any(vars(module).get(hooks) for hooks in _HOOKS):
-            return "a projection has hooks, which one product would pass by"
-        for parameter in module.parameters(recurse=False):
-            if type(parameter) not in (nn.Parameter, FakeTensor):
-                return f"a weight is a {type(parameter).__name__}"
-            if parameter.is_meta:
-                return "a weight is offloaded"
+        if (reason := unfit(module)) is not None:
+            return reason
     if (gate.bias is None) != (up.bias is None):
         return "only one projection has a bias"
     for a, b in _pairs(gate, up):
@@ -112,10 +121,11 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
 def _join(a: Tensor, b: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Join.apply(a, b)
-    return _both(a, b)
+    return both(a, b)
 
 
-def _both(a: Tensor, b: Tensor) -> Tensor:
+def both(a: Tensor, b: Tensor) -> Tensor:
+    """Two neighbours as one tensor."""
     return a.as_strided((a.shape[0] + b.shape[0], *a.shape[1:]), a.stride(), a.storage_offset())
 
 
@@ -124,7 +134,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        return _both(a, b)
+        return both(a, b)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:

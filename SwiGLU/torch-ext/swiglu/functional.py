@@ -32,10 +32,10 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """
     _check("swiglu", gate, up)
     if up is None:
-        if _is_fused(gate) and (_is_aligned(gate) or not _needs_grad(gate)):
+        if _is_fused(gate) and (is_aligned(gate.shape[-1] // 2, gate.dtype) or not _needs_grad(gate)):
             return torch.ops.npu.npu_swiglu(gate, -1)
         gate, up = gate.chunk(2, -1)
-    elif _is_worth_joining(gate, up) and _is_aligned(gate, halves=1):
+    elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
         return torch.ops.npu.npu_swiglu(torch.cat((gate, up), -1), -1)
     return F.silu(gate) * up
 
@@ -94,9 +94,19 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
+def is_fused_dtype(dtype: torch.dtype) -> bool:
+    """Whether the operators take it."""
+    return dtype in _FUSED_DTYPES
+
+
+def is_aligned(size: int, dtype: torch.dtype) -> bool:
+    """Whether the gradient of ``npu_swiglu`` takes halves of this size."""
+    return size * dtype.itemsize % _ALIGNMENT == 0
+
+
 def _is_fused(x: Tensor) -> bool:
     """What the operators take (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu; no empty tensor."""
-    return x.device.type == "npu" and x.dtype in _FUSED_DTYPES and x.numel() > 0 and x.is_contiguous()
+    return x.device.type == "npu" and is_fused_dtype(x.dtype) and x.numel() > 0 and x.is_contiguous()
 
 
 def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:
@@ -105,10 +115,6 @@ def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:
     Three launches instead of five, and two tensors saved instead of three.
     """
     return _is_fused(gate) and gate.dtype == up.dtype and _needs_grad(gate, up)
-
-
-def _is_aligned(x: Tensor, halves: int = 2) -> bool:
-    return x.shape[-1] // halves * x.element_size() % _ALIGNMENT == 0
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -1,0 +1,57 @@
+"""A packed MLP as one node of autograd.
+
+Node by node an MLP keeps the product of gate and up, and what the activation makes of it for the gradient of the down
+projection: three times its inner size a token. One node keeps the product and computes the rest again, one launch more.
+Its weight gradients come out contiguous, so that autograd takes them as they are instead of copying them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .functional import is_aligned, is_fused_dtype
+from .operators import GatedUnit
+from .packing import both, separate, unfit
+
+
+def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> bool:
+    """Whether an MLP can be one node: plain packed layers of one dtype that need a gradient."""
+    if torch.compiler.is_compiling() or separate(gate, up) is not None or unfit(down) is not None:
+        return False
+    weights = gate.weight, up.weight, down.weight
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
+    one_dtype = all(weight.dtype == x.dtype for weight in weights) and is_fused_dtype(x.dtype)
+    sizes_fit = x.numel() > 0 and is_aligned(gate.weight.shape[0], x.dtype) and down.in_features == gate.out_features
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return needs_grad and one_dtype and sizes_fit and x.device == down.weight.device and not autocast
+
+
+class PackedMLP(torch.autograd.Function):
+    """``down(unit(x @ [gate; up]ᵀ))``; arguments after ``x`` are weights of gate, up and down, then their biases."""
+
+    @staticmethod
+    def forward(ctx, unit: GatedUnit, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias = parameters
+        bias = None if gate_bias is None else both(gate_bias, up_bias)
+        product = F.linear(x, both(gate, up), bias)
+        ctx.unit = unit
+        ctx.save_for_backward(x, product, gate, up, down)
+        return F.linear(unit.forward(product)[0], down, down_bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, product, gate, up, down = ctx.saved_tensors
+        _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
+        grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
+        y, *rest = ctx.unit.forward(product)
+        d_down = grad.t() @ y if needs_down else None
+        del y
+        d_product = ctx.unit.backward(grad @ down, product, *rest)
+        d_gate, d_up = (d_product.t() @ x.reshape(-1, x.shape[-1])).chunk(2) if needs_gate or needs_up else (None, None)
+        d_gate_bias, d_up_bias = d_product.sum(0).chunk(2) if any(needs_biases[:2]) else (None, None)
+        d_down_bias = grad.sum(0) if needs_biases[2] else None
+        d_x = (d_product @ both(gate, up)).view(x.shape) if needs_x else None
+        return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias

@@ -1,0 +1,322 @@
+"""Gate and up in one storage: nobody notices, and where it cannot be the results are right all the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import kernels_ext_npu
+import softnpu
+
+pytestmark = pytest.mark.usefixtures("registered")
+IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def llama(**options) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes | options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model
+
+
+def kernelized(**options) -> LlamaForCausalLM:
+    return kernels_ext_npu.kernelize(llama(**options).to("npu"))
+
+
+def mlps(model: nn.Module) -> list[kernels_ext_npu.Row]:
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"]
+
+
+def reasons(model: nn.Module) -> set[str | None]:
+    return {row.reason for row in mlps(model)}
+
+
+def storage(parameter: torch.Tensor) -> int:
+    return parameter.untyped_storage().data_ptr()
+
+
+def assert_equal_logits(model: nn.Module, original: nn.Module) -> None:
+    """1e-6: float32 sums in another order."""
+    with torch.no_grad():
+        found, expected = model(IDS.npu()).logits.cpu(), original(IDS).logits
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def train(model: nn.Module, steps: int = 1, optimizer: Callable = torch.optim.SGD) -> list[torch.Tensor]:
+    """The parameters after some steps, two backwards each, with clipping."""
+    model.train()
+    ids = IDS.to(next(model.parameters()).device)
+    optimizer = optimizer(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_storage_holds_both_and_nothing_is_held_twice(bias) -> None:
+    model = llama(mlp_bias=bias).to("npu")
+    torch.npu.empty_cache()
+    before = torch.npu.memory_allocated()
+    names = [name for name, _ in model.named_parameters()]
+    parameters = dict(model.named_parameters())
+    kernels_ext_npu.kernelize(model)
+    assert reasons(model) == {None}
+    assert torch.npu.memory_allocated() <= before
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+        assert type(parameter) is nn.Parameter
+    for layer in model.model.layers:
+        for name in ("weight", "bias") if bias else ("weight",):
+            assert storage(getattr(layer.mlp.gate_proj, name)) == storage(getattr(layer.mlp.up_proj, name))
+    assert_equal_logits(model, llama(mlp_bias=bias))
+
+
+def test_two_products_and_one_activation_a_layer(npu_counters) -> None:
+    model = kernelized()
+    mlp, x = model.model.layers[0].mlp, torch.randn(2, 3, 32, device="npu")
+    softnpu.reset_counters()
+    with torch.no_grad():
+        mlp(x)
+    assert {k: v for k, v in npu_counters().items() if v} == {"matmul": 2, "npu_swiglu": 1}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("bias", [False, True])
+def test_training_with_accumulation_and_clipping_is_the_originals(bias, optimizer) -> None:
+    """AdamW divides by a root of squares: 1e-5 relative, and 1e-5 where gradients are near zero."""
+    for found, expected in zip(
+        train(kernelized(mlp_bias=bias), 3, optimizer), train(llama(mlp_bias=bias), 3, optimizer)
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_each_projection_has_a_gradient_of_its_own() -> None:
+    model, original = kernelized(), llama()
+    model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
+    for module, ids in ((model, IDS.npu()), (original, IDS)):
+        module(ids, labels=ids).loss.backward()
+    for layer, expected in zip(model.model.layers, original.model.layers):
+        up = layer.mlp.up_proj.weight.grad
+        assert (up.cpu() - expected.mlp.up_proj.weight.grad).norm() <= 1e-6 * up.norm()
+    assert model.model.layers[0].mlp.gate_proj.weight.grad is None
+    assert model.model.layers[1].mlp.gate_proj.weight.grad.shape == (64, 32)
+
+
+def test_autocast_computes_in_half_and_gives_gradients_in_full(npu_counters) -> None:
+    model, original = kernelized(), llama()
+    losses = []
+    for module, ids in ((model, IDS.npu()), (original, IDS)):
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            losses.append(module(ids, labels=ids).loss)
+        losses[-1].backward()
+    assert npu_counters()["npu_swiglu"] == 2
+    grad, expected = (m.model.layers[0].mlp.up_proj.weight.grad for m in (model, original))
+    assert grad.dtype == torch.float32
+    # steps of 2^-8 in every product and sum on the way, on both sides
+    assert (grad.cpu() - expected).norm() <= 2**-5 * expected.norm()
+
+
+def test_state_dicts_go_in_and_out_and_leave_it_packed(tmp_path: Path) -> None:
+    model, other = kernelized(), llama()
+    other.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    model.load_state_dict(other.state_dict())
+    assert reasons(model) == {None}
+    assert_equal_logits(model, other)
+    model.state_dict()["model.layers.0.mlp.up_proj.weight"].zero_()  # a state dict refers to the weights
+    assert not model.model.layers[0].mlp.up_proj.weight.any()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 1.1 * sum(4 * p.numel() for p in model.parameters()) + 20_000
+
+
+def test_state_dicts_that_are_assigned_end_the_packing_and_kernelize_restores_it() -> None:
+    model, other = kernelized(), llama(hidden_act="silu")
+    model.load_state_dict({name: value.npu() for name, value in other.state_dict().items()}, assign=True)
+    assert reasons(model) == {"two products, since the weights do not share one storage"}
+    assert_equal_logits(model, other)
+    assert reasons(kernels_ext_npu.kernelize(model)) == {None}
+    assert_equal_logits(model, other)
+
+
+def test_save_pretrained_saves_every_weight_once_and_leaves_it_packed(tmp_path: Path) -> None:
+    model = kernelized()
+    model.save_pretrained(tmp_path)
+    assert reasons(model) == {None}
+    saved, expected = load_file(tmp_path / "model.safetensors"), llama().state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    assert_equal_logits(model, LlamaForCausalLM.from_pretrained(tmp_path))
+
+
+def test_saving_takes_no_second_copy_on_the_device(tmp_path: Path, monkeypatch) -> None:
+    model = kernelized(num_hidden_layers=8)
+    torch.npu.empty_cache()
+    torch.npu.reset_peak_memory_stats()
+    before = torch.npu.memory_allocated()
+    model.save_pretrained(tmp_path)
+    layer = sum(p.numel() * 4 for p in model.model.layers[0].mlp.parameters())
+    assert torch.npu.max_memory_allocated() - before <= layer
+
+
+@pytest.mark.parametrize("save", ["save_model", "clean", "safetensors"])
+def test_other_ways_to_save_lose_nothing(tmp_path: Path, save) -> None:
+    """accelerate takes two views of one storage for one tensor."""
+    model, path = kernelized(), tmp_path / "model.safetensors"
+    if save == "save_model":
+        accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    elif save == "clean":
+        accelerate.utils.save(model.state_dict(), path, safe_serialization=True)
+    else:
+        save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
+    saved, expected = load_file(path), llama().state_dict()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+def test_weights_that_are_really_tied_are_saved_once_as_ever(tmp_path: Path) -> None:
+    model = kernelized(tie_word_embeddings=True)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) + ("model.embed_tokens.weight" in names) == 1
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"} <= names
+
+
+def test_a_deep_copy_is_right_and_independent() -> None:
+    model = kernelized()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_equal_logits(other, llama())
+    assert reasons(kernels_ext_npu.kernelize(other)) == {None}
+    assert_equal_logits(other, llama())
+
+
+def test_restore_gives_each_weight_its_own_storage() -> None:
+    model = kernels_ext_npu.restore(kernelized(mlp_bias=True))
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    assert_equal_logits(model, llama(mlp_bias=True))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_it_stays_packed_when_the_mode_changes(mode) -> None:
+    model = kernelized().train(mode).train(not mode)
+    assert reasons(model) == {None}
+
+
+def test_tensors_that_were_cast_or_moved_are_right() -> None:
+    model = kernelized()
+    model.to(torch.bfloat16)
+    assert reasons(model) == {"two products, since the weights do not share one storage"}
+    model.to(torch.float32)
+    expected = llama().to(torch.bfloat16).to(torch.float32)
+    assert_equal_logits(model, expected)
+    model.cpu()
+    assert torch.equal(model(IDS).logits, expected(IDS).logits)
+    assert_equal_logits(kernels_ext_npu.kernelize(model.npu()), expected)
+    assert reasons(model) == {None}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_lora_adapters_are_not_passed_by(before) -> None:
+    """Through the real peft, added before and after the kernels."""
+    models = []
+    for model in (llama().to("npu"), llama()):
+        if before and model.device.type == "npu":
+            kernels_ext_npu.kernelize(model)
+        torch.manual_seed(1)
+        models.append(get_peft_model(model, LoraConfig(target_modules=["up_proj"], r=4, init_lora_weights=False)))
+    model, original = models
+    original.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    if not before:
+        kernels_ext_npu.kernelize(model)
+    assert reasons(model) == {"two products, since a projection is a peft.tuners.lora.layer.Linear"}
+    assert_equal_logits(model, original)
+    for found, expected in zip(train(model), train(original)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_equal_logits(model.merge_and_unload(), original.merge_and_unload())
+
+
+def test_quantised_weights_are_used() -> None:
+    def only_mlps(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and "mlp" in name
+
+    original = llama()
+    quantize_(original, Int8WeightOnlyConfig(), only_mlps)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    assert reasons(model) == {"two products, since a weight is a Int8Tensor"}
+    assert_equal_logits(model, original)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_a_projection_are_called(kind) -> None:
+    model, calls = kernelized(), []
+    hook = getattr(model.model.layers[0].mlp.up_proj, f"register_{kind}_hook")(lambda *_: calls.append(kind))
+    assert [row.reason for row in mlps(model)] == [
+        "two products, since a projection has hooks, which one product would pass by",
+        None,
+    ]
+    model(IDS.npu(), labels=IDS.npu()).loss.backward()
+    assert calls == [kind]
+    hook.remove()
+    assert reasons(model) == {None}
+
+
+def test_offloaded_weights_are_fetched() -> None:
+    model = accelerate.cpu_offload(llama(), execution_device=torch.device("npu", 0))
+    kernels_ext_npu.kernelize(model)
+    assert {row.swapped for row in mlps(model)} == {True}
+    assert_equal_logits(model, llama())
+
+
+def test_a_weight_that_shares_its_storage_with_something_else_stays_there() -> None:
+    model = llama().to("npu")
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+    before = [storage(parameter) for parameter in model.parameters()]
+    kernels_ext_npu.kernelize(model)
+    assert [storage(parameter) for parameter in model.parameters()] == before
+    assert_equal_logits(model, llama())
+
+
+def test_projections_of_two_sizes_keep_their_forward() -> None:
+    model = llama().to("npu")
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 1, bias=False, device="npu")
+    kernels_ext_npu.kernelize(model)
+    assert [row.swapped for row in mlps(model)] == [True, False]
+    assert mlps(model)[1].reason == "gate_proj gives 64 values and up_proj 1"
+
+
+def test_one_bias_only_is_multiplied_twice() -> None:
+    model = llama().to("npu")
+    model.model.layers[0].mlp.gate_proj.bias = nn.Parameter(torch.zeros(64, device="npu"))
+    kernels_ext_npu.kernelize(model)
+    assert [row.reason for row in mlps(model)] == ["two products, since only one projection has a bias", None]
+    assert_equal_logits(model, llama())
+
+
+def test_transformers_is_left_with_its_own_way_to_save() -> None:
+    """save_pretrained stays wrapped, since models stay packed; its documentation and name are transformers'."""
+    kernels_ext_npu.unregister()
+    assert PreTrainedModel.save_pretrained.__name__ == "save_pretrained"
+    assert PreTrainedModel.save_pretrained.__doc__ == PreTrainedModel.save_pretrained.kernels_ext_npu.__doc__

@@ -26,14 +26,15 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
     """Those that transformers decorates for one of our layers, those that match, and all others called RMSNorm."""
     return tuple(
         cls
-        for cls in _classes()
+        for cls in module_classes()
         if getattr(cls, "kernel_layer_name", None) in LAYERS
         or find_reference(cls) is not None
         or "rmsnorm" in cls.__name__.lower()
     )
 
 
-def _classes() -> Iterator[type[nn.Module]]:
+def module_classes() -> Iterator[type[nn.Module]]:
+    """Every module of every architecture that can be imported."""
     for package in pkgutil.iter_modules(transformers.models.__path__):
         folder = Path(transformers.models.__path__[0]) / package.name
         for path in sorted(folder.glob("modeling_*.py")):

@@ -1,0 +1,90 @@
+"""Every gated MLP of the installed transformers, found by reading it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+
+import torch
+from norm_classes import module_classes
+from torch import Tensor, nn
+
+from kernels_ext_npu.matching import find_reference
+
+SIZE, INNER = 32, 64
+
+
+class Size(int):
+    """A size, or one for each layer."""
+
+    def __getitem__(self, layer: int) -> int:
+        return int(self)
+
+
+class Config:
+    """What an MLP asks of a config, by the name it asks for."""
+
+    def __init__(self, activation: str, bias: bool) -> None:
+        self.activation, self.bias = activation, bias
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "bias" in name:
+            return self.bias
+        if "act" in name and "sparsity" not in name:
+            return self.activation
+        if any(word in name for word in ("drop", "sparsity")):
+            return [0.0] * 4 if "pattern" in name else 0.0
+        if any(word in name for word in ("intermediate", "ffn", "inner", "mlp_dim")):
+            return Size(INNER)
+        if name == "layer_idx":
+            return 0
+        if "multiple" in name:
+            return 1
+        if name.startswith(("use_", "is_", "tie_")):
+            return False
+        return SIZE
+
+
+@cache
+def mlp_classes() -> tuple[type[nn.Module], ...]:
+    """Those that match, and all others that look like one: called so, and with a gate in their forward."""
+    return tuple(cls for cls in module_classes() if is_served(cls) or _looks_gated(cls))
+
+
+def is_served(cls: type[nn.Module]) -> bool:
+    reference = find_reference(cls)
+    return reference is not None and reference.repository == "SwiGLU"
+
+
+def _looks_gated(cls: type[nn.Module]) -> bool:
+    if not re.search(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert", cls.__name__):
+        return False
+    try:
+        source = inspect.getsource(cls.forward)
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(r"act|silu|gelu|swish", source)) and " * " in source
+
+
+def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False) -> nn.Module:
+    """A small one with random weights."""
+    config = Config(activation, bias)
+    given = {}
+    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+        if name == "config":
+            given[name] = config
+        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            given[name] = getattr(config, name)
+    torch.manual_seed(0)
+    module = cls(**given)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def inputs(module: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    sizes = [child.in_features for child in module.children() if isinstance(child, nn.Linear)]
+    return torch.randn(2, 5, (sizes or [SIZE])[0], generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -7,10 +7,8 @@ import re
 from functools import cache
 
 import torch
-from norm_classes import module_classes
+from norm_classes import is_served_by, module_classes
 from torch import Tensor, nn
-
-from kernels_ext_npu.matching import find_reference
 
 SIZE, INNER = 32, 64
 
@@ -55,8 +53,7 @@ def mlp_classes() -> tuple[type[nn.Module], ...]:
 
 
 def is_served(cls: type[nn.Module]) -> bool:
-    reference = find_reference(cls)
-    return reference is not None and reference.repository == "SwiGLU"
+    return is_served_by(cls, "SwiGLU")
 
 
 def _looks_gated(cls: type[nn.Module]) -> bool:

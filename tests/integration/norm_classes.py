@@ -27,10 +27,15 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
     return tuple(
         cls
         for cls in module_classes()
-        if getattr(cls, "kernel_layer_name", None) in LAYERS
-        or find_reference(cls) is not None
+        if LAYERS.get(getattr(cls, "kernel_layer_name", ""), "") == "RMSNorm"
+        or is_served_by(cls, "RMSNorm")
         or "rmsnorm" in cls.__name__.lower()
     )
+
+
+def is_served_by(cls: type[nn.Module], repository: str) -> bool:
+    reference = find_reference(cls)
+    return reference is not None and reference.repository == repository
 
 
 def module_classes() -> Iterator[type[nn.Module]]:
@@ -75,7 +80,7 @@ def inputs(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> list[Tensor]
 
 def exact(module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """What the module computes, without any rounding but that of its weights."""
-    layer = find_reference(type(module)).layer
+    layer = find_reference(type(module)).layer(module)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = None if layer == "RMSNormWeightless" else getattr(module, "weight", None)
     if layer == "MambaRMSNormGated":

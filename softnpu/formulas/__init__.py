@@ -32,7 +32,7 @@ def formula(function: Callable) -> Callable:
 
 def install() -> None:
     """Put the formulas in place, and refusals for the operators that have none."""
-    from softnpu.formulas import backward, cast, fusion_attention, norm  # noqa: F401  they register themselves
+    from softnpu.formulas import backward, cast, fusion_attention, norm, rotary  # noqa: F401  they register themselves
 
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")

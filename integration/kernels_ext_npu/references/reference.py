@@ -23,3 +23,18 @@ class Reference:
     layer: str
     refuse: Callable[[nn.Module], str | None]
     repository: str = "RMSNorm"
+
+
+@dataclass(frozen=True)
+class FunctionReference:
+    """A function that a kernel can take the place of.
+
+    Attributes:
+        function: the function that is compared, by its body and the names of its parameters.
+        layer: the layer of the kernel repository, and its entry in transformers' mapping.
+        repository: the kernel repository.
+    """
+
+    function: Callable
+    layer: str
+    repository: str = "RoPE"

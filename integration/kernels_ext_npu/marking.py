@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.matching import find_reference
-from kernels_ext_npu.references import REFERENCES
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 
 ABSENT = object()
-LAYERS = {reference.layer: reference.repository for reference in REFERENCES}
+LAYERS = {reference.layer: reference.repository for reference in (*REFERENCES, *FUNCTION_REFERENCES)}
 
 
 class Marks:
@@ -53,7 +53,7 @@ def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Modu
     """On the NPU our own; elsewhere what transformers had, which is nothing for a class that it did not mark."""
 
     def condition(module: nn.Module) -> bool:
-        if _device(module) not in ("npu", None):
+        if device_of(module) not in ("npu", None):
             return marked is not None and (before is None or before(module))
         return refusal(module) is None
 
@@ -65,8 +65,8 @@ def refusal(module: nn.Module) -> str | None:
     reference = find_reference(type(module))
     if reference is None:
         return "no kernel computes what its forward computes"
-    if _device(module) not in ("npu", None):
-        return f"it is on {_device(module)}: load with device_map='npu', or move the model and call kernelize(model)"
+    if device_of(module) not in ("npu", None):
+        return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
     if wrapper(module) is not None:
         return f"another library has wrapped its forward ({wrapper(module)}), and the wrapper must stay"
     return reference.refuse(module)
@@ -93,6 +93,7 @@ def kernel_name(forward: Callable | None) -> str | None:
     return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
 
 
-def _device(module: nn.Module) -> str | None:
+def device_of(module: nn.Module) -> str | None:
+    """Where a module is; None if it has no tensors."""
     tensor = next(module.parameters(), next(module.buffers(), None))
     return None if tensor is None else tensor.device.type

@@ -60,9 +60,7 @@ def original_function(function: object) -> FunctionType | None:
 
 def is_kernel_function(function: object) -> bool:
     """Whether it is a module that `kernels` made of a function."""
-    cls = type(function)
-    made_there = cls.__module__.partition(".")[0] == "kernels" and cls.__qualname__.endswith("<locals>.Func")
-    return isinstance(function, nn.Module) and made_there
+    return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
 
 
 @cache

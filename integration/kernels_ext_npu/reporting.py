@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import registration
+from kernels_ext_npu import functions, registration
 from kernels_ext_npu.marking import LAYERS, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
 
@@ -34,6 +34,7 @@ class Row:
         swapped: whether the kernel's forward is in place.
         reason: why not, None if it is.
         is_candidate: whether one would expect a kernel for it; not so for a LayerNorm.
+        is_function: whether it is a function that the module calls, and not the module itself.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Row:
     swapped: bool
     reason: str | None
     is_candidate: bool = True
+    is_function: bool = False
 
 
 class Report:
@@ -66,8 +68,9 @@ class Report:
         return json.dumps(rows, indent=2)
 
     def __rich__(self) -> Table:
-        swapped = sum(row.swapped for row in self.rows)
-        table = Table(title=f"{swapped} of {len(self.rows)} norms swapped", title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(title=self._title(), title_justify="left", box=box.SIMPLE_HEAD)
+        if any(row.is_function and row.swapped for row in self.rows):
+            table.caption, table.caption_justify = functions.SHARED, "left"
         table.add_column("class", max_width=26, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
@@ -80,6 +83,13 @@ class Report:
             table.add_row(Text(f"{class_name}\n{served}"), Text(modules), end_section=True)
         return table
 
+    def _title(self) -> str:
+        norms, calls = ([row for row in self.rows if row.is_function == kind] for kind in (False, True))
+        title = f"{sum(row.swapped for row in norms)} of {len(norms)} norms swapped"
+        if calls:
+            title += f", {sum(row.swapped for row in calls)} of {len(calls)} calls of rotary functions"
+        return title
+
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
         with console.capture() as capture:
@@ -88,8 +98,9 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm of a model: swapped, or kept and why."""
-    return Report([_row(path, module) for path, module in model.named_modules() if _is_norm(module)])
+    """Every norm and rotary function of a model: swapped, or kept and why."""
+    norms = [_row(path, module) for path, module in model.named_modules() if _is_norm(module)]
+    return Report([*norms, *functions.rows(model)])
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -58,6 +58,7 @@ def test_a_checkpoint_of_ones_own_is_shown(checkpoint) -> None:
 def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path: Path) -> None:
     """The same repository with a norm that forgets its epsilon and a part in a thousand of its result."""
     shutil.copytree(ROOT / "RMSNorm", tmp_path / "RMSNorm", ignore=shutil.ignore_patterns("build"))
+    shutil.copytree(ROOT / "RoPE", tmp_path / "RoPE")
     source = tmp_path / "RMSNorm" / "torch-ext" / "rmsnorm" / "functional.py"
     text = source.read_text()
     assert text.count("npu_rms_norm(hidden_states, weight, eps)[0]") == 1

@@ -117,6 +117,11 @@ class RotaryPosEmbPatches(Layer):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs) -> Pair:
         check(cos, sin, q=q, k=k)
         prefix = q.shape[-2] - sin.shape[-2]
+        if prefix < 0 or k.shape[-2] != q.shape[-2]:
+            raise ValueError(
+                f"q {list(q.shape)} and k {list(k.shape)} must have equally many positions, and at least as many as "
+                f"cos {list(cos.shape)}"
+            )
         q_rotated, k_rotated = rotate(q[..., prefix:, :], cos, sin), rotate(k[..., prefix:, :], cos, sin)
         if prefix == 0:
             return q_rotated, k_rotated

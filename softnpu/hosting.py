@@ -63,6 +63,8 @@ class HostCall:
             host = torch.empty(0, dtype=tensor.dtype)
             host.set_(self.storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
             _copy_lazy_bits(tensor, host)
+        if tensor.requires_grad:
+            host.needs_gradient = True  # type: ignore[attr-defined]
         self.originals[id(host)] = host, tensor
         return host
 
@@ -125,6 +127,11 @@ def mixed_devices(name: str, first: torch.device | None, second: torch.device) -
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
         f"(in the operator {name})"
     )
+
+
+def needs_gradient(host: torch.Tensor) -> bool:
+    """Whether the caller's tensor requires a gradient, which some operators ask."""
+    return getattr(host, "needs_gradient", False)
 
 
 def _copy_lazy_bits(source: torch.Tensor, target: torch.Tensor) -> None:

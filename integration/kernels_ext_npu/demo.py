@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import kernels_ext_npu
-from kernels_ext_npu.reporting import Report
+from kernels_ext_npu.reporting import KINDS, Report, Row
 from softnpu.counting import DEVICE_TO_HOST_COPIES, STREAM_SYNCS
 
 SIZES = {
@@ -63,7 +63,7 @@ class Result:
     """What one model showed.
 
     Attributes:
-        report: which norms were swapped.
+        report: what was swapped.
         logits: the largest difference of a logit, relative to the largest logit where that is above one.
         same_tokens: whether greedy generation gave the same tokens.
         gradient: the largest difference of a parameter's gradient, relative to that gradient.
@@ -84,7 +84,10 @@ class Result:
         return _operators(self.calls)
 
     def swapped(self) -> int:
-        return sum(row.swapped for row in self.report)
+        return sum(row.swapped for row in self.norms())
+
+    def norms(self) -> list[Row]:
+        return [row for row in self.report if row.kind == KINDS["RMSNorm"]]
 
     def agrees(self) -> bool:
         tolerance = TOLERANCE[softnpu.is_software()]
@@ -180,7 +183,7 @@ def _generate(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _count_calls(model: nn.Module, report: Report) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
-    paths = [row.path for row in report if row.swapped]
+    paths = [row.path for row in report if row.swapped and row.kind == KINDS["RMSNorm"]]
     hooks = [
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: calls.update([path]))
         for path in paths
@@ -237,7 +240,7 @@ def _summary(results: dict[str, Result]) -> Table:
     def row(label: str, show: Callable[[Result], str]) -> None:
         table.add_row(label, *(show(result) for result in results.values()))
 
-    row("norms swapped", lambda result: f"{result.swapped()} of {len(result.report)}")
+    row("norms swapped", lambda result: f"{result.swapped()} of {len(result.norms())}")
     if softnpu.is_software():
         fused = sorted({name for result in results.values() for name in result.calls if name.startswith("npu_")})
         for name in fused:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from kernels_ext_npu.matching import find_reference
-from kernels_ext_npu.references import REFERENCES
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 
 ABSENT = object()
 LAYERS = {layer: reference.repository for reference in REFERENCES for layer in reference.layers}
+LAYERS |= {reference.layer: reference.repository for reference in FUNCTION_REFERENCES}
 
 
 class Marks:
@@ -77,7 +78,7 @@ def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Modu
     """On the NPU our own; elsewhere what transformers had, which is nothing for a class that it did not mark."""
 
     def condition(module: nn.Module) -> bool:
-        if _device(module) not in ("npu", None):
+        if device_of(module) not in ("npu", None):
             return marked is not None and (before is None or before(module))
         reference: Any = find_reference(type(module))
         return refusal(module) is None and vars(type(module))["kernel_layer_name"] == reference.layer(module)
@@ -90,8 +91,8 @@ def refusal(module: nn.Module) -> str | None:
     reference = find_reference(type(module))
     if reference is None:
         return "no kernel computes what its forward computes"
-    if _device(module) not in ("npu", None):
-        return f"it is on {_device(module)}: load with device_map='npu', or move the model and call kernelize(model)"
+    if device_of(module) not in ("npu", None):
+        return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
     if wrapper(module) is not None:
         return f"another library has wrapped its forward ({wrapper(module)}), and the wrapper must stay"
     return reference.refuse(module)
@@ -128,8 +129,8 @@ def kernel_name(forward: Callable | None) -> str | None:
     return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
 
 
-def _device(module: nn.Module) -> str | None:
-    """Where it computes: accelerate moves what is offloaded there when it is called."""
+def device_of(module: nn.Module) -> str | None:
+    """Where a module computes, None if it has no tensors. accelerate moves what is offloaded when it is called."""
     tensor = next(module.parameters(), next(module.buffers(), None))
     if tensor is None:
         return None

@@ -1,9 +1,11 @@
-"""Which classes compute what: the syntax tree of a forward against the references.
+"""Which classes and functions compute what: the syntax tree of a forward, or of a function, against the references.
 
 Compared is the forward together with the methods of the class and the functions of its file that it calls, after
 docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
 operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
-wrapper does is not in the tree.
+wrapper does is not in the tree. The one exception is what `kernels` makes of a function that transformers decorates
+for it, a module that calls the function. Of a function the names of its parameters count too, since callers may use
+them; those of the helpers that it calls do not.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from types import FunctionType, ModuleType
 
 from torch import nn
 
-from kernels_ext_npu.references import REFERENCES, Reference
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, FunctionReference, Reference
 
 _found: dict[type, Reference | None] = {}
+_found_functions: dict[FunctionType, FunctionReference | None] = {}
 
 
 def find_reference(cls: type) -> Reference | None:
@@ -29,9 +32,45 @@ def find_reference(cls: type) -> Reference | None:
     return _found[cls]
 
 
+def find_function_reference(function: object) -> FunctionReference | None:
+    """The reference that computes what a function computes, or None.
+
+    Args:
+        function: a function, or the module that `kernels` made of one. Anything else matches nothing.
+    """
+    original = original_function(function)
+    if original is None:
+        return None
+    if original not in _found_functions:
+        _found_functions[original] = _function_patterns().get(function_fingerprint(function))
+    return _found_functions[original]
+
+
+def original_function(function: object) -> FunctionType | None:
+    """The function itself, also where `kernels` made a module of it; None for what is neither."""
+    if isinstance(function, FunctionType):
+        return function
+    if not is_kernel_function(function):
+        return None
+    forward = vars(type(function))["forward"]
+    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or ()))
+    original = cells["func"].cell_contents if "func" in cells else None
+    return original if isinstance(original, FunctionType) else None
+
+
+def is_kernel_function(function: object) -> bool:
+    """Whether it is a module that `kernels` made of a function."""
+    return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
+
+
 @cache
 def _patterns() -> dict[str | None, Reference]:
     return {fingerprint(reference.module): reference for reference in REFERENCES}
+
+
+@cache
+def _function_patterns() -> dict[str | None, FunctionReference]:
+    return {function_fingerprint(reference.function): reference for reference in FUNCTION_REFERENCES}
 
 
 def fingerprint(cls: type) -> str | None:
@@ -48,13 +87,39 @@ def fingerprint(cls: type) -> str | None:
         known = {name for name, _ in functions}
         functions += [(n, f) for n, f in _called(tree, cls, function) if n not in known]
         _Normalised().visit(tree)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys()
-        objects = [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names)]
-        trees.append(f"{name}: {ast.dump(tree)} {objects}")
+        trees.append(f"{name}: {ast.dump(tree)} {_objects(tree, function)}")
     return "\n".join(trees)
 
 
-def _tree(function: FunctionType) -> ast.FunctionDef | None:
+def function_fingerprint(function: object) -> str | None:
+    """Equal for functions that do the same in the same words; None if the source cannot be read."""
+    original = original_function(function)
+    if original is None:
+        return None
+    trees = [str(inspect.signature(original).parameters.keys())]
+    functions = {original.__name__: original}
+    for helper in (waiting := [original]):  # grows while it runs
+        tree = _tree(helper, decorated=helper is original and is_kernel_function(function))
+        if tree is None:
+            return None
+        for name, callee in _called(tree, None, helper):
+            if name not in functions:
+                functions[name] = callee
+                waiting.append(callee)
+        _Normalised().visit(tree)
+        objects = _objects(tree, helper, functions)
+        _Renamed(list(functions)).visit(tree)
+        trees.append(f"{ast.dump(tree)} {objects}")
+    return "\n".join(trees)
+
+
+def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ()) -> list[str]:
+    """What stands behind the global names of a function, but for those that are compared themselves."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys()
+    return [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names.difference(known))]
+
+
+def _tree(function: FunctionType, decorated: bool = False) -> ast.FunctionDef | None:
     if hasattr(function, "__wrapped__"):
         return None
     try:
@@ -62,7 +127,10 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
         (tree,) = ast.parse(textwrap.dedent(source)).body
     except (OSError, TypeError, SyntaxError, ValueError):  # no source file, or not one function
         return None
-    return tree if isinstance(tree, ast.FunctionDef) and not tree.decorator_list else None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    decorators = [ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list]
+    return tree if not decorators or (decorated and decorators == ["use_kernel_forward_from_hub"]) else None
 
 
 def _describe(value: object, user: FunctionType) -> str:
@@ -74,7 +142,7 @@ def _describe(value: object, user: FunctionType) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _called(tree: ast.FunctionDef, cls: type, function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+def _called(tree: ast.FunctionDef, cls: type | None, function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
     """The methods of the class and the functions of the same file that a function calls."""
     receiver = tree.args.args[0].arg if tree.args.args else None
     for node in ast.walk(tree):
@@ -83,7 +151,7 @@ def _called(tree: ast.FunctionDef, cls: type, function: FunctionType) -> Iterato
         callee: Callable | None = None
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
             name = node.func.attr
-            if node.func.value.id == receiver and name not in vars(nn.Module):
+            if cls is not None and node.func.value.id == receiver and name not in vars(nn.Module):
                 callee = inspect.getattr_static(cls, name, None)
         elif isinstance(node.func, ast.Name):
             name = node.func.id
@@ -123,3 +191,14 @@ class _Normalised(ast.NodeTransformer):
 
     def _number(self, name: str) -> str:
         return self.numbers.setdefault(name, str(len(self.numbers)))
+
+
+class _Renamed(ast.NodeTransformer):
+    """Helpers go by the order in which they are called."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.numbers = {name: f"function {number}" for number, name in enumerate(names)}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        node.id = self.numbers.get(node.id, node.id)
+        return node

@@ -37,7 +37,8 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
             kernels-ext-npu/* on the Hub; or the path of a clone of the project.
-        strict: raise if a norm or a gated MLP of a model keeps its own forward, instead of only reporting it.
+        strict: raise if a norm, gated MLP or rotary function of a model keeps its own forward, instead of only
+            reporting it.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
@@ -60,11 +61,18 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
 
 
 def unregister() -> None:
-    """Leave transformers as it was. Models that are swapped already keep their kernels until restore(model)."""
+    """Leave transformers as it was.
+
+    Models that are swapped already keep the kernels of their modules until restore(model); rotary functions belong to
+    transformers, and are the original again for all models.
+    """
     global current
     if current is None:
         return
     registration, current = current, None
+    from kernels_ext_npu import functions
+
+    functions.remove()
     registration.marks.remove()
     table, loaded = _table(), _loaded_mapping()
     for layer, entry in registration.entries.items():
@@ -77,9 +85,12 @@ def unregister() -> None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Mark the classes of a model that is about to be kernelized."""
+    """Mark the classes of a model that is about to be kernelized, and the functions that they call."""
+    from kernels_ext_npu import functions
+
     assert current is not None
     current.marks.mark(model, _table())
+    functions.prepare(model, _table())
 
 
 def finish(model: nn.Module, mode: Mode) -> None:
@@ -100,7 +111,7 @@ def finish(model: nn.Module, mode: Mode) -> None:
     if kept:
         lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:20])
         more = f"\n  and {len(kept) - 20} more" if len(kept) > 20 else ""
-        raise RuntimeError(f"register(strict=True): {len(kept)} modules keep their own forward\n{lines}{more}")
+        raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")
 
 
 def _table() -> dict[str, dict]:

@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import packing, registration
+from kernels_ext_npu import functions, packing, registration
 from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
 
+# what the kernels of a repository serve, as the table counts it
+KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "calls of rotary functions"}
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -69,8 +71,8 @@ class Report:
 
     def summary(self) -> str:
         """How many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
-        kinds = {row.kind: [r.swapped for r in self.rows if r.kind == row.kind] for row in self.rows}
-        return ", ".join(f"{sum(swapped)} of {len(swapped)} {kind}" for kind, swapped in kinds.items()) or "nothing"
+        kinds = {kind: [row.swapped for row in self.rows if row.kind == kind] for kind in KINDS.values()}
+        return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
     def to_json(self) -> str:
         """A list of objects with path, class, kernel, swapped and reason."""
@@ -83,6 +85,8 @@ class Report:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
+        if any(row.kind == KINDS["RoPE"] and row.swapped for row in self.rows):
+            table.caption, table.caption_justify = functions.SHARED, "left"
         table.add_column("class", max_width=26, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
@@ -104,20 +108,21 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm and every gated MLP of a model: swapped, or kept and why."""
+    """Every norm, gated MLP and rotary function of a model: swapped, or kept and why."""
     found = [(path, module, _kind(module)) for path, module in model.named_modules()]
-    return Report([_row(path, module, kind) for path, module, kind in found if kind is not None])
+    modules = [_row(path, module, kind) for path, module, kind in found if kind is not None]
+    return Report([*modules, *functions.rows(model)])
 
 
 def _kind(module: nn.Module) -> str | None:
     reference = find_reference(type(module))
     repository = reference.repository if reference else LAYERS.get(getattr(type(module), "kernel_layer_name", ""))
     if repository is not None:
-        return _KINDS[repository]
+        return KINDS[repository]
     if "norm" in type(module).__name__.lower() and not any(module.children()):
-        return _KINDS["RMSNorm"]
+        return KINDS["RMSNorm"]
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    return _KINDS["SwiGLU"] if any(names <= children for names in _GATED) else None
+    return KINDS["SwiGLU"] if any(names <= children for names in _GATED) else None
 
 
 def _row(path: str, module: nn.Module, kind: str) -> Row:
@@ -148,5 +153,4 @@ def _reason(module: nn.Module) -> str:
     return "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 
 
-_KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs"}
 _KERNEL_NAMES = {repository.lower() for repository in LAYERS.values()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu import packing, registration
+from kernels_ext_npu import functions, packing, registration
 from kernels_ext_npu.marking import kernel_name
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
 def restore(model: Model) -> Model:
     """Put the original forwards back; the model stays as it is through later ``train()`` and ``eval()``.
 
+    The rotary functions that the model calls go back for all models of its architecture: they are one object for the
+    process.
+
     Returns:
         The model itself.
     """
@@ -66,6 +69,7 @@ def restore(model: Model) -> Model:
                     del module.forward
                 else:
                     vars(module)[name] = MethodType(type(module).forward, module)
+    functions.restore(model)
     for pretrained in _pretrained(model):
         vars(pretrained)["_use_kernels"] = False
     return model

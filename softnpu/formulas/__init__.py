@@ -32,7 +32,14 @@ def formula(function: Callable) -> Callable:
 
 def install() -> None:
     """Put the formulas in place, and refusals for the operators that have none."""
-    from softnpu.formulas import backward, cast, fusion_attention, glu, norm  # noqa: F401  they register themselves
+    from softnpu.formulas import (  # noqa: F401  they register themselves
+        backward,
+        cast,
+        fusion_attention,
+        glu,
+        norm,
+        rotary,
+    )
 
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")

@@ -110,6 +110,7 @@ def test_an_id_changes_with_the_content(clone: Path) -> None:
 # a function of each repository, and what it has to give
 EXAMPLES = {
     "RMSNorm": (lambda kernel, x: kernel.rms_norm(x, None, 1e-6), lambda x: F.rms_norm(x, (8,), eps=1e-6)),
+    "RoPE": (lambda kernel, x: kernel.rotary_mul(x, x, x), lambda x: x * x + torch.cat((-x[:, 4:], x[:, :4]), 1) * x),
     "SwiGLU": (lambda kernel, x: kernel.swiglu(x), lambda x: F.silu(x[:, :4]) * x[:, 4:]),
 }
 

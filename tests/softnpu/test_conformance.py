@@ -43,6 +43,10 @@ def attention_backward(**options) -> tuple[tuple, dict]:
     return (q, k, v, dy, n, layout), saved | options
 
 
+def rotary(x: tuple[int, ...], cos: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple:
+    return rows(*x, dtype=dtype), rows(*cos, dtype=dtype), rows(*cos, dtype=dtype)
+
+
 HALF = torch.bfloat16
 IDS = torch.tensor([0, 2, 2, 1])
 SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
@@ -54,6 +58,15 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     + [((rows(2, 8, dtype=HALF), rows(2, 8, dtype=HALF), rows(8), rows(2, 1)), {})],
     "npu_gemma_rms_norm": [(norms(d, 2, 3, 8), {}) for d in (torch.float32, HALF)],
     "npu_add_rms_norm": [((x, x, gamma), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_rotary_mul": [
+        (rotary((2, 3, 4, 16), (2, 3, 1, 16)), {}),
+        (rotary((2, 3, 4, 32), (1, 1, 4, 32), HALF), {}),
+        ((*rotary((6, 4, 16), (6, 1, 16)), "interleave"), {}),
+    ],
+    "npu_rotary_mul_backward": [
+        ((rows(2, 3, 4, 16), *rotary((2, 3, 4, 16), (2, 3, 1, 16))), {}),
+        ((rows(6, 4, 16, dtype=HALF), *rotary((6, 4, 16), (6, 1, 16), HALF), "interleave"), {}),
+    ],
     "npu_fusion_attention": [attention(), attention(HALF), attention(d_v=4), attention(scale=0.5, keep_prob=0.5)],
     "npu_fusion_attention_grad": [attention_backward(), attention_backward(scale_value=0.5)],
     "npu_fusion_attention_v3": [attention(), attention(HALF), attention(d_v=4), attention(sink=rows(4))],

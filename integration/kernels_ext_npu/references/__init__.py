@@ -1,14 +1,16 @@
 """The forwards that our kernels replace, written as transformers writes them.
 
-Each class is the documentation of the mathematics, the pattern that transformers' classes are compared with
+Each class or function is the documentation of the mathematics, the pattern that those of transformers are compared with
 (matching.py), and the oracle in the tests. Its `Reference` says which layer of which kernel repository takes its place,
 and on which instances.
 """
 
 from kernels_ext_npu.references.mlps import MLPS
 from kernels_ext_npu.references.norms import NORMS
-from kernels_ext_npu.references.reference import Reference
+from kernels_ext_npu.references.reference import FunctionReference, Reference
+from kernels_ext_npu.references.rotary import ROTARY
 
 REFERENCES = NORMS + MLPS
+FUNCTION_REFERENCES = ROTARY
 
-__all__ = ["REFERENCES", "Reference"]
+__all__ = ["FUNCTION_REFERENCES", "REFERENCES", "FunctionReference", "Reference"]

@@ -29,3 +29,18 @@ class Reference:
     def layer(self, module: nn.Module) -> str:
         """The layer that serves an instance, or would if nothing stood against it."""
         return self.choose(module) or self.layers[0]
+
+
+@dataclass(frozen=True)
+class FunctionReference:
+    """A function that a kernel can take the place of.
+
+    Attributes:
+        function: the function that is compared, by its body and the names of its parameters.
+        layer: the layer of the kernel repository, and its entry in transformers' mapping.
+        repository: the kernel repository.
+    """
+
+    function: Callable
+    layer: str
+    repository: str = "RoPE"

@@ -1,0 +1,142 @@
+"""One tensor, rotated: by the operator where it takes the tensors, else in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float32: bool = False) -> Tensor:
+    """``x * cos + rotated(x) * sin`` for cos and sin that broadcast to x.
+
+    With float32 the computation is in float32 whatever the dtypes are, and the caller rounds: the result is float32, or
+    already has the dtype of x.
+    """
+    dtype = torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
+    if _is_fused(x, cos, sin, dtype):
+        rotated = _launch(*_four_dimensions(x.to(dtype), cos.to(dtype), sin.to(dtype)), interleaved)
+        if rotated is not None:
+            return rotated.squeeze(0) if x.dim() == 3 else rotated
+    return _rotate_in_torch(x.float() if float32 else x, cos, sin, interleaved)
+
+
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotates as much of the last dimension as cos is wide, and passes the rest through."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return rotate(x, cos, sin, interleaved)
+    return torch.cat((rotate(x[..., :width], cos, sin, interleaved), x[..., width:]), -1)
+
+
+def each_twice(table: Tensor) -> Tensor:
+    """``[c0, c1, ...]`` to ``[c0, c0, c1, c1, ...]``."""
+    return torch.stack((table, table), -1).flatten(-2)
+
+
+def first_half(table: Tensor) -> Tensor:
+    return table[..., : table.shape[-1] // 2]
+
+
+def check(cos: Tensor, sin: Tensor, times: int = 1, partial: bool = False, **rotated: Tensor | None) -> None:
+    """Raise unless ``times`` the width of cos is the head size of the tensors, or with partial no more than that."""
+    tensors = {name: tensor for name, tensor in rotated.items() if tensor is not None}
+    for name, tensor in (tensors | {"cos": cos, "sin": sin}).items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} {list(tensor.shape)} must be floating point, got {tensor.dtype}")
+        if tensor.device != cos.device:
+            raise ValueError(f"{name} {list(tensor.shape)} is on {tensor.device}, cos on {cos.device}: use one device")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin {list(sin.shape)} must have the shape of cos {list(cos.shape)}")
+    width = cos.shape[-1] * times
+    if width % 2:
+        raise ValueError(f"cos {list(cos.shape)} must have an even width: values are rotated in pairs")
+    for name, tensor in tensors.items():
+        head_size = tensor.shape[-1]
+        if not partial and head_size % 2:
+            raise ValueError(f"{name} {list(tensor.shape)} must have an even head size: values are rotated in pairs")
+        if head_size < width if partial else head_size != width:
+            rule = "at most the head size" if partial else "the head size" if times == 1 else "half the head size"
+            raise ValueError(f"cos {list(cos.shape)} must have {rule} of {name} {list(tensor.shape)} as its width")
+
+
+def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        half = x.shape[-1] // 2
+        rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + rotated * sin
+
+
+def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cos, sin = cos[(None,) * (4 - cos.dim())], sin[(None,) * (4 - sin.dim())]
+    return x[None] if x.dim() == 3 else x, cos, sin
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
+    """The operator in the layout that the memory has, so that nothing is copied; else in another that it takes."""
+    fits, mode = (_fits_interleave, "interleave") if interleaved else (_fits_half, "half")
+    heads_last = x.stride(1) < x.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
+    for swap in (heads_last, not heads_last):
+        a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)
+        if fits(a, b):
+            y = torch.ops.npu.npu_rotary_mul(a, b, c, mode)
+        elif _fits_tokens(a, b):
+            tokens = (t.flatten(0, 1) for t in (a, b, c))
+            y = torch.ops.npu.npu_rotary_mul(*tokens, mode).view(a.shape)
+        else:
+            continue
+        return y.transpose(1, 2) if swap else y
+    return None
+
+
+def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
+    """What ``npu_rotary_mul`` takes (Atlas A2 and A3): CANN's documentation of aclnnRotaryPositionEmbedding.
+
+    Its gradients of cos and sin have limits of their own, and are left out where a compiler calls the backward.
+    """
+    needs_grad_of_cos = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return (
+        x.device.type == "npu"
+        and dtype in _FUSED_DTYPES
+        and x.dim() in (3, 4)
+        and cos.dim() <= x.dim()
+        and x.numel() > 0
+        and x.shape[-1] < 896
+        and not needs_grad_of_cos
+    )
+
+
+def _fits_half(x: Tensor, cos: Tensor) -> bool:
+    """The layouts BNSD and BSND of the mode "half". Shapes that can be read as BNSD have to keep its rules."""
+    d0, d1, d2, _ = x.shape
+    c0, c1, c2, _ = cos.shape
+    bnsd = c2 == d2 and ((c1 == 1 and c0 in (1, d0)) or (c1 == d1 and c0 == d0))
+    bsnd = c1 == d1 and ((c2 == 1 and c0 in (1, d0)) or (c2 == d2 and c0 == d0))
+    if d0 >= 1000 or (bnsd and not _keeps_bnsd(x)):
+        return False
+    return (bnsd and d1 < 1000) or (bsnd and d2 < 1000)
+
+
+def _keeps_bnsd(x: Tensor) -> bool:
+    """``B·N <= 8·S`` if half a head fills blocks of 32 bytes, which one position of a decode step breaks."""
+    batch, heads, positions, head_size = x.shape
+    if head_size // 2 * x.element_size() % 32 == 0:
+        return batch * heads <= 8 * positions
+    return head_size >= 80
+
+
+def _fits_interleave(x: Tensor, cos: Tensor) -> bool:
+    """BNSD and BSND of the mode "interleave": one cos for the whole batch, and ``B·N < 1000``."""
+    d0, d1, d2, _ = x.shape
+    c0, c1, c2, _ = cos.shape
+    bnsd = c2 == d2 and c0 == c1 == 1 and d0 * d1 < 1000
+    bsnd = c1 == d1 and c0 == c2 == 1 and d0 * d2 < 1000
+    return bnsd or bsnd
+
+
+def _fits_tokens(x: Tensor, cos: Tensor) -> bool:
+    """The layout TND of both modes: batch and positions make T, and each token has a row of cos."""
+    return cos.shape[:2] == x.shape[:2] and cos.shape[2] == 1 and x.shape[2] < 1000

@@ -1,0 +1,66 @@
+"""Layers whose forward `kernels` binds to the rotary functions of transformers.
+
+Each takes the arguments of the function that it replaces, by the same names, and gives its dtypes.
+"""
+
+from .halves import (
+    MultimodalRotaryPosEmb,
+    RotaryPosEmb,
+    RotaryPosEmbCastBack,
+    RotaryPosEmbFloat32,
+    RotaryPosEmbHalfWidth,
+    RotaryPosEmbLastQueries,
+    RotaryPosEmbPartial,
+    RotaryPosEmbPartialOptionalKey,
+    RotaryPosEmbPartialPositions,
+    RotaryPosEmbPatches,
+    RotaryPosEmbReversed,
+    RotaryPosEmbSingle,
+    RotaryPosEmbTablesInFloat32,
+    VisionRotaryPosEmb,
+    VisionRotaryPosEmbPartial,
+)
+from .interleaved import (
+    RotaryPosEmbDeinterleaved,
+    RotaryPosEmbDeinterleavedOptionalKey,
+    RotaryPosEmbEveryTwo,
+    RotaryPosEmbInterleaved,
+    RotaryPosEmbInterleavedFloat32,
+    RotaryPosEmbInterleavedHalfWidth,
+    RotaryPosEmbInterleavedPartial,
+    RotaryPosEmbInterleavedRepeated,
+    RotaryPosEmbInterleavedRepeatedFloat32,
+    RotaryPosEmbInterleavedRepeatedPartial,
+    RotaryPosEmbInterleavedTail,
+    RotaryPosEmbPairwise,
+)
+
+__all__ = [
+    "MultimodalRotaryPosEmb",
+    "RotaryPosEmb",
+    "RotaryPosEmbCastBack",
+    "RotaryPosEmbDeinterleaved",
+    "RotaryPosEmbDeinterleavedOptionalKey",
+    "RotaryPosEmbEveryTwo",
+    "RotaryPosEmbFloat32",
+    "RotaryPosEmbHalfWidth",
+    "RotaryPosEmbInterleaved",
+    "RotaryPosEmbInterleavedFloat32",
+    "RotaryPosEmbInterleavedHalfWidth",
+    "RotaryPosEmbInterleavedPartial",
+    "RotaryPosEmbInterleavedRepeated",
+    "RotaryPosEmbInterleavedRepeatedFloat32",
+    "RotaryPosEmbInterleavedRepeatedPartial",
+    "RotaryPosEmbInterleavedTail",
+    "RotaryPosEmbLastQueries",
+    "RotaryPosEmbPairwise",
+    "RotaryPosEmbPartial",
+    "RotaryPosEmbPartialOptionalKey",
+    "RotaryPosEmbPartialPositions",
+    "RotaryPosEmbPatches",
+    "RotaryPosEmbReversed",
+    "RotaryPosEmbSingle",
+    "RotaryPosEmbTablesInFloat32",
+    "VisionRotaryPosEmb",
+    "VisionRotaryPosEmbPartial",
+]

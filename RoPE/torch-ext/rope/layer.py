@@ -1,0 +1,12 @@
+"""What all layers share: `kernels` allows no members beyond these two."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Layer(nn.Module):
+    can_torch_compile = True
+    has_backward = True

@@ -1,0 +1,210 @@
+"""The rotary functions of transformers that rotate pairs of neighbours in a head; rotary_halves.py has the others.
+
+q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Where two
+functions have the same parameters, they differ in what is said behind their names.
+"""
+
+# As transformers writes them: parameters without annotations, and a name for what could be returned at once.
+# ruff: noqa: RET504
+
+from __future__ import annotations
+
+import torch
+
+from kernels_ext_npu.references.reference import FunctionReference
+from kernels_ext_npu.references.rotary_halves import ROTARY_HALVES
+
+
+def rotate_half(x):
+    x1 = x[..., 0::2]
+    x2 = x[..., 1::2]
+    return torch.stack((-x2, x1), dim=-1).flatten(-2)
+
+
+def rotate_neighbours(x):
+    x1 = x[..., ::2]
+    x2 = x[..., 1::2]
+    rot_x = torch.stack([-x2, x1], dim=-1).flatten(-2)
+    return rot_x
+
+
+def rotate_every_two(x):
+    x1 = x[:, :, :, ::2]
+    x2 = x[:, :, :, 1::2]
+    x = torch.stack((-x2, x1), dim=-1)
+    return x.flatten(-2)
+
+
+def rotate_pairwise(x):
+    x = x.view(*x.shape[:-1], -1, 2)
+    x1, x2 = x.unbind(dim=-1)
+    x = torch.stack((-x2, x1), dim=-1)
+    return x.flatten(start_dim=-2)
+
+
+def blt(q, k, cos, sin, unsqueeze_dim=1):
+    """In the words of Llama: only the helper differs."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_neighbours(q) * sin)
+    k_embed = (k * cos) + (rotate_neighbours(k) * sin)
+    return q_embed, k_embed
+
+
+def cohere(q, k, cos, sin, unsqueeze_dim=1):
+    """In float32; k gets the dtype of q."""
+    dtype = q.dtype
+    q = q.float()
+    k = k.float()
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_neighbours(q) * sin)
+    k_embed = (k * cos) + (rotate_neighbours(k) * sin)
+    return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
+
+
+def ernie4_5_vl_moe(q, k, cos, sin, unsqueeze_dim=1):
+    """In float32; k gets the dtype of q."""
+    original_dtype = q.dtype
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q.float() * cos) + (rotate_half(q).float() * sin)
+    k_embed = (k.float() * cos) + (rotate_half(k).float() * sin)
+    return q_embed.to(original_dtype), k_embed.to(original_dtype)
+
+
+def ernie4_5(q, k, cos, sin, unsqueeze_dim=1):
+    """The same, with angles in the first half of cos."""
+    original_dtype = q.dtype
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    q_embed = (q.float() * cos) + (rotate_half(q).float() * sin)
+    k_embed = (k.float() * cos) + (rotate_half(k).float() * sin)
+    return q_embed.to(original_dtype), k_embed.to(original_dtype)
+
+
+def helium(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def glm4(q, k, cos, sin, unsqueeze_dim=1):
+    """Part of a head, with angles in the first half of cos."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+def glm4v(q, k, cos, sin, unsqueeze_dim=1):
+    """Part of a head, in the words of GPT-NeoX: only the helper differs."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+def _apply_neighbours(x, cos, sin):
+    first_half, second_half = x[..., ::2], x[..., 1::2]
+    first_ = first_half * cos - second_half * sin
+    second_ = second_half * cos + first_half * sin
+    return torch.stack((first_, second_), dim=-1).flatten(-2)
+
+
+def openai_privacy_filter(q, k, cos, sin, unsqueeze_dim=1):
+    """cos and sin are half as wide as a head, in the words of gpt-oss: only the helper differs."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = _apply_neighbours(q, cos, sin)
+    k_embed = _apply_neighbours(k, cos, sin)
+    return q_embed, k_embed
+
+
+def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
+    """The tail of a head, in float32; cos and sin are half as wide."""
+    cos = cos.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
+    sin = sin.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
+    rope_dim = cos.shape[-1]
+    nope, rope = x[..., :-rope_dim], x[..., -rope_dim:]
+    rotated = ((rope.float() * cos) + (rotate_half(rope).float() * sin)).to(x.dtype)
+    return torch.cat([nope, rotated], dim=-1)
+
+
+def gptj(tensor, sin, cos):
+    """One tensor [B, S, N, D], and sin before cos, half as wide."""
+    sin = torch.repeat_interleave(sin[:, :, None, :], 2, 3)
+    cos = torch.repeat_interleave(cos[:, :, None, :], 2, 3)
+    return (tensor * cos) + (rotate_every_two(tensor) * sin)
+
+
+def sam3(q, k, cos, sin):
+    """In float32."""
+    q_embed = q.float()
+    q_embed = (q_embed * cos) + (rotate_pairwise(q_embed) * sin)
+    k_embed = k.float()
+    k_embed = (k_embed * cos) + (rotate_pairwise(k_embed) * sin)
+    return q_embed.type_as(q), k_embed.type_as(k)
+
+
+def deepseek_v3(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    """Neighbours go in, halves come out; the angles are in the first half of cos."""
+    cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+    sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+    q1, q2 = q[..., 0::2], q[..., 1::2]
+    k1, k2 = k[..., 0::2], k[..., 1::2]
+    q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)
+    k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)
+    return q_embed, k_embed
+
+
+def mistral_large4(q, k, cos, sin, unsqueeze_dim=1):
+    """The same, and there may be no k."""
+    cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+    sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+    q1, q2 = q[..., 0::2], q[..., 1::2]
+    q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)
+    if k is not None:
+        k1, k2 = k[..., 0::2], k[..., 1::2]
+        k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)
+    else:
+        k_embed = None
+    return q_embed, k_embed
+
+
+ROTARY = (
+    *ROTARY_HALVES,
+    FunctionReference(blt, "RotaryPosEmbInterleaved"),
+    FunctionReference(cohere, "RotaryPosEmbInterleavedFloat32"),
+    FunctionReference(ernie4_5_vl_moe, "RotaryPosEmbInterleavedFloat32"),
+    FunctionReference(ernie4_5, "RotaryPosEmbInterleavedRepeatedFloat32"),
+    FunctionReference(helium, "RotaryPosEmbInterleavedRepeated"),
+    FunctionReference(glm4, "RotaryPosEmbInterleavedRepeatedPartial"),
+    FunctionReference(glm4v, "RotaryPosEmbInterleavedPartial"),
+    FunctionReference(openai_privacy_filter, "RotaryPosEmbInterleavedHalfWidth"),
+    FunctionReference(deepseek_v4, "RotaryPosEmbInterleavedTail"),
+    FunctionReference(gptj, "RotaryPosEmbEveryTwo"),
+    FunctionReference(sam3, "RotaryPosEmbPairwise"),
+    FunctionReference(deepseek_v3, "RotaryPosEmbDeinterleaved"),
+    FunctionReference(mistral_large4, "RotaryPosEmbDeinterleavedOptionalKey"),
+)

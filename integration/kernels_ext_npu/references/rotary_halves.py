@@ -1,0 +1,242 @@
+"""The rotary functions of transformers.
+
+q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Where two
+functions have the same parameters, they differ in what is said behind their names.
+"""
+
+# As transformers writes them: parameters without annotations, and a name for what could be returned at once.
+# ruff: noqa: RET505
+
+from __future__ import annotations
+
+import torch
+
+from kernels_ext_npu.references.reference import FunctionReference
+
+
+# ---- halves of a head against each other -----------------------------------------------------------------------------
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def rotate_half_reversed(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((x2, -x1), dim=-1)
+
+
+def llama(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def nanochat(q, k, cos, sin, unsqueeze_dim=1):
+    """The other sign: a rotation by the negative angle."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half_reversed(q) * sin)
+    k_embed = (k * cos) + (rotate_half_reversed(k) * sin)
+    return q_embed, k_embed
+
+
+def olmo(q, k, cos, sin, unsqueeze_dim=1):
+    """Casts back: cos and sin are float32."""
+    q_type, k_type = q.dtype, k.dtype
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed.to(q_type), k_embed.to(k_type)
+
+
+def modernbert(q, k, cos, sin, unsqueeze_dim=1):
+    """Computes in float32; k gets the dtype of q."""
+    original_dtype = q.dtype
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q.float() * cos) + (rotate_half(q.float()) * sin)
+    k_embed = (k.float() * cos) + (rotate_half(k.float()) * sin)
+    return q_embed.to(original_dtype), k_embed.to(original_dtype)
+
+
+def hunyuan_vl(q, k, cos, sin, unsqueeze_dim=1):
+    """Computes in float32, cos and sin too."""
+    origin_dtype = q.dtype
+    q, k = q.float(), k.float()
+    cos = cos.unsqueeze(unsqueeze_dim).float()
+    sin = sin.unsqueeze(unsqueeze_dim).float()
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed.to(origin_dtype), k_embed.to(origin_dtype)
+
+
+def _apply_halves(x, cos, sin):
+    first_half, second_half = torch.chunk(x, 2, dim=-1)
+    first_ = first_half * cos - second_half * sin
+    second_ = second_half * cos + first_half * sin
+    return torch.cat((first_, second_), dim=-1)
+
+
+def gpt_oss(q, k, cos, sin, unsqueeze_dim=1):
+    """cos and sin are half as wide as a head."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = _apply_halves(q, cos, sin)
+    k_embed = _apply_halves(k, cos, sin)
+    return q_embed, k_embed
+
+
+def gemma4(x, cos, sin, unsqueeze_dim=1):
+    """One tensor."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    return (x * cos) + (rotate_half(x) * sin)
+
+
+def muse_glimmer_assistant(q, k, cos, sin, unsqueeze_dim=1):
+    """q has the last positions."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_len = q.size(-2)
+    q_embed = (q * cos[..., -q_len:, :]) + (rotate_half(q) * sin[..., -q_len:, :])
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def qwen2_vl_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+    """cos and sin of time, height and width, as transformers composed them before their embeddings did."""
+    mrope_section = mrope_section * 2
+    cos = torch.cat([m[i % 3] for i, m in enumerate(cos.split(mrope_section, dim=-1))], dim=-1).unsqueeze(unsqueeze_dim)
+    sin = torch.cat([m[i % 3] for i, m in enumerate(sin.split(mrope_section, dim=-1))], dim=-1).unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+# ---- part of a head --------------------------------------------------------------------------------------------------
+def gpt_neox(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+def glmasr(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+def phi3(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
+    k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+def nemotron(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rot_dim = cos.shape[-1]
+    q, q_pass = q[..., :rot_dim], q[..., rot_dim:]
+    k, k_pass = k[..., :rot_dim], k[..., rot_dim:]
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)
+
+
+def qwen4_exp(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rope, q_nope = q[..., :rotary_dim], q[..., rotary_dim:]
+    q_rope = (q_rope * cos) + (rotate_half(q_rope) * sin)
+    q_rotated = torch.cat([q_rope, q_nope], dim=-1)
+    if k is not None:
+        k_rope, k_nope = k[..., :rotary_dim], k[..., rotary_dim:]
+        k_rope = (k_rope * cos) + (rotate_half(k_rope) * sin)
+        k_rotated = torch.cat([k_rope, k_nope], dim=-1)
+        return q_rotated, k_rotated
+    else:
+        return q_rotated
+
+
+# ---- vision ----------------------------------------------------------------------------------------------------------
+def qwen2_vl_vision(q, k, cos, sin):
+    """In float32: q and k are [S, N, D] or [B, S, N, D]."""
+    orig_q_dtype = q.dtype
+    orig_k_dtype = k.dtype
+    q, k = q.float(), k.float()
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    q_embed = q_embed.to(orig_q_dtype)
+    k_embed = k_embed.to(orig_k_dtype)
+    return q_embed, k_embed
+
+
+def minimax_m3_vl_vision(q, k, cos, sin):
+    rot_dim = cos.shape[-1]
+    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    q_rot, q_pass = q[..., :rot_dim], q[..., rot_dim:]
+    k_rot, k_pass = k[..., :rot_dim], k[..., rot_dim:]
+    q_rot = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_rot = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    return torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot, k_pass], dim=-1)
+
+
+def dinov3_vit(q, k, cos, sin, **kwargs):
+    """Tokens before the patches have no position."""
+    num_tokens = q.shape[-2]
+    num_patches = sin.shape[-2]
+    num_prefix_tokens = num_tokens - num_patches
+    q_prefix_tokens, q_patches = q.split((num_prefix_tokens, num_patches), dim=-2)
+    k_prefix_tokens, k_patches = k.split((num_prefix_tokens, num_patches), dim=-2)
+    q_patches = (q_patches * cos) + (rotate_half(q_patches) * sin)
+    k_patches = (k_patches * cos) + (rotate_half(k_patches) * sin)
+    q = torch.cat((q_prefix_tokens, q_patches), dim=-2)
+    k = torch.cat((k_prefix_tokens, k_patches), dim=-2)
+    return q, k
+
+
+ROTARY_HALVES = (
+    FunctionReference(llama, "RotaryPosEmb"),
+    FunctionReference(nanochat, "RotaryPosEmbReversed"),
+    FunctionReference(olmo, "RotaryPosEmbCastBack"),
+    FunctionReference(modernbert, "RotaryPosEmbFloat32"),
+    FunctionReference(hunyuan_vl, "RotaryPosEmbTablesInFloat32"),
+    FunctionReference(gpt_oss, "RotaryPosEmbHalfWidth"),
+    FunctionReference(gemma4, "RotaryPosEmbSingle"),
+    FunctionReference(muse_glimmer_assistant, "RotaryPosEmbLastQueries"),
+    FunctionReference(qwen2_vl_multimodal, "MultimodalRotaryPosEmb"),
+    FunctionReference(gpt_neox, "RotaryPosEmbPartial"),
+    FunctionReference(glmasr, "RotaryPosEmbPartialPositions"),
+    FunctionReference(phi3, "RotaryPosEmbPartial"),
+    FunctionReference(nemotron, "RotaryPosEmbPartial"),
+    FunctionReference(qwen4_exp, "RotaryPosEmbPartialOptionalKey"),
+    FunctionReference(qwen2_vl_vision, "VisionRotaryPosEmb"),
+    FunctionReference(minimax_m3_vl_vision, "VisionRotaryPosEmbPartial"),
+    FunctionReference(dinov3_vit, "RotaryPosEmbPatches"),
+)

@@ -1,0 +1,292 @@
+"""rotary_mul and its companions against float64: values, gradients, launches, layouts, limits, errors."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import softnpu
+
+# half a unit in the last place of the result: one rounding
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+FLOAT32 = 1e-6  # absolute: two products of numbers of size one and a sum, in float32
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def exact(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The rotation of pairs (a, b) to (a·cos − b·sin, b·cos + a·sin), each with its own cos and sin."""
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    pairs = (lambda t: t.unflatten(-1, (-1, 2)).unbind(-1)) if interleaved else (lambda t: t.chunk(2, -1))
+    shape = torch.broadcast_shapes(x.shape, cos.shape)
+    (a, b), (ca, cb), (sa, sb) = (pairs(t.expand(shape)) for t in (x, cos, sin))
+    rotated = a * ca - b * sa, b * cb + a * sb
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+
+
+def draw(x: tuple, cos: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in (x, cos, cos)]
+
+
+def assert_rounded(found: Tensor, expected: Tensor) -> None:
+    error = (found.detach().cpu().double() - expected).abs()
+    assert (error <= ROUNDING[found.dtype] * expected.abs() + FLOAT32).all()
+
+
+def calls(function) -> dict[str, int]:
+    softnpu.reset_counters()
+    function()
+    return {name: count for name, count in softnpu.counters().items() if count}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "of_cos"),
+    [
+        ((2, 4, 8, 64), (2, 1, 8, 64)),
+        ((2, 4, 8, 64), (1, 1, 8, 64)),
+        ((2, 8, 4, 64), (2, 8, 1, 64)),
+        ((2, 8, 4, 64), (1, 8, 1, 64)),
+        ((8, 4, 80), (8, 1, 80)),
+        ((2, 4, 8, 64), (8, 64)),
+        ((4, 8, 64), (8, 64)),
+    ],
+)
+def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, of_cos, dtype, interleaved) -> None:
+    x, cos, sin = draw(shape, of_cos, dtype)
+    moved = x.to("npu"), cos.to("npu"), sin.to("npu")
+    y = kernel.rotary_mul(*moved, interleaved)
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    assert_rounded(y, exact(x, cos, sin, interleaved))
+    if interleaved and len(of_cos) == 4 and of_cos[0] == 2 and of_cos[1] == 1:
+        return  # a cos for each row of the batch, with heads in between: see below
+    assert calls(lambda: kernel.rotary_mul(*moved, interleaved)) == {"npu_rotary_mul": 1}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 64])
+@pytest.mark.parametrize("positions", [1, 7, 33])
+@pytest.mark.parametrize("tables", ["shared", "each row"])
+def test_attention_of_transformers_is_one_launch_each_and_no_copy(kernel: ModuleType, batch, positions, tables) -> None:
+    """q and k are [B, N, S, D] views of [B, S, N, D] memory, k with one head, several or all of them."""
+    for heads in (1, 2, 8):
+        q, cos, sin = draw((batch, positions, 8, 64), (batch if tables == "each row" else 1, positions, 64))
+        k = torch.randn(batch, positions, heads, 64)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        moved = [t.to("npu") for t in (q, k, cos, sin)]
+        rotated = kernel.apply_rotary_pos_emb(*moved)
+        for found, x in zip(rotated, (q, k)):
+            assert found.shape == x.shape
+            assert_rounded(found, exact(x, cos.unsqueeze(1), sin.unsqueeze(1)))
+            if heads > 1 and positions > 1:
+                assert found.stride() == x.stride()  # the view that attention expects
+        found = calls(lambda moved=moved: kernel.apply_rotary_pos_emb(*moved))
+        if heads == 1 and positions == 1 and batch > 8 and tables == "shared":
+            assert found["npu_rotary_mul"] == 1  # one position and one head: read as BNSD, B·N > 8·S
+        else:
+            assert found == {"npu_rotary_mul": 2}
+
+
+def test_rows_of_a_left_padded_batch_have_positions_of_their_own(kernel: ModuleType) -> None:
+    positions = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]])
+    angles = (positions[..., None] * 10.0 ** -(torch.arange(8) / 4)).repeat(1, 1, 2)
+    q, k = torch.randn(3, 5, 4, 16).transpose(1, 2), torch.randn(3, 5, 2, 16).transpose(1, 2)
+    rotated = kernel.apply_rotary_pos_emb(*(t.to("npu") for t in (q, k, angles.cos(), angles.sin())))
+    for found, x in zip(rotated, (q, k)):
+        for row in range(3):
+            expected = exact(x[row], angles[row].cos(), angles[row].sin())
+            assert_rounded(found[row], expected)
+
+
+def test_memory_that_is_laid_out_by_heads_is_taken_as_it_is(kernel: ModuleType) -> None:
+    x, cos, sin = (t.to("npu") for t in draw((2, 4, 33, 64), (2, 1, 33, 64)))
+    y = kernel.rotary_mul(x, cos, sin)
+    assert y.is_contiguous()
+    assert calls(lambda: kernel.rotary_mul(x, cos, sin)) == {"npu_rotary_mul": 1}
+
+
+def test_interleaved_pairs_with_a_table_a_row_are_read_as_tokens(kernel: ModuleType) -> None:
+    """The operator has no such layout for a batch: batch and positions are one dimension of the same memory."""
+    x, cos, sin = draw((3, 7, 4, 64), (3, 7, 64))
+    moved = [t.to("npu") for t in (x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))]
+    moved[0] = x.to("npu").transpose(1, 2)
+    assert calls(lambda: kernel.rotary_mul(*moved, True)) == {"npu_rotary_mul": 1}
+    assert_rounded(kernel.rotary_mul(*moved, True), exact(x.transpose(1, 2), cos[:, None], sin[:, None], True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_cos", "dtype", "why"),
+    [
+        ((2, 4, 8, 896), (2, 1, 8, 896), torch.float32, "a head of 896"),
+        ((1000, 2, 2, 8), (1, 1, 2, 8), torch.float32, "a batch of 1000"),
+        ((2, 1000, 1, 8), (2, 1, 1, 8), torch.float32, "1000 heads"),
+        ((2, 4, 3, 64), (2, 1, 3, 64), torch.float64, "float64, which the device computes in float32"),
+        ((5, 64), (5, 64), torch.float32, "two dimensions"),
+        ((2, 2, 4, 3, 64), (2, 1, 1, 3, 64), torch.float32, "five dimensions"),
+        ((0, 4, 3, 64), (0, 1, 3, 64), torch.float32, "nothing at all"),
+        ((2, 4, 3, 64), (1, 64), torch.float32, "a table for all positions"),
+        ((1, 4, 3, 64), (2, 1, 3, 64), torch.float32, "a table that is larger than x"),
+    ],
+)
+def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, shape, of_cos, dtype, why) -> None:
+    x, cos, sin = draw(shape, of_cos, dtype)
+    moved = x.to("npu"), cos.to("npu"), sin.to("npu")
+    found = calls(lambda: kernel.rotary_mul(*moved))
+    assert "npu_rotary_mul" not in found, why
+    assert found.get("stream_syncs", 0) == 0
+    assert_rounded(kernel.rotary_mul(*moved).float(), exact(x, cos, sin))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_the_shapes_the_device_refuses_nothing(kernel: ModuleType, data: st.DataObject) -> None:
+    """The software device refuses what breaks a limit: the guards have to know all of them."""
+    sizes = [data.draw(st.sampled_from([1, 2, 3, 8, 9, 40])) for _ in range(data.draw(st.integers(1, 4)))]
+    head_size = data.draw(st.sampled_from([2, 6, 8, 16, 64, 80, 96]))
+    of_cos = [data.draw(st.sampled_from([1, size])) for size in sizes]
+    of_cos = of_cos[data.draw(st.integers(0, len(of_cos))) :]
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    x, cos, sin = draw((*sizes, head_size), (*of_cos, head_size), dtype)
+    if len(sizes) > 2 and data.draw(st.booleans()):
+        x, cos = x.transpose(-2, -3), cos if cos.dim() < 3 else cos.transpose(-2, -3)
+        sin = sin if sin.dim() < 3 else sin.transpose(-2, -3)
+    if cos.dim() == 2 and x.dim() > 2 and cos.shape[0] not in (1, x.shape[-2]):
+        return  # does not broadcast
+    interleaved = data.draw(st.booleans())
+    leaf = x.to("npu").requires_grad_()
+    y = kernel.rotary_mul(leaf, cos.to("npu"), sin.to("npu"), interleaved)
+    expected = exact(x, cos, sin, interleaved)
+    assert y.shape == expected.shape
+    # in torch, beyond the limits, bfloat16 rounds three times: one of the products can be larger than the result
+    assert ((y.cpu().double() - expected).abs() <= 4 * ROUNDING[dtype] * (expected.abs() + 4) + FLOAT32).all()
+    y.backward(torch.ones_like(y))
+    assert not leaf.grad.isnan().any()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_of_cos_and_sin_are_right_where_they_are_needed(kernel: ModuleType, interleaved) -> None:
+    x, cos, sin = draw((8, 4, 3, 16), (8, 1, 3, 16))  # the operator has none for B >= S
+    leaves = [t.to("npu").requires_grad_() for t in (x, cos, sin)]
+    truth = [t.double().requires_grad_() for t in (x, cos, sin)]
+    kernel.rotary_mul(*leaves, interleaved).square().sum().backward()
+    exact(*truth, interleaved).square().sum().backward()
+    for found, expected in zip(leaves, truth):
+        # sums of up to 12 products in float32
+        assert (found.grad.cpu() - expected.grad).norm() <= 1e-6 * expected.grad.norm()
+
+
+def test_multimodal_tables_are_composed_of_time_height_and_width(kernel: ModuleType) -> None:
+    q, cos, sin = draw((2, 5, 4, 16), (3, 2, 5, 16))
+    q, k = q.transpose(1, 2), torch.randn(2, 5, 1, 16).transpose(1, 2)
+    section = [2, 3, 3]
+    of = torch.tensor([0] * 2 + [1] * 3 + [2] * 3).repeat(2)  # of time, height or width, by frequency
+    c, s = (t.permute(1, 2, 3, 0).gather(-1, of.expand(2, 5, 16)[..., None]).squeeze(-1) for t in (cos, sin))
+    moved = [t.to("npu") for t in (q, k, cos, sin)]
+    for found, x in zip(kernel.apply_multimodal_rotary_pos_emb(*moved, section), (q, k)):
+        assert_rounded(found, exact(x, c[:, None], s[:, None]))
+    found = calls(lambda: kernel.apply_multimodal_rotary_pos_emb(*moved, section))
+    assert found == {"cat": 2, "npu_rotary_mul": 2}  # of cos and of sin
+    assert section == [2, 3, 3]
+
+
+def test_mixed_dtypes_promote_as_in_torch_without_losing_digits(kernel: ModuleType) -> None:
+    x, cos, sin = torch.randn(2, 4, 3, 64).bfloat16(), torch.randn(2, 1, 3, 64), torch.randn(2, 1, 3, 64)
+    y = kernel.rotary_mul(x.to("npu"), cos.to("npu"), sin.to("npu"))
+    assert y.dtype == torch.float32
+    assert_rounded(y, exact(x, cos, sin))
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "npu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda k: k.rotary_mul(tensor(2, 3, 5), tensor(2, 1, 5), tensor(2, 1, 5)),
+            ValueError,
+            r"cos \[2, 1, 5\].*even",
+        ),
+        (lambda k: k.rotary_mul(tensor(2, 3, 5), tensor(2, 1, 4), tensor(2, 1, 4)), ValueError, r"x \[2, 3, 5\].*even"),
+        (
+            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 4), tensor(2, 1, 4)),
+            ValueError,
+            r"cos \[2, 1, 4\] must have the head size of x \[2, 3, 8\]",
+        ),
+        (
+            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8), tensor(2, 3, 8)),
+            ValueError,
+            r"sin \[2, 3, 8\] must have the shape of cos \[2, 1, 8\]",
+        ),
+        (
+            lambda k: k.rotary_mul(tensor(2, 3, 8, dtype=torch.int64), tensor(2, 1, 8), tensor(2, 1, 8)),
+            TypeError,
+            r"x \[2, 3, 8\] must be floating point, got torch.int64",
+        ),
+        (
+            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8), tensor(2, 1, 8, dtype=torch.int32)),
+            TypeError,
+            r"sin \[2, 1, 8\] must be floating point, got torch.int32",
+        ),
+        (
+            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8, device="cpu"), tensor(2, 1, 8)),
+            ValueError,
+            r"\[2, .*\] is on npu:0, cos on cpu",
+        ),
+        (
+            lambda k: k.apply_rotary_pos_emb(tensor(1, 2, 3, 8), tensor(1, 2, 3, 4), tensor(1, 3, 8), tensor(1, 3, 8)),
+            ValueError,
+            r"must have the head size of k \[1, 2, 3, 4\]",
+        ),
+        (
+            lambda k: k.apply_multimodal_rotary_pos_emb(
+                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(3, 1, 3, 8), tensor(3, 1, 3, 8), [1, 1, 1]
+            ),
+            ValueError,
+            r"mrope_section \[1, 1, 1\] must add up to half the head size",
+        ),
+        (
+            lambda k: k.apply_multimodal_rotary_pos_emb(
+                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 8), tensor(1, 3, 8), [1, 1, 2]
+            ),
+            ValueError,
+            r"cos \[1, 3, 8\] must be \[3, B, S, D\]",
+        ),
+        (
+            lambda k: k.layers.RotaryPosEmbPartial()(
+                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 16), tensor(1, 3, 16)
+            ),
+            ValueError,
+            r"cos \[1, 3, 16\] must have at most the head size of q",
+        ),
+        (
+            lambda k: k.layers.RotaryPosEmbHalfWidth()(
+                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 8), tensor(1, 3, 8)
+            ),
+            ValueError,
+            r"cos \[1, 3, 8\] must have half the head size of q",
+        ),
+        (
+            lambda k: k.layers.RotaryPosEmbPatches()(
+                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(4, 8), tensor(4, 8)
+            ),
+            ValueError,
+            r"q \[1, 2, 3, 8\].*at least as many as cos \[4, 8\]",
+        ),
+    ],
+)
+def test_bad_input_is_named_before_any_operator_runs(kernel: ModuleType, call, error, message) -> None:
+    softnpu.reset_counters()
+    with pytest.raises(error, match=message):
+        call(kernel)
+    ran = {name for name, count in softnpu.counters().items() if count}
+    assert ran <= {"fill_", "ones", "ones.out", "stream_syncs"}  # the arguments themselves

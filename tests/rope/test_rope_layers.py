@@ -1,0 +1,131 @@
+"""Every layer against the functions of transformers that it replaces: values, gradients, dtypes, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from rotary_functions import arguments, exact, results, rotary_functions, tensors
+from torch import Tensor
+
+import softnpu
+from kernels_ext_npu.matching import find_function_reference, original_function
+from kernels_ext_npu.references import FUNCTION_REFERENCES, FunctionReference
+
+pytestmark = pytest.mark.slow
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)]
+
+
+def served() -> list[tuple[str, Callable, FunctionReference]]:
+    """The functions of transformers, and the references themselves: one is of earlier releases."""
+    found = [(name, original_function(f), find_function_reference(f)) for name, f in rotary_functions().items()]
+    own = [(reference.function.__name__, reference.function, reference) for reference in FUNCTION_REFERENCES]
+    return [(name, function, reference) for name, function, reference in (*found, *own) if reference is not None]
+
+
+def moved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to("npu") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return ((found.cpu().double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel: ModuleType) -> None:
+    import inspect
+
+    assert {reference.layer for reference in FUNCTION_REFERENCES} == set(kernel.layers.__all__)
+    for reference in FUNCTION_REFERENCES:
+        parameters = list(inspect.signature(getattr(kernel.layers, reference.layer).forward).parameters.values())
+        expected = list(inspect.signature(reference.function).parameters.values())
+        assert [(p.name, p.kind, p.default) for p in parameters[1:]] == [(p.name, p.kind, p.default) for p in expected]
+
+
+@pytest.mark.parametrize("positions", [6, 1])
+def test_float32_results_and_gradients_are_the_originals(kernel: ModuleType, subtests, positions) -> None:
+    """To 1e-6 of the norm: one formula in float32, products and sums in another order."""
+    for name, function, reference in served():
+        with subtests.test(name):
+            inputs = arguments(reference.function.__name__, FLOAT32, FLOAT32, positions)
+            layer = getattr(kernel.layers, reference.layer)()
+            softnpu.reset_counters()
+            found = results(layer, moved(inputs))
+            counters = softnpu.counters()
+            rotated = len(found) // 2
+            assert counters["npu_rotary_mul"] == counters["npu_rotary_mul_backward"] == rotated
+            assert counters["stream_syncs"] == 0
+            for a, b in zip(found, results(function, inputs), strict=True):
+                assert a.dtype == b.dtype
+                assert a.shape == b.shape
+                assert distance(a, b) <= 1e-6
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleType, subtests, dtypes) -> None:
+    """In root mean square, with the dtype of the original. 1e-3 for the order of sums in float32."""
+    for name, function, reference in served():
+        with subtests.test(name):
+            inputs = arguments(reference.function.__name__, *dtypes)
+            found = results(getattr(kernel.layers, reference.layer)(), moved(inputs))
+            for a, b, c in zip(found, results(function, inputs), exact(function, inputs), strict=True):
+                assert a.dtype == b.dtype
+                assert distance(a, c) <= distance(b, c) * (1 + 1e-3) + 1e-6
+
+
+@pytest.mark.parametrize(
+    "dtypes", [*DTYPES, (FLOAT32, FLOAT32), (torch.float64, torch.float64), (FLOAT32, torch.float64)]
+)
+def test_on_the_cpu_the_result_is_the_originals_to_the_bit(kernel: ModuleType, subtests, dtypes) -> None:
+    for name, function, reference in served():
+        with subtests.test(name):
+            inputs = arguments(reference.function.__name__, *dtypes)
+            layer = getattr(kernel.layers, reference.layer)()
+            with torch.no_grad():
+                for a, b in zip(tensors(layer(**inputs)), tensors(function(**inputs)), strict=True):
+                    assert a.dtype == b.dtype
+                    assert torch.equal(a, b)
+
+
+def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleType) -> None:
+    for reference in FUNCTION_REFERENCES:
+        if reference.function.__name__ in ("qwen4_exp", "mistral_large4"):
+            inputs = arguments(reference.function.__name__, FLOAT32, FLOAT32) | {"k": None}
+            found = getattr(kernel.layers, reference.layer)()(**moved(inputs))
+            expected = reference.function(**inputs)
+            assert type(found) is type(expected)
+            assert distance(tensors(found)[0], tensors(expected)[0]) <= 1e-6
+
+
+LAYERS = sorted({reference.layer: reference.function.__name__ for reference in FUNCTION_REFERENCES}.items())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize(("layer", "reference"), LAYERS)
+def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, reference, dtype, dynamic) -> None:
+    torch._dynamo.reset()
+    made, inputs = getattr(kernel.layers, layer)(), moved(arguments(reference, dtype, dtype))
+    compiled = torch.compile(made.forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for a, b in zip(results(compiled, inputs), results(made, inputs), strict=True):
+        assert torch.equal(a, b)
+    softnpu.reset_counters()
+    with torch.no_grad():
+        count = len(tensors(compiled(**inputs)))
+    assert softnpu.counters()["npu_rotary_mul"] == count
+
+
+@pytest.mark.parametrize(("layer", "reference"), LAYERS)
+def test_runs_on_fake_tensors(kernel: ModuleType, layer, reference) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    expected = results(getattr(kernel.layers, layer)(), moved(arguments(reference, BFLOAT16, BFLOAT16)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in moved(arguments(reference, BFLOAT16, BFLOAT16)).items()
+        }
+        found = results(getattr(kernel.layers, layer)(), inputs)
+    assert [(t.shape, t.dtype, t.device.type) for t in found] == [(t.shape, t.dtype, "npu") for t in expected]

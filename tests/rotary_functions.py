@@ -1,0 +1,122 @@
+"""Every rotary function of the installed transformers, found by reading it, and arguments for it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers.models
+from torch import Tensor
+
+from kernels_ext_npu.matching import find_function_reference, original_function
+
+COUNTED = "5.22.2"  # the release of transformers whose functions tests/data/rotary.toml and the counts are about
+HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+
+
+@cache
+def rotary_functions() -> dict[str, object]:
+    """module:name -> the function, or what `kernels` made of it."""
+    return {f"{module}:{name}": function for module, name, function in _functions() if _is_rotary(name, function)}
+
+
+def _functions() -> Iterator[tuple[str, str, object]]:
+    for package in pkgutil.iter_modules(transformers.models.__path__):
+        folder = Path(transformers.models.__path__[0]) / package.name
+        for path in sorted(folder.glob("modeling_*.py")):
+            full_name = f"transformers.models.{package.name}.{path.stem}"
+            try:
+                module = importlib.import_module(full_name)
+            except ImportError:  # needs a package that is not installed
+                continue
+            for name, value in vars(module).items():
+                original = original_function(value)
+                if original is not None and original.__module__ == full_name:
+                    yield path.stem.removeprefix("modeling_"), name, value
+
+
+def _is_rotary(name: str, function: object) -> bool:
+    """By its name, by what it was decorated for, or because it calls a helper that rotates."""
+    if find_function_reference(function) is not None or "rotary" in getattr(type(function), "kernel_layer_name", ""):
+        return True
+    if name.startswith(HELPERS):  # they are part of what calls them
+        return False
+    if any(word in name for word in ("rotary", "rope", "rotate")):
+        return True
+    try:
+        tree = ast.parse(inspect.getsource(original_function(function)).lstrip())
+    except (OSError, SyntaxError):
+        return False
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return any(callee.startswith("rotate") for callee in called)
+
+
+B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
+
+
+def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, positions: int = S) -> dict[str, Tensor]:
+    """Arguments by the names of a reference's parameters, for the function whose reference has that name.
+
+    cos and sin are random, each value on its own, and differ by row: a layer that takes the wrong ones is noticed.
+    q and k are transposed views, as attention makes them.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def heads(count: int, positions: int = positions) -> Tensor:
+        return torch.randn(B, positions, count, D, generator=generator).to(dtype).transpose(1, 2)
+
+    def tables(*shape: int) -> dict[str, Tensor]:
+        return {name: torch.randn(shape, generator=generator).to(table_dtype) for name in ("cos", "sin")}
+
+    width = {"gpt_oss": D // 2, "openai_privacy_filter": D // 2, "deepseek_v4": D // 4, "gptj": D // 2}.get(reference)
+    if reference in ("gpt_neox", "glmasr", "phi3", "nemotron", "qwen4_exp", "glm4", "glm4v", "minimax_m3_vl_vision"):
+        width = D // 2
+    width = width or D
+    if reference in ("gemma4", "deepseek_v4"):
+        return {"x": heads(N)} | tables(B, positions, width)
+    if reference == "gptj":
+        return {"tensor": heads(N).transpose(1, 2)} | tables(B, positions, width)
+    if reference == "qwen2_vl_vision":
+        return {"q": heads(N)[0].transpose(0, 1), "k": heads(N)[0].transpose(0, 1)} | tables(positions, width)
+    if reference == "minimax_m3_vl_vision":
+        return {"q": heads(N).transpose(1, 2), "k": heads(N).transpose(1, 2)} | tables(positions, width)
+    if reference == "dinov3_vit":
+        return {"q": heads(N, positions + 2), "k": heads(N, positions + 2)} | tables(positions, width)
+    if reference == "sam3":
+        return {"q": heads(N), "k": heads(N)} | tables(positions, width)
+    if reference == "muse_glimmer_assistant":
+        return {"q": heads(N, 1), "k": heads(K)} | tables(B, positions, width)
+    if reference == "qwen2_vl_multimodal":
+        return {"q": heads(N), "k": heads(K)} | tables(3, B, positions, width) | {"mrope_section": [2, 3, 3]}
+    return {"q": heads(N), "k": heads(K)} | tables(B, positions, width)
+
+
+def tensors(outputs: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if t is not None]
+
+
+def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """What a function returns, and the gradients of what it rotates."""
+    leaves = {
+        name: value.detach().requires_grad_(name not in ("cos", "sin")) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    outputs = tensors(function(**leaves))
+    directions = [torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) for out in outputs]
+    torch.autograd.backward(outputs, directions)
+    rotated = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [*(out.detach() for out in outputs), *(leaf.grad for leaf in rotated)]
+
+
+def exact(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The same in float64, also where the function says float()."""
+    doubled = {name: value.double() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        return results(function, doubled)

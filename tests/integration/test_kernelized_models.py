@@ -18,4 +18,4 @@ def test_logits_gradients_and_tokens_are_the_originals(registered, name: str) ->
     model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
     assert_agrees(name, model)
     for row in kernels_ext_npu.report(model):
-        assert row.swapped == (row.reason is None)
+        assert row.swapped or row.reason

@@ -143,7 +143,7 @@ def test_imports_are_relative_or_of_torch(variant: Path) -> None:
             if isinstance(node, ast.Import):
                 assert {alias.name.partition(".")[0] for alias in node.names} <= {"torch"}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                assert node.module.partition(".")[0] in ("__future__", "collections", "torch")
+                assert node.module.partition(".")[0] in ("__future__", "collections", "torch", "typing")
 
 
 # ---- chosen ----------------------------------------------------------------------------------------------------------
@@ -224,9 +224,10 @@ def operator_calls(package: Path) -> list[tuple[str, int, set[str]]]:
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
-                name = ast.unparse(node.func)
-                if name.startswith(("torch.ops.npu.", "torch_npu.")):
-                    calls.append((name.rpartition(".")[2], len(node.args), {k.arg for k in node.keywords}))
+                match = re.fullmatch(r"(?:torch\.ops\.npu|torch_npu)\.(\w+)", ast.unparse(node.func))
+                if match is not None:
+                    assert not any(isinstance(argument, ast.Starred) for argument in node.args), ast.unparse(node)
+                    calls.append((match[1], len(node.args), {k.arg for k in node.keywords}))
     return calls
 
 

@@ -82,14 +82,35 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
     for swap in (heads_last, not heads_last):
         a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)
         if fits(a, b):
-            y = torch.ops.npu.npu_rotary_mul(a, b, c, mode)
+            y = _fused(a, b, c, mode)
         elif _fits_tokens(a, b):
-            tokens = (t.flatten(0, 1) for t in (a, b, c))
-            y = torch.ops.npu.npu_rotary_mul(*tokens, mode).view(a.shape)
+            y = _fused(a.flatten(0, 1), b.flatten(0, 1), c.flatten(0, 1), mode).view(a.shape)
         else:
             continue
         return y.transpose(1, 2) if swap else y
     return None
+
+
+def _fused(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotation.apply(x, cos, sin, mode)
+    return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
+
+
+class _Rotation(torch.autograd.Function):
+    """torch_npu's own keeps x, which only the gradients of cos and sin want: they are not asked for here."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.mode = mode
+        return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0], None, None, None
 
 
 def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:

@@ -60,11 +60,9 @@ def test_from_pretrained_swaps_every_norm(registered, checkpoint, name) -> None:
     inputs = zoo.inputs(name, reference)
     with torch.no_grad():
         # a norm may run twice in a forward: ask the original how often
-        calls = []
+        calls, names = [], {row.class_name for row in kernels_ext_npu.report(model) if row.kind == "norms"}
         for module in reference.modules():
-            if type(module).__name__ in {
-                row.class_name for row in kernels_ext_npu.report(model) if row.kind == "norms"
-            }:
+            if type(module).__name__ in names:
                 module.register_forward_hook(lambda *_: calls.append(1))
         expected = reference(**inputs).logits
         assert launches(model, **inputs) == len(calls)

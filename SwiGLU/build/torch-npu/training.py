@@ -46,12 +46,13 @@ class PackedMLP(torch.autograd.Function):
         x, product, gate, up, down = ctx.saved_tensors
         _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
         grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
-        y, *rest = ctx.unit.forward(product)
-        d_down = grad.t() @ y if needs_down else None
-        del y
-        d_product = ctx.unit.backward(grad @ down, product, *rest)
+        # what is largest lives one after the other: the gradient of the product before the activation's value
+        known = ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ()
+        d_product = ctx.unit.backward(grad @ down, product, *known[1:])
         d_gate, d_up = (d_product.t() @ x.reshape(-1, x.shape[-1])).chunk(2) if needs_gate or needs_up else (None, None)
         d_gate_bias, d_up_bias = d_product.sum(0).chunk(2) if any(needs_biases[:2]) else (None, None)
         d_down_bias = grad.sum(0) if needs_biases[2] else None
         d_x = (d_product @ both(gate, up)).view(x.shape) if needs_x else None
+        del d_product
+        d_down = grad.t() @ (known or ctx.unit.forward(product))[0] if needs_down else None
         return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias

@@ -30,17 +30,22 @@ class GatedUnit(NamedTuple):
     Attributes:
         forward: its value, and what ``backward`` wants besides.
         backward: the gradient from that of the value, the input, and the rest of what ``forward`` gave.
+        backward_wants_forward: whether there is such a rest.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
+    backward_wants_forward: bool
 
 
 SWIGLU = GatedUnit(
     lambda x: (torch.ops.npu.npu_swiglu(x, -1),),
     lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
+    backward_wants_forward=False,
 )
-GEGLU = GatedUnit(lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT), _geglu_grad)
+GEGLU = GatedUnit(
+    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT), _geglu_grad, backward_wants_forward=True
+)
 
 
 class _GeGLU(torch.autograd.Function):

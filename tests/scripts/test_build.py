@@ -111,24 +111,26 @@ def test_every_variant_loads_and_computes(variant: Path) -> None:
     import torch
 
     kernel = get_local_kernel(variant)
-    x = torch.randn(3, 8, device="npu")
-    torch.testing.assert_close(
-        kernel.rms_norm(x, torch.ones(8, device="npu"), 1e-6).cpu(),
-        torch.nn.functional.rms_norm(x.cpu(), (8,), eps=1e-6),
-    )
+    x, ones = torch.randn(3, 2, 8, device="npu"), torch.ones(8, device="npu")
+    computes = {
+        "RMSNorm": (lambda: kernel.rms_norm(x, ones, 1e-6), torch.nn.functional.rms_norm(x.cpu(), (8,), eps=1e-6)),
+        "RoPE": (lambda: kernel.rotary_mul(x, ones, 0 * ones), x.cpu()),  # by an angle of zero
+    }
+    call, expected = computes[variant.parent.parent.name]
+    torch.testing.assert_close(call().cpu(), expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)
 def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Path, monkeypatch) -> None:
     """As kernels 0.10 imports: the package `<variant>/<repository name>`, under that name."""
     repository = variant.parent.parent.name
-    name = f"old_loader_{variant.name.replace('-', '_')}"
+    name = f"old_loader_{repository}_{variant.name.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, variant / repository / "__init__.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     assert set(module.__all__) <= vars(module).keys()
-    assert module.layers.RMSNorm.forward
+    assert [layer for layer in vars(module.layers).values() if hasattr(layer, "has_backward")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)
@@ -272,7 +274,7 @@ def test_layers_pass_kernels_own_validation() -> None:
     """Of a class that has the parameters which the layer's forward has."""
     from kernels.layer.layer import _validate_layer
 
-    layers = get_local_kernel(build.ROOT / "RMSNorm").layers
-    for name, layer in vars(layers).items():
-        if isinstance(layer, type) and hasattr(layer, "has_backward"):
-            _validate_layer(check_cls=layer, cls=layer, repo=name)
+    for repository in REPOSITORIES:
+        for name, layer in vars(get_local_kernel(repository).layers).items():
+            if isinstance(layer, type) and hasattr(layer, "has_backward"):
+                _validate_layer(check_cls=layer, cls=layer, repo=name)

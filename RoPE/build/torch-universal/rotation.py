@@ -84,8 +84,9 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
         if fits(a, b):
             y = torch.ops.npu.npu_rotary_mul(a, b, c, mode)
         elif _fits_tokens(a, b):
-            tokens = (t.flatten(0, 1) for t in (a, b, c))
-            y = torch.ops.npu.npu_rotary_mul(*tokens, mode).view(a.shape)
+            tokens, of_cos, of_sin = (t.flatten(0, 1) for t in (a, b, c))
+            y = torch.ops.npu.npu_rotary_mul(tokens, of_cos, of_sin, mode)
+            y = y.view(a.shape)
         else:
             continue
         return y.transpose(1, 2) if swap else y

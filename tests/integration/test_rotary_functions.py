@@ -104,9 +104,12 @@ def test_the_undecorated_families_are_served() -> None:
         "phi3": 2,
         "sam3": 2,
         "blt": 1,
+        "deepseek_v2": 1,
         "deepseek_v4": 1,
         "ernie4_5_vl_moe": 1,
         "helium": 1,
+        "llama4": 1,
+        "llama4_vision": 1,
         "minimax_m3_vl_vision": 1,
         "mistral_large4": 1,
         "muse_glimmer_assistant": 1,
@@ -261,6 +264,8 @@ def test_code_that_is_no_part_of_transformers_is_served_too(written, registered)
         ("qwen3_vl", {"RotaryPosEmb", "VisionRotaryPosEmb"}),
         ("glm4v", {"RotaryPosEmbInterleavedPartial", "VisionRotaryPosEmb"}),
         ("pixtral", {"RotaryPosEmb"}),
+        ("llama4_text", {"RotaryEmbComplexBySequence"}),
+        ("llama4", {"RotaryEmbComplexBySequence", "VisionRotaryEmbComplex"}),
         ("dinov3_vit", {"RotaryPosEmbPatches"}),
     ],
 )
@@ -295,12 +300,21 @@ def test_openai_privacy_filter(registered) -> None:
     assert (row.swapped, row.kernel) == (True, "RotaryPosEmbInterleavedHalfWidth")
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "gpt2", "bert"])
-def test_what_has_no_kernel_keeps_its_forward_and_says_so(registered, name) -> None:
-    model = kernelized(name)
-    for row in calls(model):
-        assert (row.swapped, row.kernel, row.reason) == (False, None, "no kernel computes what it computes")
-    assert bool(calls(model)) == (name == "llama4_text")
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_models_without_rotation_have_no_rows_for_it(registered, name) -> None:
+    assert not calls(kernelized(name))
+
+
+def test_what_has_no_kernel_keeps_its_forward_and_says_so(registered) -> None:
+    from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoRoPEAttention
+
+    model = Sam2VideoRoPEAttention.__new__(Sam2VideoRoPEAttention)
+    nn.Module.__init__(model)
+    model.weight = nn.Parameter(torch.ones(1, device="npu"))
+    kernels_ext_npu.kernelize(model)
+    (row,) = calls(model)
+    assert (row.swapped, row.kernel, row.reason) == (False, None, "no kernel computes what it computes")
+    assert row.is_candidate
 
 
 def test_a_decoder_layer_launches_two_and_nothing_else_for_it(registered) -> None:

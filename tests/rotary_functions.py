@@ -58,6 +58,7 @@ def _is_rotary(name: str, function: object) -> bool:
     return any(callee.startswith("rotate") for callee in called)
 
 
+TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")
 B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
 
 
@@ -81,6 +82,12 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
     width = width or D
     if reference in ("gemma4", "deepseek_v4"):
         return {"x": heads(N)} | tables(B, positions, width)
+    if reference in ("deepseek_v2", "llama4", "llama4_vision"):
+        turned = [heads(count) if reference == "deepseek_v2" else heads(count).transpose(1, 2) for count in (N, K)]
+        leading = (positions, 1) if reference == "llama4_vision" else (B, positions)
+        factors = torch.randn(*leading, D // 2, dtype=torch.complex64, generator=generator)
+        names = ("query", "key", "freqs_ci") if reference == "llama4_vision" else ("xq", "xk", "freqs_cis")
+        return dict(zip(names, (*turned, factors)))
     if reference == "gptj":
         return {"tensor": heads(N).transpose(1, 2)} | tables(B, positions, width)
     if reference == "qwen2_vl_vision":
@@ -105,7 +112,7 @@ def tensors(outputs: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
 def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
     """What a function returns, and the gradients of what it rotates."""
     leaves = {
-        name: value.detach().requires_grad_(name not in ("cos", "sin")) if isinstance(value, Tensor) else value
+        name: value.detach().requires_grad_(name not in TABLES) if isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
     outputs = tensors(function(**leaves))
@@ -117,6 +124,10 @@ def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 def exact(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
     """The same in float64, also where the function says float()."""
-    doubled = {name: value.double() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    doubled = {name: _doubled(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         return results(function, doubled)
+
+
+def _doubled(value: Tensor) -> Tensor:
+    return value.to(torch.complex128) if value.is_complex() else value.double()

@@ -181,8 +181,13 @@ def _wrap(use: Use, layer: str) -> None:
     original, names = _function(use), vars(sys.modules[use.file])
     if original not in _wrapped:  # another file may have imported it
         _wrapped[original] = use_kernel_forward_from_hub(layer)(original)
-    names[use.name] = _wrapped[original]
-    _undo.append(lambda: names.__setitem__(use.name, original))
+    wrapped = names[use.name] = _wrapped[original]
+
+    def unwrap() -> None:
+        if names[use.name] is wrapped:  # unless somebody else has replaced it since
+            names[use.name] = original
+
+    _undo.append(unwrap)
 
 
 def _mark(function: Any, layer: str, mapping: dict[str, dict]) -> None:

@@ -4,8 +4,8 @@ Compared is the forward together with the methods of the class and the functions
 docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
 operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
 wrapper does is not in the tree. The one exception is what `kernels` makes of a function that transformers decorates
-for it, a module that calls the function. Of a function the names of its parameters count too, since callers may use
-them; those of the helpers that it calls do not.
+for it, a module that calls the function. Of a function and its helpers the names of the parameters count too, since
+callers may use them; the names of the helpers do not.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def function_fingerprint(function: object) -> str | None:
     original = original_function(function)
     if original is None:
         return None
-    trees = [str(inspect.signature(original).parameters.keys())]
+    trees = []
     functions = {original.__name__: original}
     for helper in (waiting := [original]):  # grows while it runs
         tree = _tree(helper, decorated=helper is original and is_kernel_function(function))
@@ -109,7 +109,7 @@ def function_fingerprint(function: object) -> str | None:
         _Normalised().visit(tree)
         objects = _objects(tree, helper, functions)
         _Renamed(list(functions)).visit(tree)
-        trees.append(f"{ast.dump(tree)} {objects}")
+        trees.append(f"{list(inspect.signature(helper).parameters)} {ast.dump(tree)} {objects}")
     return "\n".join(trees)
 
 

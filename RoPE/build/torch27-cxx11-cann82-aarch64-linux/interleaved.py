@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layer import Layer, Pair
-from .rotation import check, each_twice, first_half, rotate, rotate_part
+from .rotation import check, check_complex, each_twice, first_half, rotate, rotate_complex, rotate_part
 
 
 class RotaryPosEmbInterleaved(Layer):
@@ -97,6 +97,32 @@ class RotaryPosEmbPairwise(Layer):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         check(cos, sin, q=q, k=k)
         return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(k.dtype)
+
+
+class RotaryEmbComplex(Layer):
+    """``[B, N, S, D]`` times complex numbers ``[B, S, D/2]``, in float32, and then the dtype of each: DeepSeek V2."""
+
+    def forward(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
+        check_complex(freqs_cis, "freqs_cis", xq=xq, xk=xk)
+        return rotate_complex((xq, xk), freqs_cis.unsqueeze(1).to(xq.device))
+
+
+class RotaryEmbComplexBySequence(Layer):
+    """The same for ``[B, S, N, D]``, as in Llama 4."""
+
+    def forward(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
+        check_complex(freqs_cis, "freqs_cis", xq=xq, xk=xk)
+        return rotate_complex((xq, xk), freqs_cis[:, :, None, :])
+
+
+class VisionRotaryEmbComplex(Layer):
+    """The same with one position for each patch, ``[S, ..., D/2]``, as in the vision tower of Llama 4."""
+
+    def forward(self, query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
+        check_complex(freqs_ci, "freqs_ci", query=query, key=key)
+        shape = [1] * query.dim()
+        shape[1], shape[-1] = query.shape[1], query.shape[-1] // 2
+        return rotate_complex((query, key), freqs_ci.view(shape).to(query.device))
 
 
 class RotaryPosEmbDeinterleaved(Layer):

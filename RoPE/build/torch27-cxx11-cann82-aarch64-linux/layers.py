@@ -21,6 +21,8 @@ from .halves import (
     VisionRotaryPosEmbPartial,
 )
 from .interleaved import (
+    RotaryEmbComplex,
+    RotaryEmbComplexBySequence,
     RotaryPosEmbDeinterleaved,
     RotaryPosEmbDeinterleavedOptionalKey,
     RotaryPosEmbEveryTwo,
@@ -33,10 +35,13 @@ from .interleaved import (
     RotaryPosEmbInterleavedRepeatedPartial,
     RotaryPosEmbInterleavedTail,
     RotaryPosEmbPairwise,
+    VisionRotaryEmbComplex,
 )
 
 __all__ = [
     "MultimodalRotaryPosEmb",
+    "RotaryEmbComplex",
+    "RotaryEmbComplexBySequence",
     "RotaryPosEmb",
     "RotaryPosEmbCastBack",
     "RotaryPosEmbDeinterleaved",
@@ -61,6 +66,7 @@ __all__ = [
     "RotaryPosEmbReversed",
     "RotaryPosEmbSingle",
     "RotaryPosEmbTablesInFloat32",
+    "VisionRotaryEmbComplex",
     "VisionRotaryPosEmb",
     "VisionRotaryPosEmbPartial",
 ]

@@ -30,6 +30,16 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) 
     return torch.cat((rotate(x[..., :width], cos, sin, interleaved), x[..., width:]), -1)
 
 
+def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of neighbours as complex numbers, times complex factors, in float32; the dtype of each tensor is kept."""
+    x, y = tensors
+    if x.device.type != "npu" or factors.dtype != torch.complex64 or factors.requires_grad:
+        return _times(x, factors), _times(y, factors)
+    parts = torch.view_as_real(factors)
+    cos, sin = each_twice(parts[..., 0]), each_twice(parts[..., 1])
+    return rotate(x, cos, sin, True, True).to(x.dtype), rotate(y, cos, sin, True, True).to(y.dtype)
+
+
 def each_twice(table: Tensor) -> Tensor:
     """``[c0, c1, ...]`` to ``[c0, c0, c1, c1, ...]``."""
     return torch.stack((table, table), -1).flatten(-2)
@@ -59,6 +69,26 @@ def check(cos: Tensor, sin: Tensor, times: int = 1, partial: bool = False, **rot
         if head_size < width if partial else head_size != width:
             rule = "at most the head size" if partial else "the head size" if times == 1 else "half the head size"
             raise ValueError(f"cos {list(cos.shape)} must have {rule} of {name} {list(tensor.shape)} as its width")
+
+
+def check_complex(factors: Tensor, name: str, **rotated: Tensor) -> None:
+    """Raise unless the factors are complex and half as wide as the tensors."""
+    if not factors.is_complex():
+        raise TypeError(f"{name} {list(factors.shape)} must be complex, got {factors.dtype}")
+    for other, tensor in rotated.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{other} {list(tensor.shape)} must be floating point, got {tensor.dtype}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{other} {list(tensor.shape)} must have four dimensions")
+        if tensor.shape[-1] != 2 * factors.shape[-1]:
+            raise ValueError(
+                f"{name} {list(factors.shape)} must be half as wide as the head size of {other} {list(tensor.shape)}"
+            )
+
+
+def _times(x: Tensor, factors: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * factors).flatten(3).type_as(x)
 
 
 def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

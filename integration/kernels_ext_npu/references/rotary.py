@@ -192,6 +192,43 @@ def mistral_large4(q, k, cos, sin, unsqueeze_dim=1):
     return q_embed, k_embed
 
 
+# ---- complex numbers -------------------------------------------------------------------------------------------------
+def deepseek_v2(xq, xk, freqs_cis):
+    """Neighbours as complex numbers, in float32; the factors are [B, S, D/2]."""
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    freqs_cis = freqs_cis.unsqueeze(1).to(xq_.device)
+    xq_out = torch.view_as_real(xq_ * freqs_cis).flatten(3).type_as(xq)
+    xk_out = torch.view_as_real(xk_ * freqs_cis).flatten(3).type_as(xk)
+    return xq_out, xk_out
+
+
+def llama4(xq, xk, freqs_cis):
+    """The same for [B, S, N, D]."""
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    xq_out = torch.view_as_real(xq_ * freqs_cis[:, :, None, :]).flatten(3)
+    xk_out = torch.view_as_real(xk_ * freqs_cis[:, :, None, :]).flatten(3)
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+def _reshape_for_broadcast(freqs_ci, query):
+    ndim = query.ndim
+    shape = [d if i == 1 or i == ndim - 1 else 1 for i, d in enumerate(query.shape)]
+    return freqs_ci.view(*shape)
+
+
+def llama4_vision(query, key, freqs_ci):
+    """The same with factors of the positions of one image, the last of them [D/2]."""
+    query_ = torch.view_as_complex(query.float().reshape(*query.shape[:-1], -1, 2))
+    key_ = torch.view_as_complex(key.float().reshape(*key.shape[:-1], -1, 2))
+    freqs_ci = _reshape_for_broadcast(freqs_ci=freqs_ci, query=query_)
+    freqs_ci = freqs_ci.to(query_.device)
+    query_out = torch.view_as_real(query_ * freqs_ci).flatten(3)
+    key_out = torch.view_as_real(key_ * freqs_ci).flatten(3)
+    return query_out.type_as(query), key_out.type_as(key)
+
+
 ROTARY = (
     *ROTARY_HALVES,
     FunctionReference(blt, "RotaryPosEmbInterleaved"),
@@ -205,6 +242,9 @@ ROTARY = (
     FunctionReference(deepseek_v4, "RotaryPosEmbInterleavedTail"),
     FunctionReference(gptj, "RotaryPosEmbEveryTwo"),
     FunctionReference(sam3, "RotaryPosEmbPairwise"),
+    FunctionReference(deepseek_v2, "RotaryEmbComplex"),
+    FunctionReference(llama4, "RotaryEmbComplexBySequence"),
+    FunctionReference(llama4_vision, "VisionRotaryEmbComplex"),
     FunctionReference(deepseek_v3, "RotaryPosEmbDeinterleaved"),
     FunctionReference(mistral_large4, "RotaryPosEmbDeinterleavedOptionalKey"),
 )

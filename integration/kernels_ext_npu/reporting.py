@@ -19,7 +19,7 @@ from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
 
 # what the kernels of a repository serve, as the table counts it
-KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "calls of rotary functions"}
+KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "rotary calls"}
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 

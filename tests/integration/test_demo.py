@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import kernels_ext_npu
-from kernels_ext_npu import cli, demo, sources
+from kernels_ext_npu import cli, demo, demo_models, sources
 
 
 @pytest.fixture(autouse=True)
@@ -28,31 +28,40 @@ def invoke(*arguments: str):
     return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80"})
 
 
-def summary(output: str) -> dict[str, list[str]]:
-    """The last table: what each line shows, a value a model."""
-    cells = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
-    return {label: values for label, *values in cells}
+def tables(output: str) -> list[dict[str, list[str]]]:
+    """The last three: what is swapped, called, and how it agrees; the values of each model."""
+    found: list[dict[str, list[str]]] = []
+    for part in re.split(r"─+\s*\n", output)[-3:]:
+        lines = [re.split(r" {2,}", line.strip()) for line in part.splitlines()]
+        found.append({name: values for name, *values in lines if values})
+    return found
 
 
-def test_four_models_agree_and_every_norm_is_one_launch() -> None:
+def test_eight_models_agree_and_every_norm_is_one_launch() -> None:
     result = invoke("demo")
     assert result.exit_code == 0, result.output
-    for name in ("Qwen3", "Llama", "Gemma 3", "Olmo 3", "software device, as Ascend910"):
-        assert name in result.output
-    rows = summary(result.output)
-    assert rows["agrees with its original"] == ["yes"] * 4
-    assert rows["calls of npu_rms_norm"] == ["9", "5", "13", "9"]
-    assert rows["tokens of greedy generation"] == ["equal"] * 4
-    assert rows["host waits"] == ["0"] * 4
-    assert all(float(value) <= 1e-5 for value in rows["largest logits difference"])
-    assert all(float(value) <= 1e-5 for value in rows["largest gradient difference"])
+    assert "software device, as Ascend910" in result.output
+    swapped, calls, agreement = tables(result.output)
+    assert swapped["Qwen2.5-VL"] == ["10 of 10", "4 of 4", "4 of 4"]
+    assert all(len(set(value.split(" of "))) == 1 for values in swapped.values() for value in values)
+    for name in demo_models.MODELS:
+        norms, mlps, rotary = (int(value.split(" ")[0]) for value in swapped[name])
+        _, geglu, rms_norm, rotary_mul, swiglu, operators, before, _ = map(int, calls[name])
+        assert rms_norm == norms
+        assert rotary_mul == 2 * rotary
+        assert geglu + swiglu == mlps
+        assert operators < before
+        logits, gradient, tokens, agrees = agreement[name]
+        assert float(logits) <= 1e-5
+        assert float(gradient) <= 1e-5
+        assert (tokens, agrees) == ("equal", "yes")
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
 def test_a_checkpoint_of_ones_own_is_shown(checkpoint) -> None:
     result = invoke("demo", "--model", str(checkpoint("gemma2")))
     assert result.exit_code == 0, result.output
-    assert summary(result.output)["agrees with its original"] == ["yes"]
+    assert [values[-1] for values in tables(result.output)[-1].values()] == ["yes"]
 
 
 def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path: Path) -> None:
@@ -69,7 +78,7 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
     monkeypatch.setattr(sources, "_bundled", lambda: tmp_path)
     result = invoke("demo")
     assert result.exit_code == 1
-    assert summary(result.output)["agrees with its original"] == ["no"] * 4
+    assert [values[-1] for values in tables(result.output)[-1].values()] == ["no"] * 8
 
 
 @pytest.mark.parametrize(
@@ -103,10 +112,10 @@ def test_a_checkpoint_without_weights_is_named(checkpoint, tmp_path: Path) -> No
 
 
 def test_a_model_that_is_no_causal_language_model_is_named(tmp_path: Path) -> None:
-    transformers.T5Config(num_layers=1).save_pretrained(tmp_path)
+    transformers.ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     result = invoke("demo", "--model", str(tmp_path))
     assert result.exit_code == 2
-    assert "holds a t5: the demo runs causal language models" in result.output
+    assert "holds a vit: the demo runs models that generate text" in result.output
 
 
 def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -> None:
@@ -118,7 +127,8 @@ def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -
 
 
 def test_norms_of_the_saved_models_are_not_all_ones(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(demo._save("llama", tmp_path))
+    demo_models.save("Llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not torch.allclose(model.model.norm.weight, torch.ones(()), atol=0.1)
 
 

@@ -41,7 +41,7 @@ def modeling(name: str) -> ModuleType:
 
 
 def calls(model: nn.Module) -> list[kernels_ext_npu.Row]:
-    return [row for row in kernels_ext_npu.report(model) if row.kind == "calls of rotary functions"]
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "rotary calls"]
 
 
 def kernelized(name: str) -> nn.Module:

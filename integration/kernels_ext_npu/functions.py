@@ -34,6 +34,7 @@ _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.
 
 _undo: list[Callable[[], Any]] = []
 _wrapped: dict[FunctionType, nn.Module] = {}
+_kept: dict[Any, Callable] = {}
 _uses: dict[type, tuple[Use, ...]] = {}
 
 
@@ -51,6 +52,7 @@ def prepare(model: nn.Module, mapping: dict[str, dict]) -> None:
         model: a model that is about to be kernelized.
         mapping: transformers' own table, with the entries of our layers.
     """
+    _kept.clear()
     for module in model.modules():
         for use in uses(type(module)):
             reference = find_function_reference(_function(use))
@@ -62,6 +64,15 @@ def prepare(model: nn.Module, mapping: dict[str, dict]) -> None:
                 _wrap(use, reference.layer)
             _mark(_function(use), reference.layer, mapping)
             _attach(module, use.name, _function(use))
+            if device_of(model) not in ("npu", None) and kernel_name(_swapped(_function(use))) is not None:
+                _kept[_function(use)] = _function(use).forward
+
+
+def finish() -> None:
+    """After a model on another device was kernelized: give the kernels back to the models on the NPU that it took."""
+    for function, forward in _kept.items():
+        function.forward = forward
+    _kept.clear()
 
 
 def restore(model: nn.Module) -> None:
@@ -96,8 +107,7 @@ def refusal(module: nn.Module, use: Use) -> str | None:
     """Why a module that calls a function does not run a kernel of ours; None if it does."""
     from kernels_ext_npu import registration
 
-    bound = vars(_function(use)).get("forward")
-    forward = bound.__func__ if isinstance(bound, MethodType) else None
+    forward = _swapped(_function(use))
     kernel, layer = kernel_name(forward), getattr(forward, "__qualname__", "").partition(".")[0]
     if kernel is not None and (kernel != "rope" or layer not in LAYERS):
         return f"served by {layer} of the kernel {kernel}, which is not ours"
@@ -173,6 +183,12 @@ def _names(code: CodeType) -> set[str]:
 
 def _function(use: Use) -> Any:
     return vars(sys.modules[use.file])[use.name]
+
+
+def _swapped(function: Any) -> FunctionType | None:
+    """What stands in the place of a function's own forward."""
+    bound = vars(function).get("forward")
+    return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
 
 
 def _wrap(use: Use, layer: str) -> None:

@@ -92,8 +92,10 @@ def prepare(model: nn.Module) -> None:
 
 def finish(model: nn.Module) -> None:
     """After a model was kernelized: with strict, raise if something was left as it was."""
+    from kernels_ext_npu import functions
     from kernels_ext_npu.reporting import report
 
+    functions.finish()
     if current is None or not current.strict:
         return
     kept = [row for row in report(model) if not row.swapped and row.is_candidate]

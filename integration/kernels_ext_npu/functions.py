@@ -95,12 +95,10 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
     for path, module in model.named_modules():
         for use in uses(type(module)):
-            original, reference = original_function(_function(use)), find_function_reference(_function(use))
-            assert original is not None
-            layer, reason = reference.layer if reference else None, refusal(module, use)
-            yield Row(
-                f"{path}.{use.name}".lstrip("."), original.__qualname__, layer, reason is None, reason, is_function=True
-            )
+            reference, reason = find_function_reference(_function(use)), refusal(module, use)
+            name = getattr(original_function(_function(use)), "__qualname__", use.name)
+            layer = reference.layer if reference else None
+            yield Row(f"{path}.{use.name}".lstrip("."), name, layer, reason is None, reason, is_function=True)
 
 
 def refusal(module: nn.Module, use: Use) -> str | None:
@@ -182,12 +180,12 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function(use: Use) -> Any:
-    return vars(sys.modules[use.file])[use.name]
+    return vars(sys.modules[use.file]).get(use.name)
 
 
 def _swapped(function: Any) -> FunctionType | None:
     """What stands in the place of a function's own forward."""
-    bound = vars(function).get("forward")
+    bound = vars(function).get("forward") if is_kernel_function(function) else None
     return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
 
 

@@ -1,4 +1,5 @@
-"""Every rotary function of the installed transformers, found by reading it, and arguments for it."""
+"""Every rotary function of the installed transformers, found by reading it, arguments for it, and the
+models of the zoo that call it."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
 import transformers.models
-from torch import Tensor
+import zoo
+from torch import Tensor, nn
 
+import kernels_ext_npu
 from kernels_ext_npu.matching import find_function_reference, original_function
 
 COUNTED = "5.22.2"  # the release of transformers whose functions tests/data/rotary.toml and the counts are about
@@ -131,3 +135,21 @@ def exact(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 def _doubled(value: Tensor) -> Tensor:
     return value.to(torch.complex128) if value.is_complex() else value.double()
+
+
+def modeling(name: str) -> ModuleType:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def calls(model: nn.Module) -> list[kernels_ext_npu.Row]:
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "rotary calls"]
+
+
+def kernelized(name: str) -> nn.Module:
+    return kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+
+
+def forward(model: nn.Module, name: str) -> Tensor:
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return model(**{key: value.to(device) for key, value in zoo.inputs(name, model).items()}).logits

@@ -34,6 +34,7 @@ _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.
 
 _undo: list[Callable[[], Any]] = []
 _wrapped: dict[FunctionType, nn.Module] = {}
+_kept: dict[Any, Callable] = {}
 _uses: dict[type, tuple[Use, ...]] = {}
 
 
@@ -51,6 +52,7 @@ def prepare(model: nn.Module, mapping: dict[str, dict]) -> None:
         model: a model that is about to be kernelized.
         mapping: transformers' own table, with the entries of our layers.
     """
+    _kept.clear()
     for module in model.modules():
         for use in uses(type(module)):
             reference = find_function_reference(_function(use))
@@ -62,6 +64,15 @@ def prepare(model: nn.Module, mapping: dict[str, dict]) -> None:
                 _wrap(use, reference.layer)
             _mark(_function(use), reference.layer, mapping)
             _attach(module, use.name, _function(use))
+            if device_of(model) not in ("npu", None) and kernel_name(_swapped(_function(use))) is not None:
+                _kept[_function(use)] = _function(use).forward
+
+
+def finish() -> None:
+    """After a model on another device was kernelized: give the kernels back to the models on the NPU that it took."""
+    for function, forward in _kept.items():
+        function.forward = forward
+    _kept.clear()
 
 
 def restore(model: nn.Module) -> None:
@@ -84,19 +95,17 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
     for path, module in model.named_modules():
         for use in uses(type(module)):
-            original, reference = original_function(_function(use)), find_function_reference(_function(use))
-            assert original is not None
-            layer, reason = reference.layer if reference else None, refusal(module, use)
-            path_of_use = f"{path}.{use.name}".lstrip(".")
-            yield Row(path_of_use, original.__qualname__, layer, reason is None, reason, kind=KINDS["RoPE"])
+            reference, reason = find_function_reference(_function(use)), refusal(module, use)
+            name = getattr(original_function(_function(use)), "__qualname__", use.name)
+            layer = reference.layer if reference else None
+            yield Row(f"{path}.{use.name}".lstrip("."), name, layer, reason is None, reason, kind=KINDS["RoPE"])
 
 
 def refusal(module: nn.Module, use: Use) -> str | None:
     """Why a module that calls a function does not run a kernel of ours; None if it does."""
     from kernels_ext_npu import registration
 
-    bound = vars(_function(use)).get("forward")
-    forward = bound.__func__ if isinstance(bound, MethodType) else None
+    forward = _swapped(_function(use))
     kernel, layer = kernel_name(forward), getattr(forward, "__qualname__", "").partition(".")[0]
     if kernel is not None and (kernel != "rope" or layer not in LAYERS):
         return f"served by {layer} of the kernel {kernel}, which is not ours"
@@ -171,7 +180,13 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function(use: Use) -> Any:
-    return vars(sys.modules[use.file])[use.name]
+    return vars(sys.modules[use.file]).get(use.name)
+
+
+def _swapped(function: Any) -> FunctionType | None:
+    """What stands in the place of a function's own forward."""
+    bound = vars(function).get("forward") if is_kernel_function(function) else None
+    return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
 
 
 def _wrap(use: Use, layer: str) -> None:

@@ -98,13 +98,14 @@ def finish(model: nn.Module, mode: Mode) -> None:
     from kernels import Device, KernelizeFallback
     from kernels.layer.layer import kernelize_layer
 
-    from kernels_ext_npu import packing
+    from kernels_ext_npu import functions, packing
     from kernels_ext_npu.reporting import report
 
     assert current is not None
     for module in current.marks.choose(model):
         kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
     packing.pack(model)
+    functions.finish()
     if not current.strict:
         return
     kept = [row for row in report(model) if not row.swapped and row.is_candidate]

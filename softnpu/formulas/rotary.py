@@ -21,8 +21,8 @@ from softnpu.formulas import formula
 from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 from softnpu.hosting import needs_gradient
 
-# Of Ascend 910B1, two in each of its 24 cores. The limit shrinks with the number of cores, and no chip of the family
-# has been given more by CANN's platform tables: what passes here passes with fewer.
+# The documentation of the limit says coreNum, and not whether that counts the 24 cores of Ascend 910B1 or the two
+# vector units that each of them has. The limit shrinks with the number: the larger one is the strict reading.
 VECTOR_CORES = 48
 LAYOUTS = {"BNSD": ("11SD", "B1SD", "BNSD"), "BSND": ("1S1D", "BS1D", "BSND"), "SBND": ("S11D", "SB1D", "SBND")}
 TND = {"TND": ("T1D", "TND")}

@@ -102,8 +102,7 @@ def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleTyp
 LAYERS = sorted({reference.layer: reference.function.__name__ for reference in FUNCTION_REFERENCES}.items())
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize(("dtype", "dynamic"), [(FLOAT32, False), (BFLOAT16, True)])
 @pytest.mark.parametrize(("layer", "reference"), LAYERS)
 def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, reference, dtype, dynamic) -> None:
     torch._dynamo.reset()

@@ -108,6 +108,10 @@ def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
     """The operator in the layout that the memory has, so that nothing is copied; else in another that it takes."""
     fits, mode = (_fits_interleave, "interleave") if interleaved else (_fits_half, "half")
+    if x.shape[1] == x.shape[2] == cos.shape[0] == 1:  # one head at one position: the batch stands for heads
+        y = _launch(x.transpose(0, 2), cos, sin, interleaved) if x.shape[0] > 1 else None
+        if y is not None:
+            return y.transpose(0, 2)
     heads_last = x.stride(1) < x.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
     for swap in (heads_last, not heads_last):
         a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)

@@ -1,0 +1,134 @@
+"""A rotary function is one object for the process: other models, copies, restore and unregister."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+
+import pytest
+import torch
+import zoo
+from rotary_functions import calls, forward, kernelized, modeling
+from transformers import AutoModelForCausalLM
+from transformers.integrations import hub_kernels
+
+import kernels_ext_npu
+from kernels_ext_npu import functions
+from kernels_ext_npu.matching import is_kernel_function
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not
+def test_another_model_on_the_cpu_gives_what_it_gave(name) -> None:
+    twin = zoo.build(name)
+    expected = forward(twin, name)
+    kernels_ext_npu.register()
+    kernelized(name)
+    assert torch.equal(forward(twin, name), expected)
+    assert {row.reason.partition(":")[0] for row in calls(twin)} == {"it is on cpu"}
+    kernels_ext_npu.unregister()
+    assert torch.equal(forward(twin, name), expected)
+
+
+def test_a_model_with_use_kernels_on_the_cpu_takes_no_kernels_away(registered, checkpoint) -> None:
+    model = kernelized("qwen3")
+    with pytest.warns(UserWarning, match="is on cpu, and kernels are swapped in for models on the NPU"):
+        other = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), use_kernels=True)
+    assert all(row.swapped for row in calls(model))
+    assert not any(row.swapped for row in calls(other))
+    with pytest.warns(UserWarning, match="is on cpu"):
+        other.train()
+    assert all(row.swapped for row in calls(model))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, name) -> None:
+    model, plain = kernelized(name), zoo.build(name).to("npu")
+    assert all(row.swapped for row in [*calls(model), *calls(plain)])
+    assert " ".join(str(kernels_ext_npu.report(model)).split()).count(functions.SHARED) == 1
+    expected = forward(zoo.build(name), name)
+    for both in (model, plain):
+        assert (forward(both, name).cpu() - expected).norm() <= 1e-5 * expected.norm()
+    kernels_ext_npu.restore(plain)
+    for row in [*calls(model), *calls(plain)]:
+        assert not row.swapped
+        assert "restore() was called" in row.reason
+    assert functions.SHARED[:20] not in str(kernels_ext_npu.report(model))
+    kernels_ext_npu.kernelize(model)
+    assert all(row.swapped for row in calls(plain))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "exaone4"])
+def test_copies_and_pickles_call_the_function_of_the_process(registered, name, tmp_path) -> None:
+    model = kernelized(name)
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (twin, loaded):
+        assert all(row.swapped for row in calls(other))
+        torch.testing.assert_close(forward(other, name), forward(model, name))
+
+
+def state() -> dict[str, object]:
+    """What transformers' files hold under the names of rotary functions, and what their classes say."""
+    found: dict[str, object] = {}
+    for name in ("qwen3", "phi3", "glm4", "deepseek_v3", "qwen2_5_vl", "nanochat", "llama4"):
+        for key, value in vars(modeling(name)).items():
+            if "rotary" in key and not inspect.isclass(value):
+                marks = {k: v for k, v in vars(type(value)).items() if k.startswith(("kernel_", "__red", "__mod"))}
+                found[f"{name}.{key}"] = value, marks, dict(vars(value)) if is_kernel_function(value) else None
+    return found
+
+
+def test_unregister_leaves_transformers_as_it_was() -> None:
+    table = hub_kernels.get_kernel_mapping_transformers()
+    for name in ("qwen3", "phi3"):
+        function = modeling(name).apply_rotary_pos_emb
+        if is_kernel_function(function):
+            vars(function).pop("forward", None)
+    before, layers = state(), {layer: dict(entry) for layer, entry in table.items()}
+    attached = [dict(vars(m).get("_kernel_funcs", {})) for m in zoo.build("deepseek_v3").modules()]
+    models = [kernelized(name) for name in ("qwen3", "phi3", "glm4", "deepseek_v3", "qwen2_5_vl", "nanochat")]
+    assert state() != before
+    kernels_ext_npu.unregister()
+    assert state() == before
+    assert {layer: dict(entry) for layer, entry in table.items()} == layers
+    assert [dict(vars(m).get("_kernel_funcs", {})) for m in models[3].modules()] == attached
+    for model in models:
+        assert not any(row.swapped for row in calls(model))
+    kernels_ext_npu.restore(models[1])
+
+
+def test_what_somebody_else_puts_in_its_place_stays() -> None:
+    """As libraries of kernels for other devices do."""
+    before = modeling("phi3").apply_rotary_pos_emb
+    kernels_ext_npu.register()
+    model = kernelized("phi3")
+    replacement = partial(before)
+    modeling("phi3").apply_rotary_pos_emb = replacement
+    expected = forward(zoo.build("phi3"), "phi3")
+    for _ in range(2):
+        assert {(row.swapped, row.reason) for row in calls(model)} == {(False, "no kernel computes what it computes")}
+        assert (forward(model, "phi3").cpu() - expected).norm() <= 1e-5 * expected.norm()
+        kernels_ext_npu.kernelize(model)
+    kernels_ext_npu.restore(model)
+    kernels_ext_npu.unregister()
+    assert modeling("phi3").apply_rotary_pos_emb is replacement
+    modeling("phi3").apply_rotary_pos_emb = before
+
+
+def test_the_kernels_of_other_devices_stay(registered) -> None:
+    table = hub_kernels.get_kernel_mapping_transformers()
+    kernelized("qwen3")
+    assert table["RotaryPosEmb"].keys() == table["rotary_pos_emb"].keys() | {"npu"}
+    assert all(table["RotaryPosEmb"][device] == entry for device, entry in table["rotary_pos_emb"].items())
+
+
+def test_functions_that_transformers_attaches_to_nothing_are_attached(registered) -> None:
+    plain = zoo.build("exaone4")
+    assert not [m for m in plain.modules() if "_kernel_funcs" in vars(m)]
+    model = kernels_ext_npu.kernelize(plain.to("npu"))
+    assert calls(model)
+    assert all(row.swapped for row in calls(model))

@@ -1,0 +1,109 @@
+"""Counted: what a model launches and moves, at the sizes of Qwen3-8B, two layers of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import zoo
+from costs import Cost, costs
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+import kernels_ext_npu
+import softnpu
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,  # in place of 151936: the embedding is nobody's kernel
+}
+
+
+def gigabytes(cost: Cost) -> float:
+    return cost.bytes.total() / 1e9
+
+
+def test_a_model_launches_and_moves_less_than_half_of_what_it_did(registered, monkeypatch) -> None:
+    swapped = costs(kernels_ext_npu.kernelize, "qwen3", 4096, **QWEN3_8B)
+    kernels_ext_npu.unregister()
+    original = costs(lambda model: None, "qwen3", 4096, **QWEN3_8B)
+    for name, (forward, training) in {"original": original, "swapped": swapped}.items():
+        print(
+            f"{name}: {forward.launches.total()} / {training.launches.total()} launches, "
+            f"{gigabytes(forward):.2f} / {gigabytes(training):.1f} GB"
+        )
+    assert (original[0].launches.total(), round(gigabytes(original[0]), 1)) == (155, 9.8)
+    assert swapped[0].launches.total() <= 72
+    assert gigabytes(swapped[0]) <= 4.66
+    assert swapped[1].launches.total() <= 141
+    assert gigabytes(swapped[1]) <= 13.2
+
+
+def test_a_packed_mlp_moves_less_than_the_original_and_the_concatenating_form(registered, monkeypatch) -> None:
+    """Forward, and forward and backward, of the MLPs alone: what the three models have in common is the same."""
+    packed = costs(kernels_ext_npu.kernelize, "qwen3", 4096, **QWEN3_8B)
+
+    def without_mlps(model: nn.Module) -> None:
+        kernels_ext_npu.kernelize(model)
+        for module in model.modules():
+            if isinstance(module, Qwen3MLP):
+                del module.forward
+
+    original = costs(without_mlps, "qwen3", 4096, **QWEN3_8B)
+
+    def concatenating(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.ops.npu.npu_swiglu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1), -1))
+
+    monkeypatch.setattr(Qwen3MLP, "forward", concatenating)
+    concatenated = costs(without_mlps, "qwen3", 4096, **QWEN3_8B)
+    for name, (forward, training) in {"packed": packed, "original": original, "concatenating": concatenated}.items():
+        print(f"{name}: {gigabytes(forward):.2f} / {gigabytes(training):.2f} GB")
+    for ours, other in ((packed, original), (packed, concatenated)):
+        assert gigabytes(ours[0]) < gigabytes(other[0])
+        assert gigabytes(ours[1]) < gigabytes(other[1])
+        assert ours[0].launches.total() < other[0].launches.total()
+    assert gigabytes(original[0]) < gigabytes(concatenated[0])  # without a gradient joining costs more than it saves
+
+
+def test_a_decoder_layer_launches_what_it_must(registered) -> None:
+    """Operators of one layer of Qwen3 with kernels, and nothing that copies but those of torch_npu's own attention."""
+    with torch.no_grad():
+        model = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu"))
+        layer = model.model.layers[0]
+        x = torch.randn(2, 9, model.config.hidden_size, device="npu")
+        embeddings = model.model.rotary_emb(x, torch.arange(9, device="npu")[None])
+        q, k, v = (torch.randn(2, n, 9, layer.self_attn.head_dim, device="npu") for n in (4, 2, 2))
+        softnpu.reset_counters()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        attention = Counter(softnpu.counters())
+        softnpu.reset_counters()
+        layer(x, position_embeddings=embeddings)
+        calls = Counter(softnpu.counters())
+    assert calls["npu_rms_norm"] == 4
+    assert calls["npu_swiglu"] == 1
+    assert calls["npu_rotary_mul"] == 2
+    assert calls["matmul"] - attention["matmul"] == 6  # q, k, v and o; gate and up in one; down
+    assert calls["cat"] == calls["stream_syncs"] == 0
+    assert calls["copy_"] <= attention["copy_"]
+    assert calls["add"] == 2  # the residuals
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "phi3", "glm4", "qwen2_5_vl"])
+def test_kernels_make_the_host_wait_no_more(registered, name) -> None:
+    reference = zoo.build(name)
+    inputs = {key: value.to("npu") for key, value in zoo.inputs(name, reference).items()}
+
+    def waits(model: nn.Module) -> int:
+        softnpu.reset_counters()
+        zoo.loss(model(**inputs)).backward()
+        return softnpu.counters()["stream_syncs"]
+
+    before = waits(zoo.build(name).to("npu"))
+    assert waits(kernels_ext_npu.kernelize(zoo.build(name).to("npu"))) <= before

@@ -118,7 +118,8 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
         if fits(a, b):
             y = torch.ops.npu.npu_rotary_mul(a, b, c, mode)
         elif _fits_tokens(a, b):
-            tokens, of_cos, of_sin = (t.flatten(0, 1) for t in (a, b, c))
+            tokens = a.flatten(0, 1)
+            of_cos, of_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1) for t in (b, c))
             y = torch.ops.npu.npu_rotary_mul(tokens, of_cos, of_sin, mode)
             y = y.view(a.shape)
         else:
@@ -173,5 +174,8 @@ def _fits_interleave(x: Tensor, cos: Tensor) -> bool:
 
 
 def _fits_tokens(x: Tensor, cos: Tensor) -> bool:
-    """The layout TND of both modes: batch and positions make T, and each token has a row of cos."""
-    return cos.shape[:2] == x.shape[:2] and cos.shape[2] == 1 and x.shape[2] < 1000
+    """The layout TND of both modes: batch and positions make T, and each token has a row of cos.
+
+    Rows that a batch shares are copied for it, which is 1/N of what is rotated.
+    """
+    return cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1] and cos.shape[2] == 1 and x.shape[2] < 1000

@@ -80,14 +80,20 @@ def fingerprint(cls: type) -> str | None:
         return None
     trees = []
     functions = [("forward", forward)]
+    by_name: set[str] = set()  # what is called with keywords
     for name, function in functions:  # grows while it runs
         tree = _tree(function)
         if tree is None:
             return None
         known = {name for name, _ in functions}
         functions += [(n, f) for n, f in _called(tree, cls, function) if n not in known]
+        by_name |= {
+            ast.unparse(n.func).split(".")[-1] for n in ast.walk(tree) if isinstance(n, ast.Call) and n.keywords
+        }
         _Normalised().visit(tree)
         trees.append(f"{name}: {ast.dump(tree)} {_objects(tree, function)}")
+    parameters = {name: list(inspect.signature(function).parameters) for name, function in functions if name in by_name}
+    trees.append(str(parameters))
     return "\n".join(trees)
 
 

@@ -200,3 +200,23 @@ class WithOtherFunction(nn.Module):
 class WithSameFunction(nn.Module):
     def forward(self, y):
         return shift(y)
+
+
+class Named(nn.Module):
+    def _scaled(self, x, factor):
+        return x * factor.sqrt()
+
+    def forward(self, x, y):
+        return self._scaled(x=x, factor=y)
+
+
+class Exchanged(nn.Module):
+    def _scaled(self, factor, x):
+        return factor * x.sqrt()
+
+    def forward(self, x, y):
+        return self._scaled(x=x, factor=y)
+
+
+def test_a_helper_that_is_called_by_name_has_to_have_the_same_names() -> None:
+    assert fingerprint(Named) != fingerprint(Exchanged)

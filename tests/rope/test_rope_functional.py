@@ -119,11 +119,19 @@ def test_interleaved_pairs_with_a_table_a_row_are_read_as_tokens(kernel: ModuleT
     assert_rounded(kernel.rotary_mul(*moved, True), exact(x.transpose(1, 2), cos[:, None], sin[:, None], True))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_large_batch_that_shares_a_table_is_read_as_tokens_too(kernel: ModuleType, interleaved) -> None:
+    """A batch of 1000, which no layout with a batch takes; interleaved the limit is B·N < 1000."""
+    x, cos, sin = draw((1000, 2, 3, 8), (1, 2, 1, 8))
+    moved = [t.to("npu") for t in (x, cos, sin)]
+    assert calls(lambda: kernel.rotary_mul(*moved, interleaved))["npu_rotary_mul"] == 1
+    assert_rounded(kernel.rotary_mul(*moved, interleaved), exact(x, cos, sin, interleaved))
+
+
 @pytest.mark.parametrize(
     ("shape", "of_cos", "dtype", "why"),
     [
         ((2, 4, 8, 896), (2, 1, 8, 896), torch.float32, "a head of 896"),
-        ((1000, 2, 2, 8), (1, 1, 2, 8), torch.float32, "a batch of 1000"),
         ((2, 1000, 1, 8), (2, 1, 1, 8), torch.float32, "1000 heads"),
         ((2, 4, 3, 64), (2, 1, 3, 64), torch.float64, "float64, which the device computes in float32"),
         ((5, 64), (5, 64), torch.float32, "two dimensions"),

@@ -118,7 +118,8 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
         if fits(a, b):
             y = _fused(a, b, c, mode)
         elif _fits_tokens(a, b):
-            y = _fused(a.flatten(0, 1), b.flatten(0, 1), c.flatten(0, 1), mode).view(a.shape)
+            of_cos, of_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1) for t in (b, c))
+            y = _fused(a.flatten(0, 1), of_cos, of_sin, mode).view(a.shape)
         else:
             continue
         return y.transpose(1, 2) if swap else y
@@ -193,5 +194,8 @@ def _fits_interleave(x: Tensor, cos: Tensor) -> bool:
 
 
 def _fits_tokens(x: Tensor, cos: Tensor) -> bool:
-    """The layout TND of both modes: batch and positions make T, and each token has a row of cos."""
-    return cos.shape[:2] == x.shape[:2] and cos.shape[2] == 1 and x.shape[2] < 1000
+    """The layout TND of both modes: batch and positions make T, and each token has a row of cos.
+
+    Rows that a batch shares are copied for it, which is 1/N of what is rotated.
+    """
+    return cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1] and cos.shape[2] == 1 and x.shape[2] < 1000

@@ -63,7 +63,9 @@ def test_a_training_step_takes_less_than_the_original_and_the_concatenating_form
     kernels_ext_npu.unregister()
     original = peak(lambda model: None)
     print(f"of the original {packed / original:.2f}, of the concatenating form {packed / concatenated:.2f}")
-    # the gradient's peak is in the last layer; the first one keeps a tensor of the inner size less, and two less
+    # The gradient's peak is in the last layer; the first one keeps a tensor of the inner size less, and two less. The
+    # gradient of one weight waits in the node until autograd gets all.
     inner = TOKENS * SIZES["intermediate_size"] * 4
-    assert packed <= concatenated - inner
-    assert packed <= original - 2 * inner
+    weight = SIZES["hidden_size"] * SIZES["intermediate_size"] * 4
+    assert packed <= concatenated - inner + weight
+    assert packed <= original - 2 * inner + weight

@@ -33,7 +33,7 @@ def gpt_oss(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_one_launch_as_exact_as_the_dtype_allows(kernel: ModuleType, npu_counters, name, dtype, shape) -> None:
-    """float32 to 1e-6 of the largest; half precision to two roundings, since GeGLU rounds the activation first."""
+    """float32 to 1e-6 of the largest; half precision to two roundings, which GeGLU has in float16."""
     x = gate_up(*shape, dtype=dtype)
     moved = x.npu()
     before = npu_counters().copy()

@@ -1,11 +1,14 @@
 """A packed MLP as one node of autograd.
 
-Node by node an MLP keeps the product of gate and up, and what the activation makes of it for the gradient of the down
-projection: three times its inner size a token. One node keeps the product and computes the rest again, one launch more.
-Its weight gradients come out contiguous, so that autograd takes them as they are instead of copying them.
+Node by node an MLP keeps the product of gate and up, and what the unit makes of it for the gradient of the down
+projection: SwiGLU three times its inner size a token, GeGLU four times. One node keeps the product and computes the
+rest again, but for the MLP that ran last: its gradient comes first, when nothing else has grown yet. Weight gradients
+come out contiguous, so that autograd takes them as they are instead of copying them.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,24 @@ def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> 
     return needs_grad and one_dtype and sizes_fit and x.device == down.weight.device and not autocast
 
 
+class Latest:
+    """What a forward computed, until another one takes its place or a backward takes it away."""
+
+    _current: weakref.ref[Latest] | None = None
+
+    def __init__(self, computed: tuple[Tensor, ...]) -> None:
+        before = Latest._current and Latest._current()
+        if before is not None:
+            before.take()
+        Latest._current = weakref.ref(self)
+        self._computed = computed
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Nothing where it is gone; then it has to be computed again."""
+        computed, self._computed = self._computed, ()
+        return computed
+
+
 class PackedMLP(torch.autograd.Function):
     """``down(unit(x @ [gate; up]ᵀ))``; arguments after ``x`` are weights of gate, up and down, then their biases."""
 
@@ -36,9 +57,10 @@ class PackedMLP(torch.autograd.Function):
         gate, up, down, gate_bias, up_bias, down_bias = parameters
         bias = None if gate_bias is None else both(gate_bias, up_bias)
         product = F.linear(x, both(gate, up), bias)
-        ctx.unit = unit
+        computed = unit.forward(product)
+        ctx.unit, ctx.computed = unit, Latest(computed)
         ctx.save_for_backward(x, product, gate, up, down)
-        return F.linear(unit.forward(product)[0], down, down_bias)
+        return F.linear(computed[0], down, down_bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -46,13 +68,16 @@ class PackedMLP(torch.autograd.Function):
         x, product, gate, up, down = ctx.saved_tensors
         _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
         grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
-        # what is largest lives one after the other: the gradient of the product before the activation's value
-        known = ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ()
-        d_product = ctx.unit.backward(grad @ down, product, *known[1:])
+        known = ctx.computed.take() or (ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ())
+        known = tuple(tensor.reshape(product.shape[0], -1) for tensor in known)
+        d_down = grad.t() @ known[0] if known and needs_down else None
+        known = known[1:]  # what is largest lives one after the other
+        d_product = ctx.unit.backward(grad @ down, product, *known)
         d_gate, d_up = (d_product.t() @ x.reshape(-1, x.shape[-1])).chunk(2) if needs_gate or needs_up else (None, None)
         d_gate_bias, d_up_bias = d_product.sum(0).chunk(2) if any(needs_biases[:2]) else (None, None)
         d_down_bias = grad.sum(0) if needs_biases[2] else None
         d_x = (d_product @ both(gate, up)).view(x.shape) if needs_x else None
         del d_product
-        d_down = grad.t() @ (known or ctx.unit.forward(product))[0] if needs_down else None
+        if needs_down and d_down is None:
+            d_down = grad.t() @ ctx.unit.forward(product)[0]
         return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias

@@ -43,8 +43,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """``gelu(gate, approximate="tanh") * up``.
 
-    One launch of ``npu_geglu``, with the conditions of :func:`swiglu`. The operator rounds the activation to the
-    dtype of its input before it multiplies. Differentiable, under ``torch.compile`` too.
+    One launch of ``npu_geglu``, with the conditions of :func:`swiglu`. In float16 the operator rounds the activation
+    before it multiplies. Differentiable, under ``torch.compile`` too.
 
     Args:
         gate: ``[..., I]``; without ``up`` ``[..., 2·I]``, the gate first.

@@ -1,0 +1,106 @@
+"""The layers as `kernels` binds them: one graph under torch.compile, forward and backward, packed or not."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType, ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
+
+LAYERS = {
+    "SwiGLUMLP": lambda: LlamaMLP(32, 64, "silu", bias=True),
+    "GeGLUMLP": lambda: LlamaMLP(32, 64, "gelu_pytorch_tanh"),
+    "FusedSwiGLUMLP": lambda: Phi3MLP(32, 64, "silu"),
+    "FusedGeGLUMLP": lambda: Phi3MLP(32, 64, "gelu_pytorch_tanh"),
+}
+
+
+def bound(kernel: ModuleType, layer: str, original: nn.Module, pack: bool = True) -> nn.Module:
+    module = copy.deepcopy(original).to("npu")
+    if pack and hasattr(module, "gate_proj"):
+        assert kernel.packing.pack(module.gate_proj, module.up_proj) is None
+    module.forward = MethodType(getattr(kernel.layers, layer).forward, module)
+    return module
+
+
+def results(module: nn.Module, x: Tensor, call=None) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = module(leaf) if call is None else call(leaf)
+    module.zero_grad()
+    y.square().sum().backward()
+    return [y.detach(), leaf.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_the_list_is_complete(kernel: ModuleType) -> None:
+    defined = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
+    assert {name for name in defined if not name.startswith("_")} == set(LAYERS)
+    for layer in LAYERS:
+        assert getattr(kernel.layers, layer).can_torch_compile
+        assert getattr(kernel.layers, layer).has_backward
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_compiles_to_one_graph_with_the_originals_values(kernel: ModuleType, layer, pack) -> None:
+    """To 2e-6 of the norm: three products in float32, each with sums in another order."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    original = LAYERS[layer]()
+    module = bound(kernel, layer, original, pack)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for rows in (3, 5):
+        x = torch.randn(2, rows, 32)
+        expected = results(original, x)
+        for call in (module, compiled):
+            for a, b in zip(results(module, x.npu(), call), expected):
+                assert (a.cpu() - b).norm() <= 2e-6 * b.norm()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_inference_is_two_products_and_a_unit(kernel: ModuleType, layer, npu_counters) -> None:
+    module = bound(kernel, layer, LAYERS[layer]())
+    x = torch.randn(2, 3, 32, device="npu")
+    before = npu_counters().copy()
+    with torch.no_grad():
+        module(x)
+    calls = {k: v - before.get(k, 0) for k, v in npu_counters().items() if v != before.get(k, 0)}
+    products = calls.pop("matmul", 0) + calls.pop("addmm", 0) + calls.pop("linear", 0)
+    biases = calls.pop("add", 0)
+    assert products == 2
+    assert biases in (0, 2)
+    assert calls in ({"npu_swiglu": 1}, {"npu_geglu": 1})
+
+
+@pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 4, 32), (0, 32)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_any_number_of_dimensions(kernel: ModuleType, layer, shape) -> None:
+    original = LAYERS[layer]()
+    module = bound(kernel, layer, original)
+    x = torch.randn(shape)
+    for a, b in zip(results(module, x.npu()), results(original, x)):
+        assert a.shape == b.shape
+        assert torch.allclose(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["SwiGLUMLP", "GeGLUMLP"])
+def test_a_projection_that_is_missing_is_named(kernel: ModuleType, layer) -> None:
+    module = nn.Linear(2, 2)
+    module.forward = MethodType(getattr(kernel.layers, layer).forward, module)
+    with pytest.raises(AttributeError, match=r"Linear has none of the projections .* gate_proj, up_proj, down_proj"):
+        module(torch.ones(2))
+
+
+def test_frozen_parameters_get_no_gradient(kernel: ModuleType) -> None:
+    original = LAYERS["SwiGLUMLP"]()
+    for frozen in ("gate_proj", "up_proj", "down_proj"):
+        module, reference = bound(kernel, "SwiGLUMLP", original), copy.deepcopy(original)
+        for mlp in (module, reference):
+            getattr(mlp, frozen).requires_grad_(False)
+        x = torch.randn(3, 32)
+        for a, b in zip(results(module, x.npu()), results(reference, x)):
+            assert (a is None) == (b is None)
+            assert b is None or torch.allclose(a.cpu(), b, rtol=1e-5, atol=1e-5)

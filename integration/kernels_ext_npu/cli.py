@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``."""
+"""The command line: ``kernels-ext-npu demo`` and ``kernels-ext-npu coverage``."""
 
 from __future__ import annotations
 
@@ -43,6 +43,23 @@ def demo(
     except (demo.CannotRunError, kernels_ext_npu.UnsupportedEnvironmentError) as error:
         raise _refusal(error) from error
     raise typer.Exit(0 if agreed else 1)
+
+
+@app.command()
+def coverage() -> None:
+    """Count what of the installed transformers has a kernel, and why the rest has none."""
+    try:
+        import softnpu  # noqa: F401  before torch
+    except ImportError as error:
+        raise _refusal(error) from error
+    from rich.console import Console
+
+    from kernels_ext_npu import coverage
+
+    console = Console()
+    with console.status("reading the modeling files of transformers"):
+        entries = coverage.survey()
+    console.print(coverage.table(entries))
 
 
 def _refusal(error: Exception) -> typer.Exit:

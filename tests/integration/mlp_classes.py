@@ -1,14 +1,13 @@
-"""Every gated MLP of the installed transformers, found by reading it."""
+"""A small instance of a gated MLP of transformers, and arguments for it."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from functools import cache
 
 import torch
-from norm_classes import is_served_by, module_classes
 from torch import Tensor, nn
+
+from kernels_ext_npu.coverage import is_served_by
 
 SIZE, INNER = 32, 64
 
@@ -46,24 +45,8 @@ class Config:
         return SIZE
 
 
-@cache
-def mlp_classes() -> tuple[type[nn.Module], ...]:
-    """Those that match, and all others that look like one: called so, and with a gate in their forward."""
-    return tuple(cls for cls in module_classes() if is_served(cls) or _looks_gated(cls))
-
-
 def is_served(cls: type[nn.Module]) -> bool:
     return is_served_by(cls, "SwiGLU")
-
-
-def _looks_gated(cls: type[nn.Module]) -> bool:
-    if not re.search(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert", cls.__name__):
-        return False
-    try:
-        source = inspect.getsource(cls.forward)
-    except (OSError, TypeError):
-        return False
-    return bool(re.search(r"act|silu|gelu|swish", source)) and " * " in source
 
 
 def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False) -> nn.Module:

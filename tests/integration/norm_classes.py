@@ -1,56 +1,16 @@
-"""Every norm class of the installed transformers, found by reading it, and its exact result in float64."""
+"""A small instance of a norm of transformers, arguments for it, and its exact result in float64."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import torch
-import transformers.models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.marking import LAYERS
 from kernels_ext_npu.matching import find_reference
 
 SIZE = 32
-COUNTED = "5.22.2"  # the release of transformers whose classes tests/data/norms.toml and the counts are about
-
-
-@cache
-def norm_classes() -> tuple[type[nn.Module], ...]:
-    """Those that transformers decorates for one of our layers, those that match, and all others called RMSNorm."""
-    return tuple(
-        cls
-        for cls in module_classes()
-        if LAYERS.get(getattr(cls, "kernel_layer_name", ""), "") == "RMSNorm"
-        or is_served_by(cls, "RMSNorm")
-        or "rmsnorm" in cls.__name__.lower()
-    )
-
-
-def is_served_by(cls: type[nn.Module], repository: str) -> bool:
-    reference = find_reference(cls)
-    return reference is not None and reference.repository == repository
-
-
-def module_classes() -> Iterator[type[nn.Module]]:
-    """Every module of every architecture that can be imported."""
-    for package in pkgutil.iter_modules(transformers.models.__path__):
-        folder = Path(transformers.models.__path__[0]) / package.name
-        for path in sorted(folder.glob("modeling_*.py")):
-            name = f"transformers.models.{package.name}.{path.stem}"
-            try:
-                module = importlib.import_module(name)
-            except ImportError:  # needs a package that is not installed
-                continue
-            for value in vars(module).values():
-                if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == name:
-                    yield value
 
 
 def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from mlp_classes import inputs, instance, is_served, mlp_classes
-from norm_classes import COUNTED
+from counted import counted
+from mlp_classes import inputs, instance, is_served
 from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.coverage import KEPT, MLPS, mlp_classes
 from kernels_ext_npu.matching import find_reference
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-counted = pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"the classes of {COUNTED} were counted")
-KEPT = tomllib.loads((Path(__file__).resolve().parent.parent / "data" / "mlps.toml").read_text())
 SERVED = [cls for cls in mlp_classes() if is_served(cls)]
 
 
@@ -53,7 +44,9 @@ def error(found: list[Tensor], truth: list[Tensor]) -> float:
 
 @counted
 def test_every_gated_mlp_is_served_or_kept_with_a_reason() -> None:
-    assert {cls.__name__ for cls in mlp_classes() if not is_served(cls)} == KEPT.keys()
+    assert {cls.__name__ for cls in mlp_classes() if not is_served(cls)} == {
+        n for ns in KEPT[MLPS].values() for n in ns
+    }
 
 
 @counted

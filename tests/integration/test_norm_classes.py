@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from norm_classes import COUNTED, exact, inputs, instance, norm_classes
+from counted import counted
+from norm_classes import exact, inputs, instance
 from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.coverage import COUNTED, KEPT, NORMS, norm_classes
 from kernels_ext_npu.matching import find_reference
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-counted = pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"the classes of {COUNTED} were counted")
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).resolve().parent.parent
-REFUSED = tomllib.loads((TESTS / "data" / "norms.toml").read_text())
+REFUSED = {name for names in KEPT[NORMS].values() for name in names}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +53,7 @@ def test_the_counted_release_is_the_pinned_one() -> None:
 @counted
 def test_every_norm_class_is_served_or_refused_with_a_reason() -> None:
     refused = {cls.__name__ for cls in norm_classes() if find_reference(cls) is None}
-    assert refused == REFUSED.keys()
+    assert refused == REFUSED
 
 
 @counted

@@ -12,20 +12,16 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
-from rotary_functions import COUNTED, calls, modeling, rotary_functions
+from counted import counted
+from rotary_functions import calls, modeling
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
+from kernels_ext_npu.coverage import KEPT, ROTARY, rotary_functions
 from kernels_ext_npu.matching import find_function_reference, is_kernel_function
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 TESTS = Path(__file__).resolve().parent.parent
-REFUSED = tomllib.loads((TESTS / "data" / "rotary.toml").read_text())
-counted = pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"the functions of {COUNTED} were counted")
+REFUSED = KEPT[ROTARY]
 pytestmark = pytest.mark.slow
 
 

@@ -7,10 +7,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from rotary_functions import arguments, exact, results, rotary_functions, tensors
+from rotary_functions import arguments, exact, results, tensors
 from torch import Tensor
 
 import softnpu
+from kernels_ext_npu.coverage import rotary_functions
 from kernels_ext_npu.matching import find_function_reference, original_function
 from kernels_ext_npu.references import FUNCTION_REFERENCES, FunctionReference
 

@@ -1,0 +1,8 @@
+"""A mark for tests that count what a certain release of transformers holds."""
+
+import pytest
+import transformers
+
+from kernels_ext_npu.coverage import COUNTED
+
+counted = pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"what {COUNTED} holds was counted")

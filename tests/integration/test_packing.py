@@ -169,7 +169,7 @@ def test_state_dicts_go_in_and_out_and_leave_it_packed(tmp_path: Path) -> None:
 def test_state_dicts_that_are_assigned_end_the_packing_and_kernelize_restores_it() -> None:
     model, other = kernelized(), llama(hidden_act="silu")
     model.load_state_dict({name: value.npu() for name, value in other.state_dict().items()}, assign=True)
-    assert reasons(model) == {"two products, since the weights do not share one storage"}
+    assert reasons(model) == {"two products, since the weights do not lie side by side in one storage"}
     assert_equal_logits(model, other)
     assert reasons(kernels_ext_npu.kernelize(model)) == {None}
     assert_equal_logits(model, other)
@@ -244,7 +244,7 @@ def test_it_stays_packed_when_the_mode_changes(mode) -> None:
 def test_tensors_that_were_cast_or_moved_are_right() -> None:
     model = kernelized()
     model.to(torch.bfloat16)
-    assert reasons(model) == {"two products, since the weights do not share one storage"}
+    assert reasons(model) == {"two products, since the weights do not lie side by side in one storage"}
     model.to(torch.float32)
     expected = llama().to(torch.bfloat16).to(torch.float32)
     assert_equal_logits(model, expected)
@@ -312,6 +312,16 @@ def test_a_weight_that_shares_its_storage_with_something_else_stays_there() -> N
     before = [storage(parameter) for parameter in model.parameters()]
     kernels_ext_npu.kernelize(model)
     assert [storage(parameter) for parameter in model.parameters()] == before
+    assert_equal_logits(model, llama())
+
+
+def test_weights_that_share_a_storage_the_other_way_round_are_two_products() -> None:
+    model = llama().to("npu")
+    for layer in model.model.layers:
+        gate, up = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
+        up.data, gate.data = torch.cat((up.detach(), gate.detach())).chunk(2)
+    kernels_ext_npu.kernelize(model)
+    assert reasons(model) == {"two products, since the weights do not lie side by side in one storage"}
     assert_equal_logits(model, llama())
 
 

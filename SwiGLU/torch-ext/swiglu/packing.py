@@ -69,7 +69,7 @@ def separate(gate: nn.Module, up: nn.Module) -> str | None:
     if reason is not None:
         return reason
     if not all(_adjacent(a, b) for a, b in _pairs(gate, up)):
-        return "the weights do not share one storage"
+        return "the weights do not lie side by side in one storage"
     return None
 
 

@@ -143,12 +143,28 @@ def test_the_decorators_of_rotary_embeddings_are_seen_through() -> None:
     assert find_reference(Table).layers == ("RotaryEmbeddingFloat32",)
 
 
-def impostor(function):
-    """A decorator of the same name."""
-    return twice(function)
+def update_impostor(rope_forward):
+    """Holds what dynamic_rope_update's wrapper holds, by the same name, and does something else."""
+
+    @functools.wraps(rope_forward)
+    def wrapper(self, x, position_ids, layer_type=None):
+        return rope_forward(self, x, position_ids + 1)
+
+    return wrapper
 
 
-impostor.__name__ = "dynamic_rope_update"
+def no_grad_impostor(func):
+    """The same for torch.no_grad's."""
+    ctx_factory = torch.no_grad().clone
+
+    @functools.wraps(func)
+    def decorate_context(*args, **kwargs):
+        with ctx_factory():
+            return func(*args, **kwargs)[::-1]
+
+    return decorate_context
+
+
 inner = Table.forward.__wrapped__.__wrapped__
 
 
@@ -162,7 +178,8 @@ inner = Table.forward.__wrapped__.__wrapped__
         dynamic_rope_update(torch.no_grad()(inner)),
         torch.enable_grad()(dynamic_rope_update(inner)),
         torch.inference_mode()(dynamic_rope_update(inner)),
-        torch.no_grad()(impostor(inner)),
+        torch.no_grad()(update_impostor(inner)),
+        no_grad_impostor(dynamic_rope_update(inner)),
         torch.no_grad()(dynamic_rope_update(twice(inner))),
         torch.no_grad()(dynamic_rope_update(dynamic_rope_update(inner))),
         torch.no_grad()(torch.no_grad()(dynamic_rope_update(inner))),

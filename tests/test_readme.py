@@ -21,8 +21,8 @@ def test_the_example_with_a_model_runs(card: str, run_python, tmp_path: Path) ->
     code = example.replace('"Qwen/Qwen3-8B"', repr(str(tmp_path))).replace('source="hub"', f"source={str(ROOT)!r}")
     assert code != example
     output = run_python(f"import softnpu\n{code}").stdout
-    counts = re.findall(r"(\d+) of (\d+) (?:norms|gated MLPs|rotary calls)", output)
-    assert len(counts) == 3
+    counts = re.findall(r"(\d+) of (\d+) (?:norms|gated MLPs|rotary calls|rotary tables)", " ".join(output.split()))
+    assert len(counts) == 4
     assert all(swapped == found != "0" for swapped, found in counts)
 
 

@@ -3,9 +3,10 @@
 Compared is the forward together with the methods of the class and the functions of its file that it calls, after
 docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
 operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
-wrapper does is not in the tree. The one exception is what `kernels` makes of a function that transformers decorates
-for it, a module that calls the function. Of a function and its helpers the names of the parameters count too, since
-callers may use them; the names of the helpers do not.
+wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
+module that calls the function; and the two decorators of transformers' rotary embeddings, which the reference then has
+too. Of a function and its helpers the names of the parameters count too, since callers may use them; the names of the
+helpers do not.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from types import FunctionType, ModuleType
 
+import torch
 from torch import nn
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, FunctionReference, Reference
+
+_KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
+_ROTARY_DECORATORS = ("torch.no_grad", "dynamic_rope_update")
 
 _found: dict[type, Reference | None] = {}
 _found_functions: dict[FunctionType, FunctionReference | None] = {}
@@ -53,8 +59,7 @@ def original_function(function: object) -> FunctionType | None:
     if not is_kernel_function(function):
         return None
     forward = vars(type(function))["forward"]
-    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or ()))
-    original = cells["func"].cell_contents if "func" in cells else None
+    original = _cells(forward).get("func")
     return original if isinstance(original, FunctionType) else None
 
 
@@ -78,11 +83,13 @@ def fingerprint(cls: type) -> str | None:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType):
         return None
-    trees = []
+    decorated = _under_rotary_decorators(forward)
+    forward, decorators = (forward, ()) if decorated is None else (decorated, _ROTARY_DECORATORS)
+    trees = [str(decorators)]
     functions = [("forward", forward)]
     by_name: set[str] = set()  # what is called with keywords
     for name, function in functions:  # grows while it runs
-        tree = _tree(function)
+        tree = _tree(function, decorators if function is forward else ())
         if tree is None:
             return None
         known = {name for name, _ in functions}
@@ -105,7 +112,7 @@ def function_fingerprint(function: object) -> str | None:
     trees = []
     functions = {original.__name__: original}
     for helper in (waiting := [original]):  # grows while it runs
-        tree = _tree(helper, decorated=helper is original and is_kernel_function(function))
+        tree = _tree(helper, _KERNEL_DECORATORS if helper is original and is_kernel_function(function) else ())
         if tree is None:
             return None
         for name, callee in _called(tree, None, helper):
@@ -125,7 +132,32 @@ def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ())
     return [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names.difference(known))]
 
 
-def _tree(function: FunctionType, decorated: bool = False) -> ast.FunctionDef | None:
+def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
+    """The function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else.
+
+    The wrappers are told by their code, and torch.no_grad's also by what it enters: enable_grad has the same code.
+    """
+    outer, inner = torch.no_grad()(_undecorated), dynamic_rope_update(_undecorated)
+    if forward.__code__ is not outer.__code__:
+        return None
+    factory, update = (_cells(forward).get(name) for name in ("ctx_factory", "func"))
+    if type(getattr(factory, "__self__", None)) is not torch.no_grad:
+        return None
+    if not isinstance(update, FunctionType) or update.__code__ is not inner.__code__:
+        return None
+    function = _cells(update).get("rope_forward")
+    return function if isinstance(function, FunctionType) else None
+
+
+def _undecorated() -> None:
+    """For the decorators, which show their code on what they decorate."""
+
+
+def _cells(function: FunctionType) -> dict[str, object]:
+    return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+
+
+def _tree(function: FunctionType, allowed: tuple[str, ...] = ()) -> ast.FunctionDef | None:
     if hasattr(function, "__wrapped__"):
         return None
     try:
@@ -136,7 +168,7 @@ def _tree(function: FunctionType, decorated: bool = False) -> ast.FunctionDef | 
     if not isinstance(tree, ast.FunctionDef):
         return None
     decorators = [ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list]
-    return tree if not decorators or (decorated and decorators == ["use_kernel_forward_from_hub"]) else None
+    return tree if not decorators or decorators == list(allowed) else None
 
 
 def _describe(value: object, user: FunctionType) -> str:

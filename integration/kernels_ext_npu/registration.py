@@ -37,8 +37,8 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
             kernels-ext-npu/* on the Hub; or the path of a clone of the project.
-        strict: raise if a norm, gated MLP or rotary function of a model keeps its own forward, instead of only
-            reporting it.
+        strict: raise if a norm, gated MLP or rotary function of a model keeps its own forward, or a rotary embedding
+            that could be served, instead of only reporting it.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.

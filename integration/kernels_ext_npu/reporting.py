@@ -17,9 +17,11 @@ from torch import nn
 from kernels_ext_npu import functions, packing, registration
 from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.references import REFERENCES
 
-# what the kernels of a repository serve, as the table counts it
-KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "rotary calls"}
+# what the kernels of a repository serve, or a kind of their layers, as the table counts it
+KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "rotary calls", "RotaryEmbedding": "rotary tables"}
+_KIND_OF_LAYER = LAYERS | {layer: r.kind or r.repository for r in REFERENCES for layer in r.layers}
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -44,7 +46,7 @@ class Row:
         kernel: the layer that serves it or would serve it, None if there is none.
         swapped: whether the kernel's forward is in place.
         reason: why not, or why not as fast as it could be; None if there is nothing to say.
-        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change.
         kind: what it is, as the table counts it.
     """
 
@@ -87,7 +89,7 @@ class Report:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
         if any(row.kind == KINDS["RoPE"] and row.swapped for row in self.rows):
             table.caption, table.caption_justify = functions.SHARED, "left"
-        table.add_column("class", max_width=26, overflow="fold")
+        table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
         for row in self.rows:
@@ -108,7 +110,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm, gated MLP and rotary function of a model: swapped, or kept and why."""
+    """Every norm, gated MLP, rotary function and module that makes cos and sin: swapped, or kept and why."""
     found = [(path, module, _kind(module)) for path, module in model.named_modules()]
     modules = [_row(path, module, kind) for path, module, kind in found if kind is not None]
     return Report([*modules, *functions.rows(model)])
@@ -116,9 +118,9 @@ def report(model: nn.Module) -> Report:
 
 def _kind(module: nn.Module) -> str | None:
     reference = find_reference(type(module))
-    repository = reference.repository if reference else LAYERS.get(getattr(type(module), "kernel_layer_name", ""))
-    if repository is not None:
-        return KINDS[repository]
+    layer = reference.layers[0] if reference else getattr(type(module), "kernel_layer_name", "")
+    if layer in _KIND_OF_LAYER:
+        return KINDS[_KIND_OF_LAYER[layer]]
     if "norm" in type(module).__name__.lower() and not any(module.children()):
         return KINDS["RMSNorm"]
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
@@ -127,7 +129,7 @@ def _kind(module: nn.Module) -> str | None:
 
 def _row(path: str, module: nn.Module, kind: str) -> Row:
     class_name = type(module).__name__
-    candidate = not isinstance(module, _OTHER_NORMS)
+    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other_table(module, kind)
     function = kernel_forward(module)
     if function is not None:
         layer = function.__qualname__.partition(".")[0]
@@ -140,6 +142,12 @@ def _row(path: str, module: nn.Module, kind: str) -> Row:
     reference = find_reference(type(module))
     layer_name = reference.layer(module) if reference else None
     return Row(path, class_name, layer_name, False, _reason(module), candidate, kind)
+
+
+def _is_other_table(module: nn.Module, kind: str) -> bool:
+    """Whether it makes cos and sin in a way that no kernel of ours is meant for."""
+    reference = find_reference(type(module))
+    return kind == KINDS["RotaryEmbedding"] and (reference is None or reference.refuse(module) is not None)
 
 
 def _reason(module: nn.Module) -> str:

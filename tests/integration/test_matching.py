@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 from kernels_ext_npu.matching import find_reference, fingerprint
 from kernels_ext_npu.references import REFERENCES
@@ -116,6 +117,82 @@ class Decorated(nn.Module):
         mean_square = x.pow(2).mean(-1, keepdim=True)
         x = x * torch.rsqrt(mean_square + self.variance_epsilon)
         return self.weight * x.to(kind)
+
+
+def table(self, x, position_ids):
+    """What OlmoRotaryEmbedding computes, for decorators to be put over."""
+    freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+    emb = torch.cat((freqs, freqs), dim=-1)
+    cos = emb.cos() * self.attention_scaling
+    sin = emb.sin() * self.attention_scaling
+    return cos, sin
+
+
+class Table(nn.Module):
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x, position_ids):
+        freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+        return cos, sin
+
+
+def test_the_decorators_of_rotary_embeddings_are_seen_through() -> None:
+    assert find_reference(Table).layers == ("RotaryEmbeddingFloat32",)
+
+
+def update_impostor(rope_forward):
+    """Holds what dynamic_rope_update's wrapper holds, by the same name, and does something else."""
+
+    @functools.wraps(rope_forward)
+    def wrapper(self, x, position_ids, layer_type=None):
+        return rope_forward(self, x, position_ids + 1)
+
+    return wrapper
+
+
+def no_grad_impostor(func):
+    """The same for torch.no_grad's."""
+    ctx_factory = torch.no_grad().clone
+
+    @functools.wraps(func)
+    def decorate_context(*args, **kwargs):
+        with ctx_factory():
+            return func(*args, **kwargs)[::-1]
+
+    return decorate_context
+
+
+inner = Table.forward.__wrapped__.__wrapped__
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        inner,
+        table,
+        torch.no_grad()(inner),
+        dynamic_rope_update(inner),
+        dynamic_rope_update(torch.no_grad()(inner)),
+        torch.enable_grad()(dynamic_rope_update(inner)),
+        torch.inference_mode()(dynamic_rope_update(inner)),
+        torch.no_grad()(update_impostor(inner)),
+        no_grad_impostor(dynamic_rope_update(inner)),
+        torch.no_grad()(dynamic_rope_update(twice(inner))),
+        torch.no_grad()(dynamic_rope_update(dynamic_rope_update(inner))),
+        torch.no_grad()(torch.no_grad()(dynamic_rope_update(inner))),
+        twice(Table.forward),
+    ],
+)
+def test_other_decorators_are_not(forward) -> None:
+    assert find_reference(type("Made", (nn.Module,), {"forward": forward})) is None
+
+
+def test_a_rotary_embedding_needs_its_decorators() -> None:
+    undecorated = type("Undecorated", (nn.Module,), {"forward": table})
+    assert fingerprint(undecorated) not in (None, fingerprint(Table))
 
 
 class Patched(LlamaRMSNorm):

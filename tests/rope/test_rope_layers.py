@@ -14,6 +14,7 @@ import softnpu
 from kernels_ext_npu.coverage import rotary_functions
 from kernels_ext_npu.matching import find_function_reference, original_function
 from kernels_ext_npu.references import FUNCTION_REFERENCES, FunctionReference
+from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 
 pytestmark = pytest.mark.slow
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -38,7 +39,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel: ModuleType) -> None:
     import inspect
 
-    assert {reference.layer for reference in FUNCTION_REFERENCES} == set(kernel.layers.__all__)
+    tables = {layer for reference in ROTARY_EMBEDDINGS for layer in reference.layers}
+    assert {reference.layer for reference in FUNCTION_REFERENCES} | tables == set(kernel.layers.__all__)
+    for table in ROTARY_EMBEDDINGS:
+        forwards = (table.module.forward, getattr(kernel.layers, table.layers[0]).forward)
+        assert len({tuple(inspect.signature(forward).parameters) for forward in forwards}) == 1
     for reference in FUNCTION_REFERENCES:
         parameters = list(inspect.signature(getattr(kernel.layers, reference.layer).forward).parameters.values())
         expected = list(inspect.signature(reference.function).parameters.values())

@@ -1,8 +1,16 @@
-"""Layers whose forward `kernels` binds to the rotary functions of transformers.
+"""Layers whose forward `kernels` binds to the rotary functions of transformers, and to what makes their cos and sin.
 
 Each takes the arguments of the function that it replaces, by the same names, and gives its dtypes.
 """
 
+from .embedding import (
+    RotaryEmbedding,
+    RotaryEmbeddingByType,
+    RotaryEmbeddingByTypeFloat32,
+    RotaryEmbeddingFloat32,
+    RotaryEmbeddingHalfWidth,
+    RotaryEmbeddingInterleaved,
+)
 from .halves import (
     MultimodalRotaryPosEmb,
     RotaryPosEmb,
@@ -42,6 +50,12 @@ __all__ = [
     "MultimodalRotaryPosEmb",
     "RotaryEmbComplex",
     "RotaryEmbComplexBySequence",
+    "RotaryEmbedding",
+    "RotaryEmbeddingByType",
+    "RotaryEmbeddingByTypeFloat32",
+    "RotaryEmbeddingFloat32",
+    "RotaryEmbeddingHalfWidth",
+    "RotaryEmbeddingInterleaved",
     "RotaryPosEmb",
     "RotaryPosEmbCastBack",
     "RotaryPosEmbDeinterleaved",

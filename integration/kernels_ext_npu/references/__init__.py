@@ -9,8 +9,9 @@ from kernels_ext_npu.references.mlps import MLPS
 from kernels_ext_npu.references.norms import NORMS
 from kernels_ext_npu.references.reference import FunctionReference, Reference
 from kernels_ext_npu.references.rotary import ROTARY
+from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 
-REFERENCES = NORMS + MLPS
+REFERENCES = NORMS + MLPS + ROTARY_EMBEDDINGS
 FUNCTION_REFERENCES = ROTARY
 
 __all__ = ["FUNCTION_REFERENCES", "REFERENCES", "FunctionReference", "Reference"]

@@ -18,6 +18,7 @@ class Reference:
         refuse: why no layer can serve an instance, or None if one can: what the syntax tree does not show.
         choose: the layer for an instance, None for one that is refused.
         repository: the kernel repository.
+        kind: what the report counts its modules among, where the repository does not tell.
     """
 
     module: type[nn.Module]
@@ -25,6 +26,7 @@ class Reference:
     refuse: Callable[[nn.Module], str | None]
     choose: Callable[[nn.Module], str | None]
     repository: str
+    kind: str = ""
 
     def layer(self, module: nn.Module) -> str:
         """The layer that serves an instance, or would if nothing stood against it."""

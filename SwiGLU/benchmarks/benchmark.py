@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 INTERMEDIATE_SIZE = 12288
+TOKENS = 4096
 ALPHA = 1.702
 LIMIT = 0.5  # gpt-oss has 7, which no value here would reach
 
@@ -19,7 +20,7 @@ class SwiGLUBenchmark(Benchmark):
 
     def setup_joined(self) -> None:
         """Gate and up as one product gives them."""
-        self.gate_up = _small((1, 4096, 2 * INTERMEDIATE_SIZE), self.device)
+        self.gate_up = _small((1, TOKENS, 2 * INTERMEDIATE_SIZE), self.device)
 
     def benchmark_joined(self) -> None:
         self.out = self._wait(self.kernel.swiglu(self.gate_up))
@@ -28,7 +29,7 @@ class SwiGLUBenchmark(Benchmark):
         return self._wait(_swiglu(*self.gate_up.chunk(2, -1)))
 
     def setup_two_tensors(self) -> None:
-        self.gate, self.up = (_small((1, 4096, INTERMEDIATE_SIZE), self.device) for _ in range(2))
+        self.gate, self.up = (_small((1, TOKENS, INTERMEDIATE_SIZE), self.device) for _ in range(2))
 
     def benchmark_two_tensors(self) -> None:
         self.out = self._wait(self.kernel.swiglu(self.gate, self.up))
@@ -62,7 +63,7 @@ class SwiGLUBenchmark(Benchmark):
         """Forward and backward; what is verified is the gradient of gate and up."""
         self.setup_joined()
         self.gate_up.requires_grad_()
-        self.grad_output = _small((1, 4096, INTERMEDIATE_SIZE), self.device)
+        self.grad_output = _small((1, TOKENS, INTERMEDIATE_SIZE), self.device)
 
     def benchmark_training(self) -> None:
         self.out = self._wait(self._gradient(self.kernel.swiglu(self.gate_up)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ def run(benchmark_class: type) -> dict:
     return benchmark.run_benchmark_class(benchmark_class, 1, 0, str(REPOSITORY), is_local=True, revision="local")[0]
 
 
-@pytest.mark.slow
-def test_every_workload_agrees_with_transformers_lines() -> None:
+def test_every_workload_agrees_with_transformers_lines(monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[CLASS.__module__], "TOKENS", 64)  # the host is slower than what it stands for
     results = run(CLASS)
     assert results.keys() >= WORKLOADS
     assert all(result.verified for result in results.values())

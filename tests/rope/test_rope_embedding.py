@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-import transformers
 from costs import Cost
+from counted import counted
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -21,11 +19,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.coverage import module_classes
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "integration"))
-from norm_classes import COUNTED, module_classes
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -72,7 +68,7 @@ def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
     return model["rotary_emb"], row
 
 
-@pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"the classes of {COUNTED} were counted")
+@counted
 def test_the_families_are_served() -> None:
     assert Counter(find_reference(cls).module.__name__ for cls in served()) == {
         "LlamaRotaryEmbedding": 123,

@@ -123,6 +123,24 @@ def test_every_variant_loads_and_computes(variant: Path) -> None:
     torch.testing.assert_close(compute(get_local_kernel(variant), x.npu()).cpu(), expected(x))
 
 
+@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+def test_the_universal_variant_needs_no_torch_npu(run_python, repository: Path) -> None:
+    """On a machine that knows no device called npu."""
+    code = f"""
+import pathlib, sys, torch
+from kernels import get_local_kernel
+kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
+assert "torch_universal" in kernel.__name__ and "torch_npu" not in sys.modules
+x = torch.randn(3, 8, requires_grad=True)
+calls = {{"rms_norm": (x, None, 1e-6), "swiglu": (x,), "geglu": (x,), "rotary_mul": (x, x, x)}}
+for function, arguments in calls.items():
+    if hasattr(kernel, function):
+        getattr(kernel, function)(*arguments).sum().backward()
+assert x.grad.isfinite().all()
+"""
+    run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)
 def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Path, monkeypatch) -> None:
     """As kernels 0.10 imports: the package `<variant>/<repository name>`, under that name."""

@@ -86,6 +86,18 @@ def test_any_number_of_dimensions(kernel: ModuleType, layer, shape) -> None:
         assert torch.allclose(a.cpu(), b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_other_devices_compute_what_the_original_does(kernel: ModuleType, layer) -> None:
+    original = LAYERS[layer]()
+    module = bound(kernel, layer, original).cpu()
+    if hasattr(module, "gate_proj"):
+        assert kernel.packing.pack(module.gate_proj, module.up_proj) is None
+    x = torch.randn(2, 3, 32)
+    for a, b in zip(results(module, x), results(original, x)):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert results(bound(kernel, layer, original, pack=False).to("meta"), x.to("meta"))[0].shape == x.shape
+
+
 @pytest.mark.parametrize("layer", ["SwiGLUMLP", "GeGLUMLP"])
 def test_a_projection_that_is_missing_is_named(kernel: ModuleType, layer) -> None:
     module = nn.Linear(2, 2)

@@ -20,7 +20,9 @@ from .packing import both, separate, unfit
 
 
 def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> bool:
-    """Whether an MLP can be one node: plain packed layers of one dtype that need a gradient."""
+    """Whether an MLP can be one node: plain packed layers of one dtype on the NPU that need a gradient."""
+    if x.device.type != "npu":
+        return False
     if torch.compiler.is_compiling() or separate(gate, up) is not None or unfit(down) is not None:
         return False
     weights = gate.weight, up.weight, down.weight

@@ -14,7 +14,7 @@ _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right h
 
 # npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails
 # under torch.compile and with fake tensors. An operator around it has a meta kernel that works.
-@torch.library.custom_op(f"{_NAMESPACE}::geglu_grad", mutates_args=(), device_types="npu")
+@torch.library.custom_op(f"{_NAMESPACE}::geglu_grad", mutates_args=())
 def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
     return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, _TANH, _ACTIVATE_LEFT)
 

@@ -40,9 +40,9 @@ def _unpacked(original: Any) -> Any:
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         packed = [pair for pair in packing.pairs(self) if pair[0].separate(*pair[1:]) is None]
-        for kernel, gate, up in packed:
-            kernel.unpack(gate, up)
         try:
+            for kernel, gate, up in packed:
+                kernel.unpack(gate, up)
             return original(self, *args, **kwargs)
         finally:
             for kernel, gate, up in packed:
@@ -61,8 +61,14 @@ def _apart(original: Any) -> Any:
         for name, tensor in state_dict.items():
             if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel():
                 storages[tensor.device, tensor.untyped_storage().data_ptr()].append(name)
-        apart = [n for names in storages.values() if _are_disjoint([state_dict[n] for n in names]) for n in names]
-        return original(state_dict | {name: state_dict[name].to("cpu", copy=True) for name in apart})
+        copies: dict[str, torch.Tensor] = {}
+        for names in storages.values():
+            tensors = {_extent(state_dict[name]): state_dict[name] for name in names}
+            if _are_disjoint(list(tensors.values())):
+                moved = {extent: tensor.to("cpu", copy=True) for extent, tensor in tensors.items()}
+                # what is tied shares its copy, and is one tensor under two names as before
+                copies |= {name: moved[_extent(state_dict[name])] for name in names}
+        return original(state_dict | copies)
 
     clean_state_dict_for_safetensors.kernels_ext_npu = original  # type: ignore[attr-defined]
     return clean_state_dict_for_safetensors
@@ -71,5 +77,9 @@ def _apart(original: Any) -> Any:
 def _are_disjoint(tensors: list[torch.Tensor]) -> bool:
     if len(tensors) < 2 or not all(tensor.is_contiguous() for tensor in tensors):
         return False
-    ends = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
-    return all(end <= start for (_, end), (start, _) in pairwise(ends))
+    extents = sorted(_extent(tensor) for tensor in tensors)
+    return all(end <= start for (_, end), (start, _) in pairwise(extents))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

@@ -185,7 +185,7 @@ def test_save_pretrained_saves_every_weight_once_and_leaves_it_packed(tmp_path: 
     assert_equal_logits(model, LlamaForCausalLM.from_pretrained(tmp_path))
 
 
-def test_saving_takes_no_second_copy_on_the_device(tmp_path: Path, monkeypatch) -> None:
+def test_saving_takes_no_second_copy_on_the_device(tmp_path: Path) -> None:
     model = kernelized(num_hidden_layers=8)
     torch.npu.empty_cache()
     torch.npu.reset_peak_memory_stats()
@@ -207,6 +207,17 @@ def test_other_ways_to_save_lose_nothing(tmp_path: Path, save) -> None:
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
     saved, expected = load_file(path), llama().state_dict()
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+def test_layers_that_share_an_mlp_lose_nothing(tmp_path: Path) -> None:
+    """Each weight has two names and lies beside another one: one name of each is left."""
+    model = llama().to("npu")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    kernels_ext_npu.kernelize(model)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} <= names
+    assert not [name for name in names if "layers.1.mlp" in name]
 
 
 def test_weights_that_are_really_tied_are_saved_once_as_ever(tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ class Marks:
             before, chosen = cls.kernel_layer_name, reference.layer(module)
             if before != chosen:
                 cls.kernel_layer_name = chosen
-                yield module
-                cls.kernel_layer_name = before
+                try:
+                    yield module
+                finally:
+                    cls.kernel_layer_name = before
 
     def _mark(self, module: nn.Module, mapping: dict[str, dict]) -> None:
         cls = type(module)

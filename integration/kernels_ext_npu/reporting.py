@@ -24,8 +24,6 @@ KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "rotary calls", "Ro
 _KIND_OF_LAYER = LAYERS | {layer: r.kind or r.repository for r in REFERENCES for layer in r.layers}
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
-
-
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},

@@ -30,7 +30,7 @@ def gigabytes(cost: Cost) -> float:
     return cost.bytes.total() / 1e9
 
 
-def test_a_model_launches_and_moves_less_than_half_of_what_it_did(registered, monkeypatch) -> None:
+def test_a_model_launches_and_moves_less_than_half_of_what_it_did(registered) -> None:
     swapped = costs(kernels_ext_npu.kernelize, "qwen3", 4096, **QWEN3_8B)
     kernels_ext_npu.unregister()
     original = costs(lambda model: None, "qwen3", 4096, **QWEN3_8B)

@@ -151,7 +151,7 @@ class _Rotation(torch.autograd.Function):
 def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
     """What ``npu_rotary_mul`` takes (Atlas A2 and A3): CANN's documentation of aclnnRotaryPositionEmbedding.
 
-    Its gradients of cos and sin have limits of their own, and are left out where a compiler calls the backward.
+    Where cos or sin need a gradient, torch computes: for those the operator has limits of its own.
     """
     needs_grad_of_cos = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return (

@@ -16,11 +16,11 @@ npu = torch.library.Library("npu", "IMPL")
 FORMULAS: dict[str, Callable] = {}
 
 # These stay with torch_npu. Memory formats launch no kernel for ND tensors, the only ones here; the gradients are
-# composed of aten operators.
+# composed of aten operators, and npu_moe_token_unpermute calls _npu_moe_token_unpermute.
 NATIVE = {
     "_npu_format_cast", "copy_memory_", "fft_c2r_backward", "fft_r2c_backward", "get_npu_format", "get_storage_size",
     "npu_change_data_ptr", "npu_format_cast", "npu_format_cast.Tensor", "npu_format_cast_",
-    "npu_format_cast_.acl_format", "npu_gather_backward", "stft_backward",
+    "npu_format_cast_.acl_format", "npu_gather_backward", "npu_moe_token_unpermute", "stft_backward",
 }  # fmt: skip
 
 
@@ -30,6 +30,16 @@ def formula(function: Callable) -> Callable:
     return function
 
 
+def formula_of(name: str) -> Callable:
+    """Register the function below as the form of an overload: ``npu_grouped_matmul.List``."""
+
+    def register(function: Callable) -> Callable:
+        FORMULAS[name] = function
+        return function
+
+    return register
+
+
 def install() -> None:
     """Put the formulas in place, and refusals for the operators that have none."""
     from softnpu.formulas import (  # noqa: F401  they register themselves
@@ -37,6 +47,8 @@ def install() -> None:
         cast,
         fusion_attention,
         glu,
+        grouped_matmul,
+        moe_permute,
         norm,
         rotary,
     )
@@ -46,7 +58,8 @@ def install() -> None:
         if namespace != "npu" or name in NATIVE:
             continue
         if name in FORMULAS:
-            kernel = on_host(getattr(torch.ops.npu, name).default, FORMULAS[name])
+            base, _, overload = name.partition(".")
+            kernel = on_host(getattr(getattr(torch.ops.npu, base), overload or "default"), FORMULAS[name])
         else:
             kernel = refusal(registration)
         npu.impl(name, kernel, "PrivateUse1", allow_override=True)

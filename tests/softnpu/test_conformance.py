@@ -47,8 +47,16 @@ def rotary(x: tuple[int, ...], cos: tuple[int, ...], dtype: torch.dtype = torch.
     return rows(*x, dtype=dtype), rows(*cos, dtype=dtype), rows(*cos, dtype=dtype)
 
 
+def grouped(group_type: int, split_item: int = 2, **options) -> dict:
+    """Two groups of one and three."""
+    options |= {"group_list": torch.tensor([1, 4]), "split_item": split_item, "group_type": group_type}
+    return options
+
+
 HALF = torch.bfloat16
 IDS = torch.tensor([0, 2, 2, 1])
+EXPERTS = torch.tensor([[0, 2], [2, 1]])
+SLOTS = torch.tensor([0, 2, 3, 1], dtype=torch.int32)
 SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_rms_norm": [(norms(d, *s), {}) for d in (torch.float32, HALF) for s in ((2, 8), (2, 3, 4, 8))]
     + [((rows(2, 3, 8, dtype=HALF), rows(8)), {}), ((rows(2, 3, 4, 8), rows(4, 8), 1e-5), {})],
@@ -87,6 +95,45 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(4, 8),), {}),
         ((rows(2, 3, 8, dtype=HALF),), {"group_index": torch.tensor([1, 2]), "interleaved": False}),
         ((rows(2, 4, 3),), {"dim": 1}),
+    ],
+    "npu_moe_token_permute": [
+        ((rows(2, 8), EXPERTS), {}),
+        ((rows(2, 8, dtype=HALF), EXPERTS.int(), 3), {}),
+        ((rows(4, 8), IDS, -1), {}),
+    ],
+    "npu_moe_token_permute_grad": [((rows(2, 8), rows(4, 8), EXPERTS, SLOTS), {})],
+    "npu_moe_token_permute_grad_v2": [
+        ((rows(4, 8), SLOTS, 2, torch.float32, 2), {}),
+        ((rows(3, 8, dtype=HALF), SLOTS, 4, HALF, 1), {}),
+    ],
+    # with probs: without them torch_npu's meta kernel returns permuted_tokens where the operator returns nothing
+    "_npu_moe_token_unpermute": [
+        ((rows(4, 8), SLOTS, rows(2, 2)), {}),
+        ((rows(3, 8, dtype=HALF), SLOTS, rows(2, 2)), {}),
+    ],
+    "npu_moe_token_unpermute_grad": [
+        ((rows(4, 8), rows(4, 8), SLOTS), {}),
+        ((rows(4, 8, dtype=HALF), rows(2, 8, dtype=HALF), SLOTS, rows(2, 2)), {}),
+    ],
+    "npu_moe_token_unpermute_grad_v2": [
+        ((rows(4, 8), SLOTS, 3, torch.float32), {}),
+        ((rows(2, 8, dtype=HALF), SLOTS, 4, HALF, rows(2, 2)), {"permuted_tokens": rows(4, 8, dtype=HALF)}),
+    ],
+    "npu_grouped_matmul": [
+        (([rows(4, 8)], [rows(2, 8, 3)]), grouped(0)),
+        (([rows(4, 8, dtype=HALF)], [rows(2, 3, 8, dtype=HALF).mT]), grouped(0, split_item=3, bias=[rows(2, 3)])),
+        (([rows(4, 8, dtype=HALF)], [rows(8, 3, dtype=HALF)] * 2), grouped(0)),
+        (([rows(1, 8, dtype=HALF), rows(3, 8, dtype=HALF)], [rows(8, 3, dtype=HALF)] * 2), grouped(0)),
+        (([rows(4, 8).t()], [rows(4, 3)]), grouped(2)),
+        (
+            ([rows(2, 4, 8, dtype=HALF), rows(3, 5, dtype=HALF)], [rows(8, 3, dtype=HALF), rows(5, 2, dtype=HALF)]),
+            {"group_type": -1},
+        ),
+    ],
+    # split_item 1: with 0 and one x, torch_npu's meta kernel returns one tensor instead of one a group
+    "npu_grouped_matmul.List": [
+        (([rows(4, 8, dtype=HALF)], [rows(8, 3, dtype=HALF)] * 2), {"group_list": [1, 4], "split_item": split})
+        for split in (1, 2, 3)
     ],
     "_npu_dtype_cast": [((rows(3), HALF), {})],
     "_npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],

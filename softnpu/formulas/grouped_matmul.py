@@ -1,0 +1,160 @@
+"""Grouped matrix products: one product a group, over rows of x that lie together (M) or over parts of the sum (K).
+
+Limits: softnpu/formulas/grouped_matmul_limits.py. Products are summed in float32 and rounded once to the dtype of x,
+with the bias added before, as the matrix unit does. What no group covers stays unwritten, here NaN, and so does
+everything if all of x is empty. The kernel reads group_list on the device: the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from softnpu.formulas import formula, formula_of
+from softnpu.formulas import grouped_matmul_limits as limits
+
+Tensors = Sequence[Tensor]
+
+
+@formula
+def npu_grouped_matmul(
+    x: Tensors,
+    weight: Tensors,
+    *,
+    bias: Tensors | None = None,
+    scale: Tensors | None = None,
+    offset: Tensors | None = None,
+    antiquant_scale: Tensors | None = None,
+    antiquant_offset: Tensors | None = None,
+    per_token_scale: Tensors | None = None,
+    group_list: Tensor | None = None,
+    activation_input: Tensors | None = None,
+    activation_quant_scale: Tensors | None = None,
+    activation_quant_offset: Tensors | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    tuning_config: Sequence[int] | None = None,
+    output_dtype: int | None = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    per_token_scale_dtype: int | None = None,
+) -> list[Tensor]:
+    """Products of floating-point tensors in groups. group_list, int64 [E], holds the sizes of the groups
+    (group_list_type 1) or where they end (0, the default).
+
+    group_type 0: rows of ``x [M, K]`` times ``weight [E, K, N]``, or E weights [K, N], to one [M, N]; x may be a list
+    as well, one tensor a group. 2: parts of the sum, ``x [M, K]`` times ``weight [K, N]`` to one [E, M, N], zero for
+    an empty group. -1: lists of x [..., K_i] and weights [K_i, N_i] to a list, without group_list. The bias is one
+    [E, N], or E tensors [N] for E weights.
+    """
+    limits.require_floating_point(
+        scale=scale,
+        offset=offset,
+        antiquant_scale=antiquant_scale,
+        antiquant_offset=antiquant_offset,
+        per_token_scale=per_token_scale,
+        activation_input=activation_input,
+        activation_quant_scale=activation_quant_scale,
+        activation_quant_offset=activation_quant_offset,
+        act_type=act_type,
+        tuning_config=tuning_config,
+        output_dtype=output_dtype,
+        x_dtype=x_dtype,
+        weight_dtype=weight_dtype,
+        scale_dtype=scale_dtype,
+        per_token_scale_dtype=per_token_scale_dtype,
+    )
+    limits.require_dtypes_and_lengths(x, weight, bias)
+    split, counts = split_item or 0, group_list_type or 0
+    limits.require_group_type(group_type, split, counts)
+    if group_type == limits.NO_GROUPS:
+        limits.require_pairs(x, weight, group_list)
+        return _each(x, weight, bias)
+    if group_type == limits.SUM:
+        limits.require_sum(x, weight, bias)
+        sizes = limits.group_sizes(group_list, counts, None, total=x[0].shape[1])
+        covered = sum(sizes)
+        parts = zip(x[0][:, :covered].split(sizes, 1), weight[0][:covered].split(sizes))
+        y = torch.stack([_product(left, right, None) for left, right in parts])
+        return [y if x[0].numel() else torch.full_like(y, math.nan)]
+    limits.require_rows(x, weight)
+    groups = weight[0].shape[0] if weight[0].dim() == 3 else len(weight)
+    sizes = limits.group_sizes(group_list, counts, groups, total=sum(rows.shape[0] for rows in x))
+    limits.require_sizes_of_x(x, sizes)
+    return [_one_output(x, weight, bias, sizes)]
+
+
+@formula_of("npu_grouped_matmul.List")
+def npu_grouped_matmul_list(
+    x: Tensors,
+    weight: Tensors,
+    *,
+    bias: Tensors | None = None,
+    scale: Tensors | None = None,
+    offset: Tensors | None = None,
+    antiquant_scale: Tensors | None = None,
+    antiquant_offset: Tensors | None = None,
+    per_token_scale: Tensors | None = None,
+    group_list: Sequence[int] | None = None,
+    activation_input: Tensors | None = None,
+    activation_quant_scale: Tensors | None = None,
+    activation_quant_offset: Tensors | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Rows of x times weights [K, N], with the ends of the groups on the host; the last one is the end of x.
+
+    split_item 0 and 1 return a tensor a group, 2 and 3 one tensor. x is one tensor or, as the weights, one a group;
+    a list of x with a list of results has no group_list.
+    """
+    limits.require_floating_point(
+        scale=scale,
+        offset=offset,
+        antiquant_scale=antiquant_scale,
+        antiquant_offset=antiquant_offset,
+        per_token_scale=per_token_scale,
+        activation_input=activation_input,
+        activation_quant_scale=activation_quant_scale,
+        activation_quant_offset=activation_quant_offset,
+        act_type=act_type,
+        output_dtype=output_dtype,
+        group_type=group_type,
+        group_list_type=group_list_type,
+    )
+    limits.require_dtypes_and_lengths(x, weight, bias)
+    sizes = limits.require_list(x, weight, group_list or [], split_item or 0)
+    if (split_item or 0) in limits.ONE_OUTPUT:
+        return [_one_output(x, weight, bias, sizes)]
+    return _each(x[0].split(sizes) if len(x) < len(weight) else x, weight, bias)
+
+
+def _each(x: Tensors, weight: Tensors, bias: Tensors | None) -> list[Tensor]:
+    """A product a group."""
+    results = [_product(rows, w, b) for rows, w, b in zip(x, weight, limits.biases(weight, bias))]
+    return results if any(rows.numel() for rows in x) else [torch.full_like(y, math.nan) for y in results]
+
+
+def _one_output(x: Tensors, weight: Tensors, bias: Tensors | None, sizes: list[int]) -> Tensor:
+    """[M, N], the products of all groups below each other."""
+    rows, covered = torch.cat(list(x)), sum(sizes)
+    weights = list(weight[0]) if weight[0].dim() == 3 else weight
+    y = rows.new_full((rows.shape[0], weights[0].shape[-1]), math.nan)
+    parts = zip(y[:covered].split(sizes), rows[:covered].split(sizes), weights, limits.biases(weight, bias))
+    for out, part, w, b in parts:
+        if part.numel():
+            out.copy_(_product(part, w, b))
+    return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.float() @ weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What lies between the two products of an expert: SwiGLU and its clipped relatives in one launch, anything else as given.
+"""What lies between the two products of an expert: SwiGLU and its clipped relatives in one launch, the rest as given.
 
 A gate is told by its values: many classes have one formula, and what it depends on are attributes of the instance.
 """

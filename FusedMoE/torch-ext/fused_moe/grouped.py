@@ -40,8 +40,8 @@ class GmmFunction(torch.autograd.Function):
     """``x[r] @ weight[e] + bias[e]`` for the rows ``r`` of each group ``e``, one after the other.
 
     ``x`` is ``[M, K]``, ``weight`` ``[E, K, N]``, contiguous or a transposed view, ``counts`` the rows of each group as
-    int64 ``[E]`` on the device, ``bias`` ``[E, N]`` or None, ``tail`` ``[M, 1]``, true for the rows after the last group,
-    or None where there are none. The gradient of a weight comes out as the weight lies in memory.
+    int64 ``[E]`` on the device, ``bias`` ``[E, N]`` or None, ``tail`` ``[M, 1]``, true for the rows after the last
+    group, or None where there are none. The gradient of a weight comes out as the weight lies in memory.
     """
 
     @staticmethod

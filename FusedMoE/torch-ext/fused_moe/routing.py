@@ -14,7 +14,7 @@ _MOST_CHOICES = 512
 
 
 def fits(top_k_index: Tensor) -> bool:
-    """Whether the operators take this routing: CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3."""
+    """Whether the operators take it: CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3."""
     return 0 < top_k_index.numel() < _MOST_ROWS and top_k_index.shape[1] <= _MOST_CHOICES
 
 

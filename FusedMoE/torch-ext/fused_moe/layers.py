@@ -22,7 +22,7 @@ class MoEExperts(_Layer):
 
 
 class SoftmaxTopKRouter(_Layer):
-    """The experts with the largest softmax, as in Qwen3-MoE, divided by their sum unless ``norm_topk_prob`` is false."""
+    """Experts by softmax, as in Qwen3-MoE: weights divided by their sum unless ``norm_topk_prob`` is false."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, experts = _route(self, hidden_states)

@@ -13,6 +13,19 @@ _MOST_ROWS = 1 << 24  # npu_moe_token_permute sorts indices as float32
 _MOST_CHOICES = 512
 
 
+# Above autograd newer releases call an operator that hands the rows out again, for a gradient of their own: it would be
+# counted as moving them, and torch.compile takes no operator that returns its input. Below autograd nothing is handed
+# out; under torch.compile that is inside of another operator.
+@torch.library.custom_op(f"{__name__.partition('.')[0]}::unpermute", mutates_args=())
+def _unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    return torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
+
+
+@_unpermute.register_fake
+def _(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1])
+
+
 def fits(top_k_index: Tensor) -> bool:
     """Whether the operators take it: CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3."""
     return 0 < top_k_index.numel() < _MOST_ROWS and top_k_index.shape[1] <= _MOST_CHOICES
@@ -48,8 +61,7 @@ def permute_gradient(grad: Tensor, tokens: Tensor, top_k_index: Tensor, order: T
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """The sum of a token's rows, each times its weight: ``[T, H]``, summed in float32."""
     if torch.compiler.is_compiling():
-        return torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
-    # above autograd newer releases call an operator that hands the rows out again, for a gradient of their own
+        return _unpermute(rows, order, weights)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
 

@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
+    from kernels_ext_npu.experts import transpose_experts
     from kernels_ext_npu.registration import register, unregister
     from kernels_ext_npu.reporting import Report, Row, report
     from kernels_ext_npu.swapping import kernelize, restore
 
 __version__ = "0.1.0"
 
-__all__ = ["Report", "Row", "UnsupportedEnvironmentError", "kernelize", "register", "report", "restore", "unregister"]
+__all__ = [
+    "Report",
+    "Row",
+    "UnsupportedEnvironmentError",
+    "kernelize",
+    "register",
+    "report",
+    "restore",
+    "transpose_experts",
+    "unregister",
+]
 
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
 _MODULES = {
@@ -26,6 +37,7 @@ _MODULES = {
     "register": "registration",
     "report": "reporting",
     "restore": "swapping",
+    "transpose_experts": "experts",
     "unregister": "registration",
 }
 

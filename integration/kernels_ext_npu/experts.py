@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from kernels_ext_npu.marking import device_of, kernel_forward
 from kernels_ext_npu.matching import is_experts_class
 
 LAYER = "MoEExperts"
+Model = TypeVar("Model", bound=nn.Module)
 
 _source: str | Path | None = None
 _layer: type[nn.Module] | None = None
@@ -64,11 +65,41 @@ def choose(model: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Give a model the default back."""
+    """Give a model the default and its weights' memory back."""
     for module in _experts(model):
+        if (kernel := _kernel(module)) is not None:
+            kernel.gates.forget(module)
+            for weight in _weights(module):
+                if weight.dim() == 3 and weight.mT.is_contiguous():
+                    kernel.layout.store_contiguous(weight)
         implementation.give_back(module.config)
-        if (gates := _gates(module)) is not None:
-            gates.forget(module)
+
+
+def transpose_experts(model: Model) -> Model:
+    """Store the weights of experts so that the forward multiplies with contiguous matrices.
+
+    transformers stores most of them the other way around, and ``npu_grouped_matmul`` is given transposed views. Stored
+    like this, the views fall to the gradient of the input: it suits inference and frozen experts, where it is faster,
+    which the device at hand has to tell. Nothing is held twice: the parameters are moved, one after the other.
+    restore(model) moves them back.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: no experts of the model are served by the kernel, or a weight cannot be moved.
+    """
+    served = [(module, kernel) for module in _experts(model) if (kernel := _kernel(module)) is not None]
+    if not served:
+        raise ValueError(
+            "transpose_experts: the model has no experts with a kernel: load it with device_map='npu' after "
+            "register(), and look at report(model)"
+        )
+    for module, kernel in served:
+        for weight in _weights(module):
+            if not module.is_transposed:
+                kernel.layout.store_transposed(weight)
+    return model
 
 
 def is_called_by_name(module: nn.Module) -> bool:
@@ -80,8 +111,8 @@ def is_called_by_name(module: nn.Module) -> bool:
 
 def remark(module: nn.Module) -> str | None:
     """What is not as fast as it could be in an experts module that is served."""
-    gates = _gates(module) if is_experts_class(type(module)) else None
-    if gates is None or isinstance(gates.activation_of(module), gates.Gate):
+    kernel = _kernel(module) if is_experts_class(type(module)) else None
+    if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
         return None
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"
 
@@ -98,12 +129,18 @@ def _loaded() -> type[nn.Module]:
     return _layer
 
 
-def _gates(module: nn.Module) -> ModuleType | None:
-    """How the kernel that serves an experts module knows gates."""
+def _weights(module: Any) -> list[nn.Parameter]:
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj"))
+    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
+
+
+def _kernel(module: nn.Module) -> ModuleType | None:
+    """The loaded kernel that serves an experts module."""
     function: Callable | None = kernel_forward(module)
     if function is None and is_called_by_name(module):
         function = _loaded().forward
-    return function and sys.modules.get(f"{function.__module__.partition('.')[0]}.gates")
+    kernel = function and sys.modules[function.__module__.partition(".")[0]]
+    return kernel if hasattr(kernel, "experts_forward") else None
 
 
 def _get_correct(original: Callable, self: PreTrainedModel, requested: str | None) -> str:

@@ -1,6 +1,6 @@
 """Mixtures of experts for Huawei Ascend NPUs: experts of transformers in grouped products, with gradients."""
 
-from . import layers
+from . import layers, layout
 from .experts import experts_forward
 from .functional import fused_experts, grouped_matmul
 from .gates import SWIGLU, Gate
@@ -15,5 +15,6 @@ __all__ = [
     "fused_experts",
     "grouped_matmul",
     "layers",
+    "layout",
     "softmax_top_k",
 ]

@@ -45,4 +45,4 @@ def experts_in_torch(
     weighed = (rows * top_k_weights.reshape(-1)[choices].unsqueeze(-1)).masked_fill(absent, 0)
     # summed as transformers does: by token, in the dtype of the weighed rows
     by_choice = torch.zeros_like(weighed).index_copy(0, choices, weighed)
-    return by_choice.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+    return by_choice.view(*top_k_index.shape, hidden_states.shape[1]).sum(1).to(hidden_states.dtype)

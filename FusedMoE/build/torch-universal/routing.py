@@ -31,6 +31,11 @@ def fits(top_k_index: Tensor) -> bool:
     return 0 < top_k_index.numel() < _MOST_ROWS and top_k_index.shape[1] <= _MOST_CHOICES
 
 
+def has_gradients() -> bool:
+    """Whether torch_npu has operators for the gradients."""
+    return hasattr(torch.ops.npu, "npu_moe_token_permute_grad")
+
+
 def count(top_k_index: Tensor, num_experts: int) -> Tensor:
     """How many rows go to each expert, int64 ``[E]``; ids of ``num_experts`` and more are not counted.
 
@@ -53,7 +58,7 @@ def permute(tokens: Tensor, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
 
 def permute_gradient(grad: Tensor, tokens: Tensor, top_k_index: Tensor, order: Tensor) -> Tensor:
     """The sum of the gradients of a token's rows."""
-    if hasattr(torch.ops.npu, "npu_moe_token_permute_grad"):
+    if has_gradients():
         return torch.ops.npu.npu_moe_token_permute_grad(tokens, grad, top_k_index, order)
     return unpermute(grad, order, torch.ones_like(top_k_index, dtype=grad.dtype))
 
@@ -70,7 +75,7 @@ def unpermute_gradient(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor, top_k_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``rows`` and ``weights``."""
-    if hasattr(torch.ops.npu, "npu_moe_token_unpermute_grad"):
+    if has_gradients():
         return torch.ops.npu.npu_moe_token_unpermute_grad(rows, grad, order, weights)
     place = order.long()
     sorted_weights = torch.empty_like(weights).view(-1).scatter_(0, place, weights.reshape(-1)).unsqueeze(-1)

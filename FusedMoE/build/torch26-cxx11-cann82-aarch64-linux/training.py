@@ -70,18 +70,19 @@ class FusedExperts(torch.autograd.Function):
             d_down = weight_gradient(activated, d_result, counts, down)
         del activated
         d_down_bias = bias_gradient(d_result, counts, down_bias) if needs_down_bias else None
-        d_product = ctx.gate.backward(grouped(d_result, down.mT, counts, tail=tail), product)
-        del d_result
-        d_gate_up = None
-        if needs_gate_up:
-            rows = routing.permute(x, index)[0] if rows is None else rows
-            d_gate_up = weight_gradient(rows, d_product, counts, gate_up)
-        del rows
-        d_gate_up_bias = bias_gradient(d_product, counts, gate_up_bias) if needs_gate_up_bias else None
-        d_x = None
-        if needs_x:
-            d_rows = grouped(d_product, gate_up.mT, counts, tail=tail)
-            del d_product
-            d_x = routing.permute_gradient(d_rows, x, index, order)
+        d_x = d_gate_up = d_gate_up_bias = None
+        if needs_x or needs_gate_up or needs_gate_up_bias:
+            d_product = ctx.gate.backward(grouped(d_result, down.mT, counts, tail=tail), product)
+            del d_result
+            if needs_gate_up:
+                rows = routing.permute(x, index)[0] if rows is None else rows
+                d_gate_up = weight_gradient(rows, d_product, counts, gate_up)
+            del rows
+            if needs_gate_up_bias:
+                d_gate_up_bias = bias_gradient(d_product, counts, gate_up_bias)
+            if needs_x:
+                d_rows = grouped(d_product, gate_up.mT, counts, tail=tail)
+                del d_product
+                d_x = routing.permute_gradient(d_rows, x, index, order)
         d_weights = d_weights if needs_weights else None
         return None, d_x, None, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, None

@@ -1,0 +1,353 @@
+"""Experts in grouped products on the software device: values and gradients against float64, token by token."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import softnpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A value goes through four roundings forward and seven backward; sums of float32 differ in their order besides.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8 * 2**-8, torch.float16: 8 * 2**-11}
+
+
+def swiglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def clipped(h: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
+    gate, up = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + offset)
+
+
+def gelu_gate(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.gelu(gate) * up
+
+
+def relu_squared(h: Tensor) -> Tensor:
+    return F.relu(h).square()
+
+
+def token_by_token(x, index, weights, gate_up, down, gate_up_bias, down_bias, activation, norm) -> Tensor:
+    """Weights are [E, K, N]; an index of E adds nothing."""
+    rows = []
+    for token, experts, shares in zip(x, index.tolist(), weights):
+        row = 0 * token
+        for expert, share in zip(experts, shares):
+            if expert < len(down):
+                h = token @ gate_up[expert] + (0 if gate_up_bias is None else gate_up_bias[expert])
+                y = activation(h) @ down[expert] + (0 if down_bias is None else down_bias[expert])
+                row = row + share * (y if norm is None else norm(y))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+class Case:
+    """Arguments for fused_experts, and the same for the truth."""
+
+    def __init__(self, experts, tokens, k, hidden, inner, *, gated=True, bias=False, transposed=False, partial=False):
+        """Index E stands for an expert that lives elsewhere, with weight zero."""
+        self.transposed, self.partial = transposed, partial
+        width = 2 * inner if gated else inner
+        self.x = torch.randn(tokens, hidden)
+        self.gate_up = torch.randn(experts, hidden, width) / hidden**0.5
+        self.down = torch.randn(experts, inner, hidden) / inner**0.5
+        self.biases = (torch.randn(experts, width), torch.randn(experts, hidden)) if bias else (None, None)
+        self.index = torch.rand(tokens, experts + partial).topk(k, -1).indices
+        self.weights = torch.rand(tokens, k).masked_fill(self.index == experts, 0)
+        self.grad = torch.randn(tokens, hidden)
+
+    def tensors(self, dtype: torch.dtype) -> list[Tensor | None]:
+        values = (self.x, self.gate_up, self.down, *self.biases)
+        return [None if value is None else value.to(dtype) for value in values]
+
+    def truth(self, activation, dtype=torch.float32, norm=None) -> list[Tensor]:
+        """Of what the dtype leaves of the arguments."""
+        leaves = [t if t is None else t.double().clone().requires_grad_() for t in self.tensors(dtype)]
+        weights = self.weights.double().requires_grad_()
+        x, *parameters = leaves
+        y = token_by_token(x, self.index, weights, *parameters, activation, norm)
+        leaves = [leaf for leaf in (*leaves, weights) if leaf is not None]
+        gradients = torch.autograd.grad(
+            y, leaves, self.grad.to(dtype).double(), allow_unused=True, materialize_grads=True
+        )
+        return [y.detach(), *gradients]
+
+    def found(self, kernel, activation, dtype=torch.float32, norm=None, index_dtype=torch.int64, device="npu"):
+        leaves = []
+        for value, turned in zip(self.tensors(dtype), (False, True, True, False, False)):
+            turned = turned and not self.transposed
+            stored = value if value is None or not turned else value.mT.contiguous()
+            leaves.append(stored if stored is None else stored.to(device, copy=True).requires_grad_())
+        weights = self.weights.to(device, copy=True).requires_grad_()
+        x, *parameters = leaves
+        y = kernel.fused_experts(
+            x,
+            self.index.to(device, index_dtype),
+            weights,
+            *parameters,
+            activation=activation,
+            is_transposed=self.transposed,
+            is_expert_parallel=self.partial,
+            post_expert_norm=norm,
+        )
+        assert y.dtype is dtype
+        y.backward(self.grad.to(device, dtype))
+        for leaf in leaves:
+            assert leaf is None or (leaf.grad.dtype is dtype and leaf.grad.is_contiguous())
+        gradients = [leaf if leaf is None else leaf.grad for leaf in leaves]
+        if not self.transposed:
+            gradients[1:3] = [gradient.mT for gradient in gradients[1:3]]
+        return [y.detach(), *(g for g in gradients if g is not None), weights.grad]
+
+
+def agree(found: list[Tensor], truth: list[Tensor], dtype=torch.float32, tolerance: float | None = None) -> None:
+    """In norm; what nearly cancels, by a tenth of the largest of them."""
+    assert len(found) == len(truth)
+    tolerance = tolerance or TOLERANCE[dtype]
+    scale = max(value.norm() for value in truth)
+    for a, b in zip(found, truth):
+        assert a.isfinite().all()
+        assert (a.cpu().double() - b).norm() <= tolerance * max(b.norm(), 0.1 * scale)
+
+
+@st.composite
+def cases(draw) -> tuple[Case, str, torch.dtype, torch.dtype, bool]:
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    activation = draw(st.sampled_from(["swiglu", "clipped", "clipped halves", "gelu gate", "no gate"]))
+    partial = draw(st.booleans())
+    experts = draw(st.integers(1, 9))
+    case = Case(
+        experts,
+        draw(st.integers(1, 12)),
+        draw(st.integers(1, experts)),
+        draw(st.integers(1, 40)),
+        draw(st.sampled_from([1, 3, 16, 32])),
+        gated=activation != "no gate",
+        bias=draw(st.booleans()),
+        transposed=draw(st.booleans()),
+        partial=partial,
+    )
+    if draw(st.booleans()) and not partial:  # all tokens to the same experts
+        case.index = case.index[:1].expand_as(case.index).contiguous()
+    dtype = draw(st.sampled_from(DTYPES))
+    return case, activation, dtype, draw(st.sampled_from([torch.int32, torch.int64])), draw(st.booleans())
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_values_and_gradients_are_those_of_each_token_alone(kernel, drawn) -> None:
+    case, name, dtype, index_dtype, normed = drawn
+    norm = torch.tanh if normed else None
+    options = (1.702, 7.0, 1.0, True) if name == "clipped" else (1.0, 2.0, 0.0, False)
+    ours, exact = {
+        "swiglu": (kernel.SWIGLU, swiglu),
+        "clipped": (kernel.Gate(*options), lambda h: clipped(h, *options)),
+        "clipped halves": (kernel.Gate(*options), lambda h: clipped(h, *options)),
+        "gelu gate": (gelu_gate, gelu_gate),
+        "no gate": (relu_squared, relu_squared),
+    }[name]
+    softnpu.reset_counters()
+    found = case.found(kernel, ours, dtype, norm, index_dtype)
+    assert softnpu.counters()["stream_syncs"] == softnpu.counters()["device_to_host_copies"] == 0
+    if dtype is torch.float32 or name != "clipped halves":  # a rounded clamp has another gradient near its limit
+        agree(found, case.truth(exact, dtype, norm), dtype)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "one expert", "the last expert", "skewed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_routing_may_be_as_uneven_as_it_likes(kernel, routing, dtype) -> None:
+    case = Case(16, 64, 2, 32, 32)
+    if routing == "one expert":
+        case.index, case.weights = torch.full((64, 1), 3), case.weights[:, :1]
+    elif routing == "the last expert":
+        case.index, case.weights = torch.full((64, 1), 15), case.weights[:, :1]
+    elif routing == "skewed":
+        case.index = (torch.rand(64, 16) * torch.linspace(0, 3, 16)).topk(2, -1).indices
+    agree(case.found(kernel, kernel.SWIGLU, dtype), case.truth(swiglu, dtype), dtype)
+
+
+@pytest.mark.parametrize("activation", ["fused", "own"])
+def test_experts_that_live_elsewhere_leave_no_trace(kernel, activation) -> None:
+    """Rows that the device leaves unwritten hold NaN on the software device."""
+    case = Case(4, 32, 3, 16, 32, bias=True, partial=True)
+    assert (case.index == 4).any(1).any()
+    ours = kernel.SWIGLU if activation == "fused" else swiglu
+    expected = case.truth(swiglu)
+    agree(case.found(kernel, ours), expected)
+    case.index[5:9] = 4  # tokens that are none of ours
+    case.weights[5:9] = 0
+    found = case.found(kernel, ours)
+    agree(found, case.truth(swiglu))
+    assert not found[0][5:9].any()
+    assert not found[1][5:9].any()
+
+
+def test_all_experts_may_live_elsewhere(kernel) -> None:
+    case = Case(4, 8, 2, 16, 32, bias=True, partial=True)
+    case.index.fill_(4)
+    case.weights.zero_()
+    assert not any(value.any() for value in case.found(kernel, kernel.SWIGLU))
+
+
+@pytest.mark.parametrize(("needs", "products"), [("tokens", 4), ("weights", 5), ("routing", 2), ("nothing", 2)])
+def test_only_what_is_asked_for_gets_a_gradient(kernel, needs, products) -> None:
+    case = Case(4, 16, 2, 32, 32)
+    full = case.found(kernel, kernel.SWIGLU)
+    x, gate_up, down = (value.to("npu") for value in (case.x, case.gate_up.mT.contiguous(), case.down.mT.contiguous()))
+    weights = case.weights.npu()
+    leaves = {"tokens": {1: x}, "weights": {2: gate_up, 3: down}, "routing": {4: weights}, "nothing": {}}[needs]
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    softnpu.reset_counters()
+    y = kernel.fused_experts(x, case.index.npu(), weights, gate_up, down)
+    if leaves:
+        y.backward(case.grad.npu())
+    assert softnpu.counters()["npu_grouped_matmul"] == products
+    for place, leaf in leaves.items():
+        expected = full[place].mT if place in (2, 3) else full[place]
+        assert torch.equal(leaf.grad, expected)
+
+
+def test_the_gradient_of_old_releases_is_the_same(kernel, monkeypatch) -> None:
+    """op-plugin 7.1 has no operators for the gradients of permute and unpermute."""
+    cases = [Case(6, 24, 3, 16, 32, bias=True), Case(6, 24, 3, 16, 32, partial=True)]
+    expected = [case.found(kernel, kernel.SWIGLU) for case in cases]
+    routing = kernel.functional.routing
+    monkeypatch.setattr(routing, "has_gradients", lambda: False)
+    for case, before in zip(cases, expected):
+        softnpu.reset_counters()
+        fused, own = case.found(kernel, kernel.SWIGLU), case.found(kernel, swiglu)
+        counters = softnpu.counters()
+        assert not any("grad" in name and "npu_moe" in name for name in counters)
+        assert counters["stream_syncs"] == 0
+        agree(fused, [value.cpu().double() for value in before])
+        agree(own, case.truth(swiglu))
+
+
+@pytest.mark.parametrize("sizes", [(1100, 5, 2, 8, 16), (3, 5, 2, 65536, 1)], ids=["experts", "width"])
+def test_sizes_that_the_operator_does_not_take_are_right_all_the_same(kernel, sizes) -> None:
+    case = Case(*sizes)
+    softnpu.reset_counters()
+    found = case.found(kernel, kernel.SWIGLU)
+    assert "npu_grouped_matmul" not in softnpu.counters()
+    agree(found, case.truth(swiglu), tolerance=65536**0.5 * 2**-24)  # of sums of so many
+
+
+def test_other_dtypes_and_devices_are_computed_in_torch(kernel) -> None:
+    case = Case(4, 9, 2, 8, 16, bias=True)
+    agree(case.found(kernel, kernel.SWIGLU, torch.float64, device="cpu"), case.truth(swiglu, torch.float64))
+    agree(case.found(kernel, kernel.SWIGLU, device="cpu"), case.truth(swiglu))
+
+
+TOLERANCE[torch.float64] = TOLERANCE[torch.float32]  # the routing weights are float32
+
+
+def test_no_tokens_give_no_rows(kernel) -> None:
+    case = Case(4, 1, 2, 8, 16)
+    x = torch.empty(0, 8, device="npu")
+    index, weights = torch.empty(0, 2, dtype=torch.long, device="npu"), torch.empty(0, 2, device="npu")
+    y = kernel.fused_experts(x, index, weights, case.gate_up.mT.npu(), case.down.mT.npu())
+    assert y.shape == (0, 8)
+
+
+def test_tokens_of_another_dtype_than_the_weights_come_back_in_their_own(kernel) -> None:
+    case = Case(4, 9, 2, 32, 32)
+    parameters = [value.mT.contiguous().npu().bfloat16() for value in (case.gate_up, case.down)]
+    y = kernel.fused_experts(case.x.npu(), case.index.npu(), case.weights.npu(), *parameters)
+    assert y.dtype is torch.float32
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_may_lie_the_other_way_around(kernel, transposed) -> None:
+    """The forward then has no view, and the gradient comes out as the weight lies."""
+    case = Case(4, 16, 2, 32, 32, transposed=transposed)
+    expected = case.found(kernel, kernel.SWIGLU)
+    values = [case.gate_up, case.down]
+    parameters = [nn.Parameter((v if transposed else v.mT).contiguous().npu()) for v in values]
+    for parameter in parameters:
+        values = parameter.detach().clone()
+        kernel.layout.store_transposed(parameter)
+        assert parameter.mT.is_contiguous()
+        assert torch.equal(parameter, values)
+    y = kernel.fused_experts(case.x.npu(), case.index.npu(), case.weights.npu(), *parameters, is_transposed=transposed)
+    y.backward(case.grad.npu())
+    agree([y], [expected[0].cpu().double()])
+    for parameter, gradient in zip(parameters, expected[2:4]):
+        assert parameter.grad.stride() == parameter.stride()
+        agree([parameter.grad if transposed else parameter.grad.mT], [gradient.cpu().double()])
+        kernel.layout.store_contiguous(parameter)
+        assert parameter.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.parametrize("gate", ["swiglu", "clipped", "own"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_it_compiles_in_one_graph(kernel, backend, gate, partial) -> None:
+    torch._dynamo.reset()
+    case = Case(6, 10, 2, 16, 32, partial=partial)
+    activation = {"swiglu": kernel.SWIGLU, "clipped": kernel.Gate(1.702, 7.0, 1.0, True), "own": gelu_gate}[gate]
+    index = case.index.npu()
+
+    def experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return kernel.fused_experts(
+            x, index, weights, gate_up, down, activation=activation, is_transposed=True, is_expert_parallel=partial
+        )
+
+    results = []
+    for function in (experts, torch.compile(experts, fullgraph=True, backend=backend, dynamic=True)):
+        leaves = [v.npu().requires_grad_() for v in (case.x, case.weights, case.gate_up, case.down)]
+        y = function(*leaves)
+        y.backward(case.grad.npu())
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+def test_checkpointed_experts_give_the_same_gradients(kernel) -> None:
+    case = Case(4, 16, 2, 32, 32)
+    results = []
+    for reentrant in (None, True, False):
+        leaves = [v.npu().requires_grad_() for v in (case.x, case.weights, case.gate_up, case.down)]
+
+        def experts(x, weights, gate_up, down):
+            return kernel.fused_experts(x, case.index.npu(), weights, gate_up, down, is_transposed=True)
+
+        y = experts(*leaves) if reentrant is None else torch.utils.checkpoint.checkpoint(
+            experts, *leaves, use_reentrant=reentrant
+        )  # fmt: skip
+        y.backward(case.grad.npu())
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+def test_several_experts_before_one_backward(kernel) -> None:
+    """Only the last of them still has what it computed on the way."""
+    cases = [Case(4, 16, 2, 32, 32) for _ in range(3)]
+    alone = [case.found(kernel, kernel.SWIGLU) for case in cases]
+    leaves = [[v.npu().requires_grad_() for v in (c.x, c.weights, c.gate_up, c.down)] for c in cases]
+    ys = [
+        kernel.fused_experts(x, case.index.npu(), weights, gate_up, down, is_transposed=True)
+        for case, (x, weights, gate_up, down) in zip(cases, leaves)
+    ]
+    torch.autograd.backward(ys, [case.grad.npu() for case in cases])
+    for (x, weights, gate_up, down), (_, *expected) in zip(leaves, alone):
+        found = [x.grad, gate_up.grad, down.grad, weights.grad]
+        agree(found, [value.cpu().double() for value in expected])
+
+
+@pytest.mark.parametrize("name", ["fused_experts", "grouped_matmul", "softmax_top_k"])
+def test_functions_say_what_they_take_and_raise(kernel: ModuleType, name: str) -> None:
+    text = getattr(kernel, name).__doc__
+    assert all(word in text for word in ("Args:", "Returns:", "Raises:", "["))

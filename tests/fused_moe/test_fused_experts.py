@@ -121,8 +121,20 @@ def agree(found: list[Tensor], truth: list[Tensor], dtype=torch.float32, toleran
         assert (a.cpu().double() - b).norm() <= tolerance * max(b.norm(), 0.1 * scale)
 
 
+def activations(kernel) -> dict[str, tuple]:
+    """What lies between the products, for the kernel and for the truth."""
+    interleaved, halves = (1.702, 7.0, 1.0, True), (1.0, 2.0, 0.0, False)
+    return {
+        "swiglu": (kernel.SWIGLU, swiglu),
+        "clipped": (kernel.Gate(*interleaved), lambda h: clipped(h, *interleaved)),
+        "clipped halves": (kernel.Gate(*halves), lambda h: clipped(h, *halves)),
+        "gelu gate": (gelu_gate, gelu_gate),
+        "no gate": (relu_squared, relu_squared),
+    }
+
+
 @st.composite
-def cases(draw) -> tuple[Case, str, torch.dtype, torch.dtype, bool]:
+def cases(draw) -> tuple[Case, str, torch.dtype, bool]:
     torch.manual_seed(draw(st.integers(0, 2**16)))
     activation = draw(st.sampled_from(["swiglu", "clipped", "clipped halves", "gelu gate", "no gate"]))
     partial = draw(st.booleans())
@@ -132,7 +144,7 @@ def cases(draw) -> tuple[Case, str, torch.dtype, torch.dtype, bool]:
         draw(st.integers(1, 12)),
         draw(st.integers(1, experts)),
         draw(st.integers(1, 40)),
-        draw(st.sampled_from([1, 3, 16, 32])),
+        draw(st.sampled_from([1, 9, 16, 32])),  # npu_swiglu's gradient takes multiples of 16
         gated=activation != "no gate",
         bias=draw(st.booleans()),
         transposed=draw(st.booleans()),
@@ -140,28 +152,29 @@ def cases(draw) -> tuple[Case, str, torch.dtype, torch.dtype, bool]:
     )
     if draw(st.booleans()) and not partial:  # all tokens to the same experts
         case.index = case.index[:1].expand_as(case.index).contiguous()
-    dtype = draw(st.sampled_from(DTYPES))
-    return case, activation, dtype, draw(st.sampled_from([torch.int32, torch.int64])), draw(st.booleans())
+    return case, activation, draw(st.sampled_from([torch.int32, torch.int64])), draw(st.booleans())
 
 
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_values_and_gradients_are_those_of_each_token_alone(kernel, drawn) -> None:
-    case, name, dtype, index_dtype, normed = drawn
-    norm = torch.tanh if normed else None
-    options = (1.702, 7.0, 1.0, True) if name == "clipped" else (1.0, 2.0, 0.0, False)
-    ours, exact = {
-        "swiglu": (kernel.SWIGLU, swiglu),
-        "clipped": (kernel.Gate(*options), lambda h: clipped(h, *options)),
-        "clipped halves": (kernel.Gate(*options), lambda h: clipped(h, *options)),
-        "gelu gate": (gelu_gate, gelu_gate),
-        "no gate": (relu_squared, relu_squared),
-    }[name]
+    case, name, index_dtype, normed = drawn
+    norm = torch.square if normed else None
+    ours, exact = activations(kernel)[name]
     softnpu.reset_counters()
-    found = case.found(kernel, ours, dtype, norm, index_dtype)
+    found = case.found(kernel, ours, norm=norm, index_dtype=index_dtype)
     assert softnpu.counters()["stream_syncs"] == softnpu.counters()["device_to_host_copies"] == 0
-    if dtype is torch.float32 or name != "clipped halves":  # a rounded clamp has another gradient near its limit
-        agree(found, case.truth(exact, dtype, norm), dtype)
+    agree(found, case.truth(exact, norm=norm))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["swiglu", "clipped", "gelu gate", "no gate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes_are_as_close_as_their_roundings(kernel, dtype, name, transposed) -> None:
+    """Biases are float32 for the operator where tokens are bfloat16; routing weights are float32 throughout."""
+    case = Case(6, 48, 3, 32, 32, gated=name != "no gate", bias=True, transposed=transposed)
+    ours, exact = activations(kernel)[name]
+    agree(case.found(kernel, ours, dtype), case.truth(exact, dtype), dtype)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "one expert", "the last expert", "skewed"])

@@ -1,0 +1,148 @@
+"""grouped_matmul and GmmFunction against a product for each group in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import softnpu
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # one rounding, of sums in float32
+
+
+def truth(x, weight, counts, bias):
+    parts = zip(x.split(counts.tolist()), weight, [0] * len(weight) if bias is None else bias)
+    return torch.cat([rows @ matrix + offset for rows, matrix, offset in parts])
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["contiguous", "transposed view"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_products_and_gradients_of_groups(kernel, dtype, bias, view) -> None:
+    counts = torch.tensor([3, 0, 5, 1, 0])
+    x, weight = torch.randn(9, 24).to(dtype), torch.randn(5, 24, 40).to(dtype)
+    biases = torch.randn(5, 40).to(dtype) if bias else None
+    grad = torch.randn(9, 40).to(dtype)
+    exact = [t if t is None else t.double().requires_grad_() for t in (x, weight, biases)]
+    expected = truth(exact[0], exact[1], counts, exact[2])
+    expected.backward(grad.double())
+
+    stored = weight.mT.contiguous() if view else weight
+    leaves = [t if t is None else t.npu().requires_grad_() for t in (x, stored, biases)]
+    softnpu.reset_counters()
+    y = kernel.grouped_matmul(leaves[0], leaves[1].mT if view else leaves[1], counts.npu(), leaves[2])
+    y.backward(grad.npu())
+    counters = softnpu.counters()
+    assert counters["npu_grouped_matmul"] == 3 + bias
+    assert counters["stream_syncs"] == 0
+    assert leaves[1].grad.is_contiguous()
+    found = [y, leaves[0].grad, leaves[1].grad.mT if view else leaves[1].grad]
+    wanted = [expected, exact[0].grad, exact[1].grad]
+    if bias:
+        found.append(leaves[2].grad)
+        wanted.append(exact[2].grad)
+    for a, b in zip(found, wanted):
+        assert a.dtype is dtype
+        assert (a.detach().cpu().double() - b).norm() <= TOLERANCE[dtype] * b.norm()
+    assert not found[2][1].any()  # a group without rows
+
+
+@pytest.mark.parametrize("case", ["many groups", "wide", "other strides", "cpu"])
+def test_what_the_operator_does_not_take_is_computed_in_torch(kernel, case) -> None:
+    groups, k, n = {"many groups": (1025, 4, 4), "wide": (2, 4, 65536)}.get(case, (3, 6, 8))
+    counts = torch.zeros(groups, dtype=torch.long)
+    counts[1] = 5
+    device = "cpu" if case == "cpu" else "npu"
+    weight = torch.randn(groups, k, n)
+    given = weight.to(device).requires_grad_()
+    strided = given.repeat_interleave(2, -1)[..., ::2] if case == "other strides" else given
+    x = torch.randn(5, k)
+    softnpu.reset_counters()
+    y = kernel.grouped_matmul(x.to(device), strided, counts.to(device))
+    assert "npu_grouped_matmul" not in softnpu.counters()
+    y.sum().backward()
+    torch.testing.assert_close(y.cpu(), truth(x, weight, counts, None), rtol=1e-5, atol=1e-5)
+    assert given.grad[1].any()
+    assert not given.grad[0].any()
+
+
+def test_the_function_leaves_out_what_nobody_asked_for(kernel) -> None:
+    x, weight = torch.randn(4, 8, device="npu"), torch.randn(2, 8, 8, device="npu", requires_grad=True)
+    counts = torch.tensor([1, 3], device="npu")
+    softnpu.reset_counters()
+    kernel.GmmFunction.apply(x, weight, counts, None, None).sum().backward()
+    assert softnpu.counters()["npu_grouped_matmul"] == 2
+
+
+BAD_PRODUCTS = {
+    "x of three dimensions": ({"x": torch.ones(1, 4, 8)}, ValueError, "x must be [M, K] and weight [E, K, N]"),
+    "another K": ({"x": torch.ones(4, 7)}, ValueError, "got [4, 7] and [2, 8, 6]"),
+    "counts of another length": ({"counts": torch.ones(3, dtype=torch.long)}, ValueError, "counts must be [2]"),
+    "counts of int32": ({"counts": torch.ones(2, dtype=torch.int32)}, TypeError, "counts must be int64"),
+    "a bias of another size": ({"bias": torch.ones(2, 8)}, ValueError, "bias [2, 6]"),
+    "two dtypes": ({"x": torch.ones(4, 8, dtype=torch.bfloat16)}, TypeError, "one floating dtype"),
+    "integers": ({"x": torch.ones(4, 8).long(), "weight": torch.ones(2, 8, 6).long()}, TypeError, "floating dtype"),
+    "too many rows": ({"counts": torch.tensor([4, 1])}, ValueError, "counts must add up to the 4 rows of x, got 5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PRODUCTS)
+def test_wrong_arguments_of_a_product_are_named(kernel, case) -> None:
+    changes, error, message = BAD_PRODUCTS[case]
+    given = {"x": torch.ones(4, 8), "weight": torch.ones(2, 8, 6), "counts": torch.tensor([1, 3]), "bias": None}
+    with pytest.raises(error) as caught:
+        kernel.grouped_matmul(**given | changes)
+    assert message in str(caught.value)
+
+
+def test_two_devices_are_named(kernel) -> None:
+    with pytest.raises(ValueError, match="grouped_matmul: all tensors must be on one device"):
+        kernel.grouped_matmul(torch.ones(4, 8), torch.ones(2, 8, 6).npu(), torch.tensor([1, 3]))
+
+
+BAD_EXPERTS = {
+    "tokens of three dimensions": ({"hidden_states": torch.ones(1, 4, 8)}, ValueError, "reshape(-1, H) it"),
+    "another k": ({"top_k_weights": torch.ones(4, 3)}, ValueError, "must both be [T, k] with T = 4"),
+    "other tokens": ({"top_k_index": torch.zeros(5, 2).long()}, ValueError, "got [5, 2] and [4, 2]"),
+    "indices that are floats": ({"top_k_index": torch.zeros(4, 2)}, TypeError, "must be int64 or int32"),
+    "integers as weights": ({"top_k_weights": torch.ones(4, 2).long()}, TypeError, "must be floating point"),
+    "a matrix": ({"down_proj": torch.ones(8, 5)}, ValueError, "must be three-dimensional"),
+    "other experts": ({"down_proj": torch.ones(2, 8, 5)}, ValueError, "of as many experts and one dtype"),
+    "another H": ({"gate_up_proj": torch.ones(3, 10, 7)}, ValueError, "gate_up_proj must be [3, 2·I, 8]"),
+    "another I": ({"down_proj": torch.ones(3, 8, 4)}, ValueError, "down_proj [3, 8, I]"),
+    "two dtypes": ({"down_proj": torch.ones(3, 8, 5).half()}, ValueError, "one dtype"),
+    "a bias of another size": ({"down_proj_bias": torch.ones(3, 5)}, ValueError, "down_proj_bias must be [3, 8]"),
+    "an index too large": ({"top_k_index": torch.full((4, 2), 4)}, ValueError, "must be from 0 to 2, got 4 to 4"),
+    "an index of E": ({"top_k_index": torch.full((4, 2), 3)}, ValueError, "must be from 0 to 2, got 3 to 3"),
+    "an index below zero": ({"top_k_index": torch.full((4, 2), -1)}, ValueError, "from 0 to 2, got -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EXPERTS)
+def test_wrong_arguments_of_experts_are_named(kernel, case) -> None:
+    changes, error, message = BAD_EXPERTS[case]
+    given = {
+        "hidden_states": torch.ones(4, 8),
+        "top_k_index": torch.zeros(4, 2, dtype=torch.long),
+        "top_k_weights": torch.ones(4, 2),
+        "gate_up_proj": torch.ones(3, 10, 8),
+        "down_proj": torch.ones(3, 8, 5),
+        "down_proj_bias": None,
+    }
+    with pytest.raises(error) as caught:
+        kernel.fused_experts(**given | changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["store_transposed", "store_contiguous"])
+def test_only_whole_parameters_are_moved(kernel, function) -> None:
+    move = getattr(kernel.layout, function)
+    for wrong, message in (
+        (torch.nn.Parameter(torch.ones(4, 4)), "is [E, A, B], got [4, 4]"),
+        (torch.ones(2, 4, 4), "takes parameters with values, got a Tensor"),
+        (torch.nn.Parameter(torch.ones(4, 4, 4)[:2]), "part of a larger storage"),
+        (torch.nn.Parameter(torch.ones(2, 4, 4, device="meta")), "on meta"),
+    ):
+        with pytest.raises(ValueError, match=function) as caught:
+            move(wrong)
+        assert message in str(caught.value)

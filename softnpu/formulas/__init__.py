@@ -50,6 +50,7 @@ def install() -> None:
         grouped_matmul,
         moe_gating,
         moe_permute,
+        moe_routing,
         norm,
         rotary,
     )

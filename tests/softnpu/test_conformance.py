@@ -151,6 +151,18 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_moe_gating_top_k_backward": [  # has no meta kernel
         ((rows(3, 8), rows(3, 2, dtype=HALF), torch.tensor([[0, 1]] * 3, dtype=torch.int32)), {"norm_type": 1})
     ],
+    "npu_moe_init_routing_v2": [
+        (
+            (rows(2, 8, dtype=HALF), EXPERTS.int()),
+            {"expert_num": 3, "expert_tokens_num_type": kind, "expert_tokens_num_flag": True} | options,
+        )
+        for kind, options in ((1, {}), (1, {"active_expert_range": [1, 3], "row_idx_type": 1}), (2, {"active_num": 4}))
+    ],
+    "npu_moe_finalize_routing": [
+        ((rows(4, 8), None, None, None, None, SLOTS, None), {}),
+        ((rows(4, 8), rows(2, 8), rows(2, 8), rows(3, 8), rows(2, 2), SLOTS, EXPERTS.int(), 2), {}),
+        ((rows(3, 2, 8, dtype=HALF), None, None, None, rows(2, 2), SLOTS, None), {"drop_pad_mode": 3}),
+    ],
     "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
     "_npu_dtype_cast": [((rows(3), HALF), {})],
     "_npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],

@@ -62,7 +62,7 @@ def npu_grouped_matmul(
         activation_input=activation_input,
         activation_quant_scale=activation_quant_scale,
         activation_quant_offset=activation_quant_offset,
-        act_type=act_type,
+        act_type=act_type or None,
         tuning_config=tuning_config,
         output_dtype=output_dtype,
         x_dtype=x_dtype,
@@ -125,10 +125,10 @@ def npu_grouped_matmul_list(
         activation_input=activation_input,
         activation_quant_scale=activation_quant_scale,
         activation_quant_offset=activation_quant_offset,
-        act_type=act_type,
+        act_type=act_type or None,
         output_dtype=output_dtype,
         group_type=group_type,
-        group_list_type=group_list_type,
+        group_list_type=group_list_type or None,
     )
     limits.require_dtypes_and_lengths(x, weight, bias)
     sizes = limits.require_list(x, weight, group_list or [], split_item or 0)

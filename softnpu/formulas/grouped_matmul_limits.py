@@ -30,12 +30,9 @@ Tensors = Sequence[Tensor]
 def require_floating_point(**options: Any) -> None:
     """Nothing that belongs to the quantised forms or asks for another output."""
     for name, value in options.items():
-        given = f"{name} is given, but the software device has the floating-point form only, which does not take it"
-        require(not _given(value), OPERATOR, given)
-
-
-def _given(value: Any) -> bool:
-    return bool(value) if isinstance(value, (int, list, tuple)) else value is not None
+        given = value is not None and not (isinstance(value, (list, tuple)) and not value)
+        rule = f"{name} is given, but the software device has the floating-point form only, which does not take it"
+        require(not given, OPERATOR, rule)
 
 
 def require_dtypes_and_lengths(x: Tensors, weight: Tensors, bias: Tensors | None) -> None:

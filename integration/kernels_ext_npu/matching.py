@@ -4,9 +4,9 @@ Compared is the forward together with the methods of the class and the functions
 docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
 operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
 wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
-module that calls the function; and the two decorators of transformers' rotary embeddings, which the reference then has
-too. Of a function and its helpers the names of the parameters count too, since callers may use them; the names of the
-helpers do not.
+module that calls the function; the two decorators of transformers' rotary embeddings, which the reference then has too;
+and transformers' decorator of experts, which says itself what a class computes. Of a function and its helpers the names
+of the parameters count too, since callers may use them; the names of the helpers do not.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from types import FunctionType, ModuleType
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import dynamic_rope_update
 
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, FunctionReference, Reference
+from kernels_ext_npu.references.experts import Experts
 
 _KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
 _ROTARY_DECORATORS = ("torch.no_grad", "dynamic_rope_update")
@@ -68,6 +70,14 @@ def is_kernel_function(function: object) -> bool:
     return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
 
 
+def is_experts_class(cls: type) -> bool:
+    """Whether its forward calls the experts implementation that the config names, out of transformers' own."""
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
+        return False
+    return _cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+
+
 @cache
 def _patterns() -> dict[str | None, Reference]:
     return {fingerprint(reference.module): reference for reference in REFERENCES}
@@ -83,6 +93,8 @@ def fingerprint(cls: type) -> str | None:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType):
         return None
+    if is_experts_class(cls):
+        return "use_experts_implementation"
     decorated = _under_rotary_decorators(forward)
     forward, decorators = (forward, ()) if decorated is None else (decorated, _ROTARY_DECORATORS)
     trees = [str(decorators)]

@@ -34,11 +34,13 @@ current: Registration | None = None
 def register(source: str | Path = "bundled", strict: bool = False) -> None:
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
+    Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
+
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
             kernels-ext-npu/* on the Hub; or the path of a clone of the project.
-        strict: raise if a norm, gated MLP or rotary function of a model keeps its own forward, or a rotary embedding
-            that could be served, instead of only reporting it.
+        strict: raise if a norm, gated MLP, rotary function or experts module of a model keeps its own forward, or a
+            rotary embedding or router that could be served, instead of only reporting it.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
@@ -46,7 +48,7 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
     """
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
-    from kernels_ext_npu import saving, sources
+    from kernels_ext_npu import experts, saving, sources
     from kernels_ext_npu.marking import LAYERS, Marks
 
     sources.check(source, set(LAYERS.values()))
@@ -57,6 +59,7 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
         current.entries[layer] = dict(table[layer]) if layer in table else ABSENT
         table[layer] = table.get(layer, {}) | {"npu": sources.layer_source(source, repository, layer)}
     _wrap_set_use_kernels()
+    experts.install(source)
     saving.install()
 
 
@@ -64,15 +67,16 @@ def unregister() -> None:
     """Leave transformers as it was.
 
     Models that are swapped already keep the kernels of their modules until restore(model); rotary functions belong to
-    transformers, and are the original again for all models.
+    transformers, and are the original again for all models, as is the default of what no kernel was swapped into.
     """
     global current
     if current is None:
         return
     registration, current = current, None
-    from kernels_ext_npu import functions
+    from kernels_ext_npu import experts, functions
 
     functions.remove()
+    experts.remove()
     registration.marks.remove()
     table, loaded = _table(), _loaded_mapping()
     for layer, entry in registration.entries.items():
@@ -98,13 +102,14 @@ def finish(model: nn.Module, mode: Mode) -> None:
     from kernels import Device, KernelizeFallback
     from kernels.layer.layer import kernelize_layer
 
-    from kernels_ext_npu import functions, packing
+    from kernels_ext_npu import experts, functions, packing
     from kernels_ext_npu.reporting import report
 
     assert current is not None
     for module in current.marks.choose(model):
         kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
     packing.pack(model)
+    experts.choose(model)
     functions.finish()
     if not current.strict:
         return

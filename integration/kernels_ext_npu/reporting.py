@@ -14,16 +14,24 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import functions, packing, registration
+from kernels_ext_npu import experts, functions, packing, registration
 from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import REFERENCES
 
 # what the kernels of a repository serve, or a kind of their layers, as the table counts it
-KINDS = {"RMSNorm": "norms", "SwiGLU": "gated MLPs", "RoPE": "rotary calls", "RotaryEmbedding": "rotary tables"}
+KINDS = {
+    "RMSNorm": "norms",
+    "SwiGLU": "gated MLPs",
+    "FusedMoE": "experts",
+    "Router": "routers",
+    "RoPE": "rotary calls",
+    "RotaryEmbedding": "rotary tables",
+}
 _KIND_OF_LAYER = LAYERS | {layer: r.kind or r.repository for r in REFERENCES for layer in r.layers}
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+_ROUTER = re.compile("Router$|Gate$|Gating$")
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -108,7 +116,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm, gated MLP, rotary function and module that makes cos and sin: swapped, or kept and why."""
+    """Every norm, gated MLP, experts module, router, rotary function and rotary table: swapped, or kept and why."""
     found = [(path, module, _kind(module)) for path, module in model.named_modules()]
     modules = [_row(path, module, kind) for path, module, kind in found if kind is not None]
     return Report([*modules, *functions.rows(model)])
@@ -121,30 +129,37 @@ def _kind(module: nn.Module) -> str | None:
         return KINDS[_KIND_OF_LAYER[layer]]
     if "norm" in type(module).__name__.lower() and not any(module.children()):
         return KINDS["RMSNorm"]
+    if _ROUTER.search(type(module).__name__) and hasattr(module, "top_k"):
+        return KINDS["Router"]
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
     return KINDS["SwiGLU"] if any(names <= children for names in _GATED) else None
 
 
 def _row(path: str, module: nn.Module, kind: str) -> Row:
     class_name = type(module).__name__
-    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other_table(module, kind)
+    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
     function = kernel_forward(module)
     if function is not None:
         layer = function.__qualname__.partition(".")[0]
-        if kernel_name(function) in _KERNEL_NAMES and layer in LAYERS:
+        if _is_ours(kernel_name(function)) and layer in LAYERS:
             apart = packing.separate(module)
-            reason = apart and f"two products, since {apart}"
+            reason = f"two products, since {apart}" if apart else experts.remark(module)
             return Row(path, class_name, layer, True, reason, kind=kind)
         reason = f"served by {layer} of the kernel {kernel_name(function)}, which is not ours"
         return Row(path, class_name, None, False, reason, candidate, kind)
+    if experts.is_called_by_name(module):
+        reason = experts.remark(module) or f"called by its own forward, as {experts.NAME}"
+        return Row(path, class_name, experts.LAYER, True, reason, kind=kind)
     reference = find_reference(type(module))
     layer_name = reference.layer(module) if reference else None
     return Row(path, class_name, layer_name, False, _reason(module), candidate, kind)
 
 
-def _is_other_table(module: nn.Module, kind: str) -> bool:
-    """Whether it makes cos and sin in a way that no kernel of ours is meant for."""
+def _is_other(module: nn.Module, kind: str) -> bool:
+    """Whether it makes cos and sin, or routes, in a way that no kernel of ours is meant for."""
     reference = find_reference(type(module))
+    if kind == KINDS["Router"]:
+        return reference is None
     return kind == KINDS["RotaryEmbedding"] and (reference is None or reference.refuse(module) is not None)
 
 
@@ -159,4 +174,6 @@ def _reason(module: nn.Module) -> str:
     return "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 
 
-_KERNEL_NAMES = {repository.lower() for repository in LAYERS.values()}
+def _is_ours(name: str | None) -> bool:
+    """By a kernel's name, which is that of its repository in lower case, with a hyphen here and there."""
+    return name is not None and name.replace("-", "") in {repository.lower() for repository in LAYERS.values()}

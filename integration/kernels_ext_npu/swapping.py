@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu import functions, packing, registration
+from kernels_ext_npu import experts, functions, packing, registration
 from kernels_ext_npu.marking import kernel_name
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def restore(model: Model) -> Model:
                 else:
                     vars(module)[name] = MethodType(type(module).forward, module)
     functions.restore(model)
+    experts.restore(model)
     for pretrained in _pretrained(model):
         vars(pretrained)["_use_kernels"] = False
     return model

@@ -97,9 +97,14 @@ def activation_of(experts: nn.Module) -> Activation:
         return experts.act_fn
     known = getattr(experts, _KNOWN, None)
     if known is None and not torch.compiler.is_compiling():
-        known = (_recognise(experts),)
+        known = tuple(_recognise(experts) or ())  # no class of ours: the module may be saved as a whole
         setattr(experts, _KNOWN, known)
-    return experts._apply_gate if known is None or known[0] is None else known[0]
+    return Gate(*known) if known else experts._apply_gate
+
+
+def forget(experts: nn.Module) -> None:
+    """Take away from a module what its gate was found to be."""
+    vars(experts).pop(_KNOWN, None)
 
 
 def _recognise(experts: nn.Module) -> Gate | None:
@@ -108,7 +113,9 @@ def _recognise(experts: nn.Module) -> Gate | None:
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         far = torch.tensor([-1e6, -1e4, -100.0, -30.0, 30.0, 100.0, 1e4, 1e6], device="cpu")  # beyond any limit
         side = torch.cat((torch.linspace(-12, 12, 48, device="cpu"), far))
-        gate_up = torch.cartesian_prod(side, side).view(-1, 4)
+        pairs = torch.cartesian_prod(side, side)
+        others = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
+        gate_up = torch.stack((pairs, others), -1).flatten(1)  # halves and neighbours meet in many pairs
         try:
             values = experts._apply_gate(gate_up.clone())
         except Exception:  # it has tensors of its own, on the device or of a certain size

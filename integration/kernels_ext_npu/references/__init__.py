@@ -5,13 +5,15 @@ Each class or function is the documentation of the mathematics, the pattern that
 and on which instances.
 """
 
+from kernels_ext_npu.references.experts import EXPERTS
 from kernels_ext_npu.references.mlps import MLPS
 from kernels_ext_npu.references.norms import NORMS
 from kernels_ext_npu.references.reference import FunctionReference, Reference
 from kernels_ext_npu.references.rotary import ROTARY
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from kernels_ext_npu.references.routers import ROUTERS
 
-REFERENCES = NORMS + MLPS + ROTARY_EMBEDDINGS
+REFERENCES = (*NORMS, *MLPS, *ROTARY_EMBEDDINGS, EXPERTS, *ROUTERS)
 FUNCTION_REFERENCES = ROTARY
 
 __all__ = ["FUNCTION_REFERENCES", "REFERENCES", "FunctionReference", "Reference"]

@@ -48,7 +48,9 @@ def install() -> None:
         fusion_attention,
         glu,
         grouped_matmul,
+        moe_gating,
         moe_permute,
+        moe_routing,
         norm,
         rotary,
     )

@@ -1,0 +1,186 @@
+"""MoE routing for inference: rows in the order of their experts, and their weighted sums. Neither has a gradient.
+
+Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu, and CANN's ops-transformer,
+moe/moe_init_routing_v3 and moe/moe_finalize_routing_v2, op_host; rounding: op_kernel there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
+
+from softnpu.formulas import formula
+from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
+
+COUNTS, PAIRS = 1, 2  # expert_tokens_num_type
+GATHER, SCATTER = 0, 1  # row_idx_type
+MAX_EXPERTS = {COUNTS: 10240, PAIRS: 5120}
+UNWRITTEN = -1  # of integers, which have no NaN
+FINALIZE_DTYPES: set[tuple[torch.dtype, ...]] = {
+    (float16, float16),
+    (float32, float32),
+    (bfloat16, bfloat16),
+    (bfloat16, float32),
+}
+BY_COLUMNS, PADDED = (0, 1), (1, 3)  # drop_pad_mode
+
+
+@formula
+def npu_moe_init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = GATHER,
+    x_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows of x [T, H] for the experts in active_expert_range, by default all, in the stable order of
+    ``expert_idx [T, K]``, int32; where they went; how many every expert has, int64; and their scales, float32 [T·K].
+
+    row_idx_type 0 names the row of every token and slot, -1 for those of other experts; 1 names the token and slot,
+    ``t · K + j``, of every row. expert_tokens_num_type 1 counts rows for every expert in range, 2 gives pairs
+    [expert_num, 2] of an expert with rows and their number, then zeros. Rows, indices and scales beyond the last row
+    stay unwritten, here NaN or -1. The form without quantisation and capacity only.
+    """
+    operator = "npu_moe_init_routing_v2"
+    plain = quant_mode == -1 and drop_pad_mode == 0 and offset is None and x_dtype is None
+    require(plain, operator, "the software device has the form with quant_mode -1 and drop_pad_mode 0 only")
+    require_dtypes(operator, {(d, int32) for d in (*FLOATING, int8)}, x=x, expert_idx=expert_idx)
+    fits = x.dim() == 2 and expert_idx.dim() == 2 and len(x) == len(expert_idx)
+    given = f"x {describe(x)} and expert_idx {describe(expert_idx)}"
+    require(fits, operator, f"{given} must have 2 dimensions and the same number of rows")
+    rule = f"active_num is {active_num}; the device takes -1, 0 or all {expert_idx.numel()} rows"
+    require(active_num in (-1, 0, expert_idx.numel()), operator, rule)
+    kind = expert_tokens_num_type
+    counted = kind in (COUNTS, PAIRS) and expert_tokens_num_flag
+    require(
+        counted, operator, "the device takes expert_tokens_num_type 1 and 2, with expert_tokens_num_flag=True, only"
+    )
+    require(row_idx_type in (GATHER, SCATTER), operator, f"row_idx_type is {row_idx_type}; the device takes 0 or 1")
+    limit = MAX_EXPERTS[kind]
+    require(1 <= expert_num <= limit, operator, f"expert_num is {expert_num}; the device takes 1 to {limit}")
+    start, end = active_expert_range or (0, expert_num)
+    rule = f"active_expert_range [{start}, {end}) must be some of {expert_num} experts"
+    require(0 <= start < end <= expert_num, operator, rule)
+    if scale is not None:
+        fits = scale.dtype == float32 and list(scale.shape) == [len(x)]
+        require(fits, operator, f"scale must be float32 {[len(x)]}, got {describe(scale)}")
+
+    flat = expert_idx.flatten().long()
+    known = bool(((flat >= 0) & (flat < expert_num)).all())
+    require(known, operator, f"expert_idx has a number outside of [0, {expert_num})")
+    order = torch.argsort(flat, stable=True)
+    order = order[(flat[order] >= start) & (flat[order] < end)]
+    rows, tokens = len(order), order // max(expert_idx.shape[1], 1)
+    expanded = torch.full((flat.numel(), x.shape[1]), UNWRITTEN if x.dtype == int8 else math.nan, dtype=x.dtype)
+    expanded[:rows] = x[tokens]
+    row_idx = torch.full(flat.shape, UNWRITTEN, dtype=int32)
+    if row_idx_type == GATHER:
+        row_idx[order] = torch.arange(rows, dtype=int32)
+    else:
+        row_idx[:rows] = order.to(int32)
+    scales = torch.full(flat.shape, math.nan)
+    if scale is not None:
+        scales[:rows] = scale[tokens]
+    counts = torch.bincount(flat, minlength=expert_num)[start:end]
+    return expanded, row_idx, counts if kind == COUNTS else _pairs(counts, start, expert_num), scales
+
+
+@formula
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> Tensor:
+    """``skip1 + skip2 + Σ_j scales[t, j] · (rows[index] + bias[expert])`` for T tokens and K slots: [T, H].
+
+    rows are [T·K, H] in drop_pad_mode 0 and 2, or [E, C, H] in 1 and 3, where the index -1 stands for a row of zeros.
+    The index of token t and slot j is at ``j · T + t`` in modes 0 and 1, at ``t · K + j`` in 2 and 3. Without scales
+    they are 1 and K is 1. bfloat16, whose scales may be float32, is summed in float32 and rounded once; float16 rounds
+    after every step.
+    """
+    operator, mode = "npu_moe_finalize_routing", drop_pad_mode or 0
+    rows, index, experts = expanded_permuted_rows, expanded_src_to_dst_row, export_for_source_row
+    require(mode in range(4), operator, f"drop_pad_mode is {drop_pad_mode}; the device takes 0 to 3")
+    require(k in (None, 1), operator, "the software device has no form of the operator with k")
+    require_dtypes(operator, {(d, int32) for d in FLOATING}, rows=rows, expanded_src_to_dst_row=index)
+    dims = 3 if mode in PADDED else 2
+    require(rows.dim() == dims, operator, f"drop_pad_mode {mode} takes rows of {dims} dimensions, got {describe(rows)}")
+    tokens, slots = (index.numel(), 1) if scales is None else tuple(scales.shape)
+    hidden = rows.shape[-1]
+    _require_finalize(operator, rows, [tokens, slots], index, skip1, skip2, bias, scales, experts)
+    source = rows.reshape(-1, hidden)
+    low = -1 if mode in PADDED else 0
+    known = bool(((index >= low) & (index < len(source))).all())
+    require(known, operator, f"expanded_src_to_dst_row has a number outside of [{low}, {len(source)})")
+
+    places = (index.view(slots, tokens).t() if mode in BY_COLUMNS else index.view(tokens, slots)).long()
+    step = float16 if rows.dtype == float16 else float32  # what every step is rounded to
+    out = torch.zeros(tokens, hidden, dtype=step)
+    for skip in (skip1, skip2):
+        out = out if skip is None else out + skip.to(step)
+    for slot in range(slots):
+        place = places[:, slot]
+        term = torch.where((place >= 0).unsqueeze(1), source[place.clamp(min=0)].to(step), torch.zeros((), dtype=step))
+        if bias is not None and experts is not None:
+            term = term + bias[experts[:, slot].long()].to(step)
+        out = out + (term if scales is None else term * scales[:, slot, None].to(step))
+    return out.to(rows.dtype)
+
+
+def _pairs(counts: Tensor, start: int, expert_num: int) -> Tensor:
+    """Experts that have rows with their number; zeros up to one more than the experts in range."""
+    pairs = torch.full((expert_num, 2), UNWRITTEN, dtype=int64)
+    pairs[: len(counts) + 1] = 0
+    used = counts.nonzero().flatten()
+    pairs[: len(used)] = torch.stack([used + start, counts[used]], 1)
+    return pairs
+
+
+def _require_finalize(
+    operator: str,
+    rows: Tensor,
+    shape: list[int],
+    index: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    experts: Tensor | None,
+) -> None:
+    tokens, slots = shape
+    hidden = rows.shape[-1]
+    require(skip2 is None or skip1 is not None, operator, "skip2 needs skip1")
+    for name, skip in (("skip1", skip1), ("skip2", skip2)):
+        if skip is not None:
+            fits = skip.dtype == rows.dtype and list(skip.shape) == [tokens, hidden]
+            require(fits, operator, f"{name} must be {rows.dtype} {[tokens, hidden]}, got {describe(skip)}")
+    if scales is not None:
+        require_dtypes(operator, FINALIZE_DTYPES, rows=rows, scales=scales)
+        fits = list(index.shape) == [tokens * slots]
+        require(fits, operator, f"expanded_src_to_dst_row must be {[tokens * slots]}, got {describe(index)}")
+    if bias is not None:
+        fits = bias.dtype == rows.dtype and bias.dim() == 2 and bias.shape[1] == hidden
+        require(fits, operator, f"bias must be {rows.dtype} [E, {hidden}], got {describe(bias)}")
+        require(experts is not None, operator, "bias needs export_for_source_row, the expert of every token and slot")
+    if experts is not None:
+        fits = experts.dtype == int32 and list(experts.shape) == shape
+        require(fits, operator, f"export_for_source_row must be int32 {shape}, got {describe(experts)}")

@@ -1,0 +1,187 @@
+"""Routing for inference against loops over tokens: which rows go where, what stays unwritten, and their sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_npu
+
+T, K, H, E = 6, 3, 8, 5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# one rounding: half a unit in the last place of the result
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+FLOAT32 = 16 * 2.0**-24  # of the operands: about ten operations in float32
+
+init_routing, finalize = torch_npu.npu_moe_init_routing_v2, torch_npu.npu_moe_finalize_routing
+COUNTED = {"expert_num": E, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def experts() -> torch.Tensor:
+    return torch.randint(E, (T, K), dtype=torch.int32)
+
+
+def order(indices: torch.Tensor, start: int = 0, end: int = E) -> list[int]:
+    flat = indices.flatten().tolist()
+    return sorted((i for i, e in enumerate(flat) if start <= e < end), key=flat.__getitem__)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, E), (1, 3)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+def test_rows_go_to_the_experts_in_range(dtype, start, end) -> None:
+    x, indices, scale = torch.arange(T * H).view(T, H).to(dtype), experts(), torch.rand(T)
+    options = COUNTED | {"active_expert_range": [start, end], "scale": scale.npu()}
+    expanded, row_idx, counts, scales = init_routing(x.npu(), indices.npu(), **options)
+    scattered = init_routing(x.npu(), indices.npu(), row_idx_type=1, **options)[1]
+    places = order(indices, start, end)
+    rows = len(places)
+    assert torch.equal(expanded[:rows].cpu(), x[[i // K for i in places]])
+    assert torch.equal(scales[:rows].cpu(), scale[[i // K for i in places]])
+    assert scattered[:rows].tolist() == places
+    assert row_idx.tolist() == [places.index(i) if i in places else -1 for i in range(T * K)]
+    assert counts.tolist() == [int((indices == e).sum()) for e in range(start, end)]
+    assert (row_idx.dtype, scattered.dtype, counts.dtype) == (torch.int32, torch.int32, torch.int64)
+    unwritten = expanded[rows:]
+    assert unwritten.eq(-1).all() if dtype == torch.int8 else unwritten.isnan().all()
+    assert scales[rows:].isnan().all()
+
+
+def test_pairs_name_the_experts_that_have_rows() -> None:
+    indices = torch.tensor([[3, 0], [3, 4]], dtype=torch.int32).npu()
+    options = COUNTED | {"expert_tokens_num_type": 2}
+    pairs = init_routing(torch.ones(2, H).npu(), indices, **options)[2]
+    assert pairs.tolist() == [[0, 1], [3, 2], [4, 1], [0, 0], [0, 0]]
+    pairs = init_routing(torch.ones(2, H).npu(), indices, active_expert_range=[3, 5], **options)[2]
+    assert pairs[:3].tolist() == [[3, 2], [4, 1], [0, 0]]
+
+
+def test_permutation_and_routing_agree() -> None:
+    x, indices = torch.randn(T, H).npu(), experts().npu()
+    permuted, sorted_indices = torch_npu.npu_moe_token_permute(x, indices)
+    expanded, row_idx, *_ = init_routing(x, indices, **COUNTED)
+    assert torch.equal(expanded, permuted)
+    assert torch.equal(row_idx, sorted_indices)
+
+
+def expected_sum(rows, index, scales, experts, skips, bias) -> torch.Tensor:
+    """In float64; index [T, K], -1 for no row."""
+    out = torch.zeros(len(index), rows.shape[-1], dtype=torch.float64)
+    for skip in skips:
+        out += skip.double()
+    flat = rows.double().reshape(-1, rows.shape[-1])
+    for t, places in enumerate(index.tolist()):
+        for j, place in enumerate(places):
+            term = flat[place].clone() if place >= 0 else torch.zeros(rows.shape[-1], dtype=torch.float64)
+            if bias is not None:
+                term += bias[experts[t, j]].double()
+            out[t] += term if scales is None else term * scales[t, j].double()
+    return out
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("skips", [0, 1, 2])
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32)])
+def test_rows_are_weighted_and_summed(dtype, scale_dtype, mode, skips, with_bias) -> None:
+    padded = mode in (1, 3)
+    rows = torch.randn((E, 4, H) if padded else (T * K, H)).to(dtype)
+    index = torch.randperm(rows[..., 0].numel())[: T * K].view(T, K).to(torch.int32)
+    if padded:
+        index[2, 1] = -1
+    skip = [torch.randn(T, H).to(dtype) for _ in range(skips)]
+    bias, chosen, scales = torch.randn(E, H).to(dtype), experts(), torch.rand(T, K).to(scale_dtype)
+    found = finalize(
+        rows.npu(),
+        *[s.npu() for s in skip] + [None] * (2 - skips),
+        bias.npu() if with_bias else None,
+        scales.npu(),
+        (index.t() if mode < 2 else index).flatten().npu(),
+        chosen.npu(),
+        mode,
+    )
+    expected = expected_sum(rows, index, scales, chosen, skip, bias if with_bias else None)
+    magnitude = expected_sum(
+        rows.abs(), index, scales, chosen, [s.abs() for s in skip], bias.abs() if with_bias else None
+    )
+    assert (found.dtype, found.shape) == (dtype, (T, H))
+    # float16 rounds the sum of the skips and, for every slot, three steps; the others round once
+    steps = 2 + 3 * K if dtype == torch.float16 else 0
+    error = (found.cpu().double() - expected).abs()
+    assert (error <= ROUNDING[dtype] * (expected.abs() + steps * magnitude) + FLOAT32 * magnitude).all(), error.max()
+
+
+def test_without_scales_every_row_counts_once() -> None:
+    rows, index = torch.randn(T, H), torch.randperm(T).to(torch.int32)
+    found = finalize(rows.npu(), None, None, None, None, index.npu(), None)
+    assert torch.equal(found.cpu(), rows[index.long()])
+
+
+def test_float16_rounds_after_every_step() -> None:
+    """2048 and two ones: 2049 lies between two numbers of float16, where the even one is 2048 again."""
+    index = torch.tensor([0, 1], dtype=torch.int32).npu()
+    for dtype, expected in ((torch.float16, 2048.0), (torch.float32, 2050.0)):
+        rows, skip, scales = (
+            torch.full(shape, v, dtype=dtype).npu() for shape, v in (((2, 1), 1), ((1, 1), 2048), ((1, 2), 1))
+        )
+        assert finalize(rows, skip, None, None, scales, index, None).item() == expected
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device="npu")
+
+
+INT, HALF = torch.int32, torch.bfloat16
+
+
+def init(x=None, expert_idx=None, **options):
+    x = ones(2, 4) if x is None else x
+    return init_routing(x, ones(2, 2, dtype=INT) if expert_idx is None else expert_idx, **COUNTED | options)
+
+
+def final(rows=None, skip1=None, skip2=None, bias=None, scales=None, index=None, chosen=None, **options):
+    index = torch.arange(4, dtype=INT).npu() if index is None else index
+    return finalize(ones(4, 8) if rows is None else rows, skip1, skip2, bias, scales, index, chosen, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: init(quant_mode=1), "the form with quant_mode -1 and drop_pad_mode 0"),
+        (lambda: init(drop_pad_mode=1, expert_capacity=2), "the form with quant_mode -1 and drop_pad_mode 0"),
+        (lambda: init(ones(2, 4, dtype=torch.float64)), r"\(float64, int32\)"),
+        (lambda: init(expert_idx=ones(2, 2, dtype=torch.int64)), r"\(float32, int64\)"),
+        (lambda: init(expert_idx=ones(3, 2, dtype=INT)), "the same number of rows"),
+        (lambda: init(expert_idx=ones(2, dtype=INT)), "must have 2 dimensions"),
+        (lambda: init(active_num=3), "active_num is 3; the device takes -1, 0 or all 4"),
+        (lambda: init(expert_tokens_num_type=0), "expert_tokens_num_type 1 and 2"),
+        (lambda: init(expert_tokens_num_flag=False), "with expert_tokens_num_flag=True"),
+        (lambda: init(row_idx_type=2), "row_idx_type is 2"),
+        (lambda: init(expert_num=-1), "expert_num is -1; the device takes 1 to 10240"),
+        (lambda: init(expert_num=5121, expert_tokens_num_type=2), "takes 1 to 5120"),
+        (lambda: init(active_expert_range=[3, 3]), r"\[3, 3\) must be some of 5"),
+        (lambda: init(active_expert_range=[0, 6]), r"\[0, 6\) must be some of 5"),
+        (lambda: init(scale=ones(3)), r"scale must be float32 \[2\]"),
+        (lambda: init(expert_idx=ones(2, 2, dtype=INT) * 5), r"outside of \[0, 5\)"),
+        (lambda: final(drop_pad_mode=4), "drop_pad_mode is 4"),
+        (lambda: final(k=2), "no form of the operator with k"),
+        (lambda: final(drop_pad_mode=1), "takes rows of 3 dimensions"),
+        (lambda: final(ones(4, 8, dtype=INT)), r"\(int32, int32\)"),
+        (lambda: final(skip2=ones(4, 8)), "skip2 needs skip1"),
+        (lambda: final(skip1=ones(2, 8)), r"skip1 must be torch.float32 \[4, 8\]"),
+        (lambda: final(scales=ones(2, 2, dtype=HALF)), r"\(float32, bfloat16\)"),
+        (lambda: final(scales=ones(3, 2)), r"must be \[6\], got int32 \[4\]"),
+        (lambda: final(bias=ones(3, 7)), r"bias must be torch.float32 \[E, 8\]"),
+        (lambda: final(bias=ones(3, 8)), "bias needs export_for_source_row"),
+        (lambda: final(bias=ones(3, 8), chosen=ones(4, 2, dtype=INT)), r"must be int32 \[4, 1\]"),
+        (lambda: final(index=-ones(4, dtype=INT)), r"outside of \[0, 4\)"),
+        (lambda: final(ones(2, 2, 8), index=-2 * ones(4, dtype=INT), drop_pad_mode=1), r"outside of \[-1, 4\)"),
+    ],
+)
+def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
+    with pytest.raises(RuntimeError, match=rule) as error:
+        call()
+    assert str(error.value).startswith("npu_moe_")

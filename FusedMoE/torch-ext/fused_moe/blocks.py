@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MethodType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from .lists import HybridGmmFunction
 # gate, up, down
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_KNOWN = "_fused_moe_silu"  # where a module keeps whether its activation was found to be SiLU
+
+# the activations that were looked at; nothing is left on a module that may be saved
+_silu: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class Experts(NamedTuple):
@@ -31,7 +34,7 @@ class Experts(NamedTuple):
         down: ``[H, I]``, and ``[H]``.
         has_bias: whether biases follow the weights: of gate, up and down.
         is_packed: whether each expert's weights of gate and up lie side by side, the gate first.
-        is_silu: whether the activation is SiLU.
+        is_swiglu: whether they do, and the activation is SiLU.
         activation: the activation.
     """
 
@@ -40,7 +43,7 @@ class Experts(NamedTuple):
     down: list[Tensor]
     has_bias: tuple[bool, bool, bool]
     is_packed: bool
-    is_silu: bool
+    is_swiglu: bool
     activation: Callable[[Tensor], Tensor]
 
 
@@ -95,7 +98,7 @@ def _activated(experts: Experts, rows: Tensor, counts: Tensor, number: int) -> T
     if experts.is_packed:
         (gate, gate_biases), (up, up_biases) = ((p[:number], p[number:]) for p in (experts.gate, experts.up))
         both = HybridGmmFunction.apply(rows, counts, None, gate_bias, *gate, *up, *gate_biases, *up_biases)
-        if experts.is_silu and SWIGLU.fits(both.shape[-1], both.dtype):
+        if experts.is_swiglu and SWIGLU.fits(both.shape[-1], both.dtype):
             return torch.ops.npu.npu_swiglu(both, -1)
         a, b = both.chunk(2, -1)
     else:
@@ -131,7 +134,8 @@ def _collect(experts: nn.ModuleList) -> Experts | str:
     if not fits or any((a.dtype, a.device) != (b.dtype, b.device) for a, b in ((gate[0], up[0]), (gate[0], down[0]))):
         return "the projections differ in size, dtype or device"
     is_packed = has_bias[0] == has_bias[1] and _is_packed(gate[: len(modules)], up[: len(modules)])
-    return Experts(gate, up, down, (has_bias[0], has_bias[1], has_bias[2]), is_packed, _is_silu(activation), activation)
+    is_swiglu = is_packed and _is_silu(activation)
+    return Experts(gate, up, down, (has_bias[0], has_bias[1], has_bias[2]), is_packed, is_swiglu, activation)
 
 
 def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list[Tensor]] | str:
@@ -182,14 +186,12 @@ def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
 
 
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """By its values, which an activation module remembers: many classes have one formula."""
+    """By its values, which are looked at once: many classes have one formula."""
     if not isinstance(activation, nn.Module):
         return activation is F.silu
-    known = getattr(activation, _KNOWN, None)
-    if known is None and not torch.compiler.is_compiling():
-        known = _has_values_of_silu(activation)
-        setattr(activation, _KNOWN, known)
-    return bool(known)
+    if activation not in _silu:
+        _silu[activation] = _has_values_of_silu(activation)
+    return _silu[activation]
 
 
 def _has_values_of_silu(activation: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import experts, functions, packing, registration
+from kernels_ext_npu import expert_lists, experts, functions, packing, registration
 from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import REFERENCES
@@ -143,7 +143,7 @@ def _row(path: str, module: nn.Module, kind: str) -> Row:
         layer = function.__qualname__.partition(".")[0]
         if _is_ours(kernel_name(function)) and layer in LAYERS:
             apart = packing.separate(module)
-            reason = f"two products, since {apart}" if apart else experts.remark(module)
+            reason = f"two products, since {apart}" if apart else experts.remark(module) or expert_lists.remark(module)
             return Row(path, class_name, layer, True, reason, kind=kind)
         reason = f"served by {layer} of the kernel {kernel_name(function)}, which is not ours"
         return Row(path, class_name, None, False, reason, candidate, kind)

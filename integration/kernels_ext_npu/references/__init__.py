@@ -5,6 +5,7 @@ Each class or function is the documentation of the mathematics, the pattern that
 and on which instances.
 """
 
+from kernels_ext_npu.references.expert_lists import EXPERT_LISTS
 from kernels_ext_npu.references.experts import EXPERTS
 from kernels_ext_npu.references.mlps import MLPS
 from kernels_ext_npu.references.norms import NORMS
@@ -13,7 +14,7 @@ from kernels_ext_npu.references.rotary import ROTARY
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.routers import ROUTERS
 
-REFERENCES = (*NORMS, *MLPS, *ROTARY_EMBEDDINGS, EXPERTS, *ROUTERS)
+REFERENCES = (*NORMS, *MLPS, *ROTARY_EMBEDDINGS, EXPERTS, *EXPERT_LISTS, *ROUTERS)
 FUNCTION_REFERENCES = ROTARY
 
 __all__ = ["FUNCTION_REFERENCES", "REFERENCES", "FunctionReference", "Reference"]

@@ -101,6 +101,22 @@ class Lfm2MLP(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class MixtralBlockSparseTop2MLP(nn.Module):
+    """An expert of transformers 4."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.w2 = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.w3 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.act_fn = ACT2FN[hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        current_hidden_states = self.act_fn(self.w1(hidden_states)) * self.w3(hidden_states)
+        current_hidden_states = self.w2(current_hidden_states)
+        return current_hidden_states  # noqa: RET504  as transformers writes it
+
+
 class Phi3MLP(nn.Module):
     """Gate and up in one projection, the gate first."""
 
@@ -211,6 +227,7 @@ MLPS = (
     _gated(T5GemmaMLP, _refuse_dropout),
     _gated(Llama4TextMLP),
     _gated(Lfm2MLP),
+    _gated(MixtralBlockSparseTop2MLP),
     _fused(Phi3MLP),
     _fused(GraniteMoeSharedMLP),
 )

@@ -1,0 +1,143 @@
+"""HybridGmmFunction: values and gradients with weights that are parameters of their own, in any number."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import softnpu
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+COUNTS = {
+    "even": lambda experts: [3] * experts,
+    "some empty": lambda experts: [5 * (e % 3 == 0) for e in range(experts)],
+    "first only": lambda experts: [7] + [0] * (experts - 1),
+    "last only": lambda experts: [0] * (experts - 1) + [7],
+    "one row": lambda experts: [int(e == experts // 2) for e in range(experts)],
+}
+
+
+def integers(*shape: int, seed: int) -> Tensor:
+    """Small whole numbers: half precision computes with them without rounding."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def truth(x: Tensor, counts: list[int], weights: list[Tensor], biases: list[Tensor] | None, tail: int) -> Tensor:
+    parts = []
+    for expert, rows in enumerate(x[: sum(counts)].split(counts)):
+        part = rows @ weights[expert].t()
+        parts.append(part if biases is None else part + biases[expert])
+    return torch.cat([*parts, x.new_zeros(tail, weights[0].shape[0])])
+
+
+def on_device(tensors: list[Tensor], dtype: torch.dtype, joined: bool = False) -> list[Tensor]:
+    """Leaves; with ``joined`` all first halves and then all second ones, which lie behind them in memory."""
+    moved = [tensor.npu().to(dtype) for tensor in tensors]
+    if not joined:
+        return [tensor.requires_grad_() for tensor in moved]
+    halves = zip(*(tensor.chunk(2) for tensor in moved))
+    return [half.detach().requires_grad_() for part in halves for half in part]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("experts", [1, 4, 128, 130, 260])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("joined", [False, True])
+def test_whole_numbers_give_the_very_same_values_and_gradients(kernel: ModuleType, joined, dtype, experts, counts):
+    """All sums stay below 256, where bfloat16 has every whole number."""
+    sizes, inner, outer = COUNTS[counts](experts), 4, 6
+    x = integers(sum(sizes), inner, seed=0)
+    weights = [integers(outer, inner, seed=e + 1) for e in range(experts)]
+    biases = [integers(outer, seed=-e - 1) for e in range(experts)]
+    grad = integers(sum(sizes), outer, seed=9)
+    own = [t.clone().requires_grad_() for t in (x, *weights, *biases)]
+    expected = truth(own[0], sizes, own[1 : experts + 1], own[experts + 1 :], 0)
+    expected.backward(grad)
+
+    leaf = x.npu().to(dtype).requires_grad_()
+    parameters = on_device(weights, dtype, joined) + on_device(biases, dtype, joined)
+    number = torch.tensor(sizes, device="npu")
+    softnpu.reset_counters()
+    y = kernel.HybridGmmFunction.apply(leaf, number, None, True, *parameters)
+    y.backward(grad.npu().to(dtype))
+    assert softnpu.counters()["stream_syncs"] == 0
+    assert torch.equal(y.cpu().float(), expected)
+    assert torch.equal(leaf.grad.cpu().float(), own[0].grad)
+    found = [parameter.grad for parameter in parameters]
+    half = len(found) // 2
+    for part, originals in ((found[:half], own[1 : experts + 1]), (found[half:], own[experts + 1 :])):
+        if joined:
+            part = [torch.cat(pair) for pair in zip(part[:experts], part[experts:])]
+        for a, b in zip(part, originals):
+            # torch has no gradient for what no row went through, or zeros
+            assert torch.equal(a.cpu().float(), torch.zeros_like(b) if b.grad is None else b.grad)
+
+
+@pytest.mark.parametrize("experts", [4, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_after_the_last_group_are_zero_and_have_no_gradient(kernel: ModuleType, dtype, experts) -> None:
+    sizes, rest = [2] * experts, 3
+    x = integers(sum(sizes) + rest, 4, seed=0)
+    weights = [integers(6, 4, seed=e + 1) for e in range(experts)]
+    leaf, parameters = x.npu().to(dtype).requires_grad_(), on_device(weights, dtype)
+    tail = (torch.arange(len(x), device="npu") >= sum(sizes)).unsqueeze(-1)
+    y = kernel.HybridGmmFunction.apply(leaf, torch.tensor(sizes, device="npu"), tail, False, *parameters)
+    y.sum().backward()
+    assert torch.equal(y.cpu().float(), truth(x, sizes, weights, None, rest))
+    assert torch.equal(leaf.grad[-rest:].cpu(), torch.zeros(rest, 4, dtype=dtype))
+    assert all(parameter.grad.isfinite().all() for parameter in parameters)
+
+
+@pytest.mark.parametrize(("experts", "forward", "backward"), [(2, 1, 2), (128, 1, 2), (130, 2, 3), (257, 3, 4)])
+def test_products_are_as_many_as_lists_and_one_for_all_weights(
+    kernel: ModuleType, npu_counters, experts, forward, backward
+) -> None:
+    leaf = torch.ones(experts, 4, device="npu", dtype=torch.bfloat16, requires_grad=True)
+    parameters = on_device([torch.ones(6, 4)] * experts, torch.bfloat16)
+    counts = torch.ones(experts, dtype=torch.int64, device="npu")
+    softnpu.reset_counters()
+    y = kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters)
+    assert npu_counters()["npu_grouped_matmul"] == forward
+    y.backward(torch.ones_like(y))
+    assert npu_counters()["npu_grouped_matmul"] == forward + backward
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in parameters}) == 1
+    assert all(parameter.grad.is_contiguous() for parameter in parameters)
+
+
+def test_half_precision_weights_are_not_copied(kernel: ModuleType, npu_counters) -> None:
+    parameters = on_device([torch.ones(6, 4)] * 130, torch.bfloat16)
+    x = torch.ones(130, 4, device="npu", dtype=torch.bfloat16)
+    counts = torch.ones(130, dtype=torch.int64, device="npu")
+    softnpu.reset_counters()
+    kernel.HybridGmmFunction.apply(x, counts, None, False, *parameters)
+    assert not npu_counters().keys() & {"stack", "cat", "copy_", "_foreach_copy_", "contiguous", "clone"}
+
+
+def test_frozen_weights_get_no_gradient_and_cost_none(kernel: ModuleType, npu_counters) -> None:
+    leaf = torch.ones(4, 4, device="npu", dtype=torch.bfloat16, requires_grad=True)
+    parameters = on_device([torch.ones(6, 4)] * 4, torch.bfloat16)
+    counts = torch.ones(4, dtype=torch.int64, device="npu")
+    parameters[1].requires_grad_(False)
+    kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters).sum().backward()
+    assert [parameter.grad is None for parameter in parameters] == [False, True, False, False]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    y = kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters)
+    softnpu.reset_counters()
+    y.backward(torch.ones_like(y))
+    assert npu_counters()["npu_grouped_matmul"] == 1
+
+
+def test_works_with_fake_tensors(kernel: ModuleType) -> None:
+    with torch._subclasses.FakeTensorMode():
+        leaf = torch.empty(9, 4, device="npu", dtype=torch.bfloat16, requires_grad=True)
+        parameters = [torch.empty(6, 4, device="npu", dtype=torch.bfloat16, requires_grad=True) for _ in range(130)]
+        counts = torch.empty(130, dtype=torch.int64, device="npu")
+        y = kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters)
+        y.sum().backward()
+    assert y.shape == (9, 6)
+    assert parameters[129].grad.shape == (6, 4)

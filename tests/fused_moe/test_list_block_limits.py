@@ -1,0 +1,115 @@
+"""Blocks with a list of experts: what is left to the original, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import re
+from types import ModuleType
+
+import pytest
+import torch
+from list_blocks import assert_close, block, bound, each_block, inputs, results
+from torch import Tensor, nn
+
+from kernels_ext_npu.references.expert_lists import (
+    Qwen3MoeSparseMoeBlock,
+)
+from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+class Wrapped(nn.Module):
+    """What LoRA makes of a projection, to all appearances."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base_layer(x)
+
+
+def wrap(module: nn.Module) -> None:
+    module.experts[1].up_proj = Wrapped(module.experts[1].up_proj)
+
+
+def hook(module: nn.Module) -> None:
+    module.experts[1].down_proj.register_forward_hook(lambda linear, arguments, y: 2 * y)
+
+
+def hook_expert(module: nn.Module) -> None:
+    module.experts[1].register_forward_hook(lambda expert, arguments, y: 2 * y)
+
+
+def wrap_forward(module: nn.Module) -> None:
+    forward = module.experts[1].forward
+    module.experts[1].forward = lambda x: 2 * forward(x)
+
+
+def one_bias(module: nn.Module) -> None:
+    linear = module.experts[1].up_proj
+    linear.bias = nn.Parameter(torch.ones(linear.out_features, device=linear.weight.device))
+
+
+def other_activation(module: nn.Module) -> None:
+    module.experts[1].act_fn = nn.ReLU()
+
+
+MISFITS = {
+    wrap: "a projection is a .*Wrapped",
+    hook: "a projection has hooks or a wrapped forward",
+    hook_expert: "an expert has hooks or a wrapped forward",
+    wrap_forward: "an expert has hooks or a wrapped forward",
+    one_bias: "only some experts have a bias",
+    other_activation: "the experts differ in their activation",
+}
+
+
+@pytest.mark.parametrize("change", MISFITS, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE], ids=lambda cls: cls.__name__)
+def test_what_does_not_fit_is_computed_by_the_original_and_the_reason_is_known(
+    kernel, npu_counters, cls, change
+) -> None:
+    original = block(cls)
+    module = bound(kernel, original)
+    assert kernel.blocks.unfit(module) is None
+    change(original)
+    change(module)
+    assert re.search(MISFITS[change], kernel.blocks.unfit(module))
+    found = results(module, inputs().npu())
+    assert "npu_grouped_matmul" not in npu_counters()
+    assert_close(found, results(original, inputs()))
+
+
+@each_block
+def test_other_dtypes_autocast_and_no_tokens_are_left_to_the_original(kernel: ModuleType, npu_counters, cls) -> None:
+    original = block(cls)
+    module = bound(kernel, original)
+    assert_close(results(module.cpu(), inputs()), results(original, inputs()))
+    module = bound(kernel, original)
+    with torch.autocast("npu", torch.bfloat16), torch.no_grad():
+        module(inputs().npu())
+    assert "npu_grouped_matmul" not in npu_counters()
+
+
+@each_block
+def test_state_dict_and_copies_are_the_originals(kernel: ModuleType, cls) -> None:
+    original = block(cls)
+    module = bound(kernel, original)
+    module(inputs().npu())
+    state = module.state_dict()
+    assert list(state) == list(original.state_dict())
+    assert all(torch.equal(state[name].cpu(), value) for name, value in original.state_dict().items())
+    twin = copy.deepcopy(module)
+    assert {k for expert in module.experts for k in vars(expert)} == {k for e in original.experts for k in vars(e)}
+    assert_close(results(twin, inputs().npu()), results(original, inputs()))
+
+
+@each_block
+def test_compiles_with_the_same_values(kernel: ModuleType, cls) -> None:
+    torch._dynamo.reset()
+    original = block(cls, 4)
+    module = bound(kernel, original, packed=False)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_close(results(compiled, inputs().npu()), results(original, inputs()))

@@ -1,0 +1,157 @@
+"""Blocks with a list of experts: the values and all gradients of the references, and how many launches they take."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from list_blocks import (
+    SIZE,
+    assert_close,
+    block,
+    bound,
+    decided,
+    double,
+    each_block,
+    error,
+    inputs,
+    packed_or_not,
+    results,
+)
+from torch import Tensor, nn
+
+import softnpu
+from kernels_ext_npu.references.expert_lists import (
+    MixtralSparseMoeBlock,
+    Qwen3MoeSparseMoeBlock,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@packed_or_not
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 2, 10), (8, 1, 10), (4, 4, 10), (8, 2, 1), (130, 3, 40)])
+@each_block
+def test_float32_values_and_gradients_are_the_originals(
+    kernel: ModuleType, cls, experts, top_k, tokens, packed
+) -> None:
+    original = block(cls, experts, top_k)
+    module = bound(kernel, original, packed)
+    moved = inputs(tokens).npu()
+    softnpu.reset_counters()
+    found = results(module, moved)
+    assert softnpu.counters()["stream_syncs"] == 0
+    assert_close(found, results(original, inputs(tokens)))
+
+
+@packed_or_not
+@pytest.mark.parametrize("experts", [8, 130, 260])
+@each_block
+def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleType, cls, experts, packed) -> None:
+    """In root mean square over the result and all gradients: single ones are too small to compare roundings by.
+
+    With two products what lies between them is rounded as often as in the original, so that chance decides: 5%.
+    """
+    original = block(cls, experts, 2).to(torch.bfloat16)
+    x = decided(original, inputs(64, torch.bfloat16))
+    truth = results(double(original), x.double())
+    own = results(original, x)
+    module, moved = bound(kernel, original, packed), x.npu()
+    softnpu.reset_counters()
+    found = results(module, moved)
+    assert softnpu.counters()["stream_syncs"] == 0
+    assert [a.dtype for a in found if a is not None][:3] == [b.dtype for b in own if b is not None][:3]
+    assert error(found, truth) <= error(own, truth) * (1 if packed else 1.05)
+
+
+@packed_or_not
+@each_block
+def test_all_tokens_to_the_same_experts(kernel: ModuleType, cls, packed) -> None:
+    original = block(cls)
+    with torch.no_grad():
+        original.gate.weight.mul_(0.01)[3].fill_(1.0)
+        original.gate.weight[5].fill_(0.5)
+    x = inputs().abs()
+    found = results(bound(kernel, original, packed), x.npu())
+    assert_close(found, results(original, x))
+    assert sum(expert.norm() > 0 for expert in found[-len(list(original.experts.parameters())) :][::3]) <= 8
+
+
+@packed_or_not
+@each_block
+def test_frozen_experts_get_no_gradient_and_tokens_do(kernel: ModuleType, cls, packed) -> None:
+    original = block(cls)
+    original.experts.requires_grad_(False)
+    module = bound(kernel, original, packed)
+    found = results(module, inputs().npu())
+    assert all(parameter.grad is None for parameter in module.experts.parameters())
+    assert_close(found, results(original, inputs()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@packed_or_not
+@each_block
+def test_launches_do_not_depend_on_the_number_of_experts(kernel: ModuleType, cls, packed, dtype) -> None:
+    counts = []
+    for experts in (4, 16, 128):
+        module, x = bound(kernel, block(cls, experts).to(dtype), packed), inputs(12, dtype).npu()
+        softnpu.reset_counters()
+        results(module, x)
+        counts.append({k: v for k, v in softnpu.counters().items() if v})
+        for ignored in ("zero_", "fill_", "detach", "clone"):  # of the test and of autograd
+            counts[-1].pop(ignored, None)
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0]["npu_grouped_matmul"] == (6 if packed else 9)
+    assert counts[0].get("npu_swiglu", 0) == counts[0].get("npu_swiglu_backward", 0) == int(packed)
+    assert ("cat" in counts[0] or "stack" in counts[0]) == (dtype is torch.float32)
+
+
+@each_block
+def test_memory_of_weight_gradients_is_theirs(kernel: ModuleType, cls) -> None:
+    """One tensor for each projection, or for gate and up; no second copy."""
+    module = bound(kernel, block(cls).to(torch.bfloat16))
+    results(module, inputs(12, torch.bfloat16).npu())
+    storages = {s.data_ptr(): s.nbytes() for s in (p.grad.untyped_storage() for p in module.experts.parameters())}
+    assert len(storages) == 2
+    assert sum(storages.values()) == sum(p.nbytes for p in module.experts.parameters())
+
+
+def test_other_activations_are_computed_as_they_are(kernel: ModuleType, npu_counters) -> None:
+    original = block(Qwen3MoeSparseMoeBlock)
+    for expert in original.experts:
+        expert.act_fn = nn.GELU()
+    found = results(bound(kernel, original), inputs().npu())
+    assert "npu_swiglu" not in npu_counters()
+    assert npu_counters()["npu_grouped_matmul"] > 0
+    assert_close(found, results(original, inputs()))
+
+
+@packed_or_not
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("down_proj",), ("up_proj",)])
+def test_biases_have_gradients_too(kernel: ModuleType, names, packed) -> None:
+    original = block(Qwen3MoeSparseMoeBlock)
+    for expert in original.experts:
+        for name in names:
+            linear = getattr(expert, name)
+            linear.bias = nn.Parameter(torch.randn(linear.out_features))
+    if len(names) == 1:
+        packed = False
+    assert_close(results(bound(kernel, original, packed), inputs().npu()), results(original, inputs()))
+
+
+def test_noise_in_training_is_the_originals(kernel: ModuleType) -> None:
+    """The generators of the CPU and of the device differ, so both get the same numbers."""
+    original = block(MixtralSparseMoeBlock)
+    original.jitter_noise = 0.1
+    module = bound(kernel, original)
+    for training in (True, False):
+        original.train(training)
+        module.train(training)
+        x = inputs()
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "uniform_", lambda x, low, high: x.copy_(torch.linspace(low, high, SIZE)))
+            a, b = x.npu(), x.clone()
+            assert_close(list(module(a)), list(original(b)))
+            assert torch.equal(a.cpu(), b)
+            assert torch.equal(b, x) != training

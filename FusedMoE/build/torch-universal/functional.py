@@ -88,6 +88,7 @@ def fused_experts(
     """
     gate_up, down = (w if is_transposed else w.mT for w in (gate_up_proj, down_proj))
     _check_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_proj_bias, down_proj_bias)
+    _check_indices(top_k_index, down.shape[0] if is_expert_parallel else down.shape[0] - 1)
     x = hidden_states.to(gate_up.dtype)
     routed = (x, top_k_index, top_k_weights)
     parameters = (gate_up, down, gate_up_proj_bias, down_proj_bias)
@@ -162,8 +163,12 @@ def _check_experts(
     _check_devices(
         name, hidden_states=x, top_k_index=index, top_k_weights=weights, gate_up_proj=gate_up, down_proj=down
     )
-    if index.device.type == "cpu" and index.numel() and not 0 <= index.min() <= index.max() <= experts:
-        raise ValueError(f"{name}: top_k_index must be from 0 to {experts - 1}, got {index.min()} to {index.max()}")
+
+
+def _check_indices(index: Tensor, last: int) -> None:
+    """On the host only: on the device it would have to wait."""
+    if index.device.type == "cpu" and index.numel() and not 0 <= index.min() <= index.max() <= last:
+        raise ValueError(f"fused_experts: top_k_index must be from 0 to {last}, got {index.min()} to {index.max()}")
 
 
 def _check_devices(name: str, **tensors: Tensor | None) -> None:

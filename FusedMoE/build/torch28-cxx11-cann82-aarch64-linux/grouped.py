@@ -26,13 +26,23 @@ def fits(x: Tensor, *weights: Tensor) -> bool:
     CANN, aclnnGroupedMatmulV4, Atlas A2 and A3: at most 1024 groups, last dimensions below 65536 of every operand as it
     lies and as its gradient needs it, weights contiguous or the transposed view of a contiguous tensor. Nothing empty.
     """
+    return all(
+        takes(x, *weight.shape)
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and (weight.is_contiguous() or weight.mT.is_contiguous())
+        for weight in weights
+    )
+
+
+def takes(x: Tensor, groups: int, *sizes: int) -> bool:
+    """The same for the number of groups and the other sizes of a weight."""
     return (
         x.device.type == "npu"
         and x.dtype in _DTYPES
         and x.numel() > 0
-        and all(weight.dtype == x.dtype and weight.device == x.device and weight.numel() > 0 for weight in weights)
-        and all(weight.shape[0] <= _MOST_GROUPS and max(weight.shape[1:]) < _SIZE for weight in weights)
-        and all(weight.is_contiguous() or weight.mT.is_contiguous() for weight in weights)
+        and 0 < groups <= _MOST_GROUPS
+        and all(0 < size < _SIZE for size in sizes)
     )
 
 
@@ -77,19 +87,35 @@ def grouped(
     return y if tail is None else y.masked_fill_(tail, 0)
 
 
+def product_of_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same with at most 128 weights ``[K, N]``, float16 or bfloat16, and ``bias`` ``[E, N]`` as it is added."""
+    if len(weights) == 1:  # that is no list for the operator
+        return grouped(x, weights[0].unsqueeze(0), counts, bias)
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [x],
+        weights,
+        bias=None if bias is None else list(bias.unbind()),
+        group_list=counts,
+        split_item=_SINGLE,
+        group_type=_M_AXIS,
+        group_list_type=_COUNTS,
+    )
+    return y
+
+
 def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """``x[r]ᵀ @ grad[r]`` over the rows of each group, laid out as ``weight`` is: zeros for a group without rows."""
     if weight.is_contiguous():
-        return _over_rows(x, grad, counts)
-    return _over_rows(grad, x, counts).mT
+        return sum_over_rows(x, grad, counts)
+    return sum_over_rows(grad, x, counts).mT
 
 
 def bias_gradient(grad: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
     """The sum of ``grad`` over the rows of each group, in the dtype of ``bias``."""
-    return _over_rows(grad.new_ones(grad.shape[0], _COLUMNS), grad, counts)[:, 0].to(bias.dtype)
+    return sum_over_rows(grad.new_ones(grad.shape[0], _COLUMNS), grad, counts)[:, 0].to(bias.dtype)
 
 
-def _over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """``aᵀ @ b`` of each group. The operator wants a transposed view of contiguous rows, and rows."""
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [a.contiguous().t()],

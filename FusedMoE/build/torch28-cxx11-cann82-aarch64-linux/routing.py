@@ -28,7 +28,12 @@ def _(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 def fits(top_k_index: Tensor) -> bool:
     """Whether the operators take it: CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3."""
-    return 0 < top_k_index.numel() < _MOST_ROWS and top_k_index.shape[1] <= _MOST_CHOICES
+    return takes(*top_k_index.shape)
+
+
+def takes(tokens: int, top_k: int) -> bool:
+    """The same for ``[tokens, top_k]``."""
+    return 0 < tokens * top_k < _MOST_ROWS and top_k <= _MOST_CHOICES
 
 
 def has_gradients() -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from softnpu.counting import count_wait
+
 FORMULAS: dict[str, Callable] = {}
 
 
@@ -37,7 +39,18 @@ def as_matrices(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 @formula("histc", "histc.out")
 def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: Tensor | None = None) -> Tensor:
-    """``torch.histc`` with integers too; float64 holds every count and every bin edge that the device can."""
+    """``torch.histc`` with integers too. The counts have the dtype of the input: int64 gives int64, int32 int32.
+
+    Sources: op-plugin, HistcKernelNpuOpApi.cpp, and CANN's ops-math, math/histogram_v2. The device takes float16,
+    float32, int64, int32, int16, int8 and uint8. It cuts the range of integers to integers and finds their bins in
+    integer arithmetic, for which float64 is exact enough. Without a range, min and max equal, op-plugin reads the two
+    ends of the data on the host.
+    """
+    if min == max and self.numel():
+        for _ in ("min", "max"):
+            count_wait(copies=True)
+    if not self.dtype.is_floating_point:
+        min, max = int(min), int(max)
     result = torch.histc(self.double(), bins, min, max).to(self.dtype)
     return result if out is None else out.resize_(result.shape).copy_(result)
 

@@ -144,10 +144,20 @@ def test_writes_through_a_conjugate_view() -> None:
     torch.testing.assert_close(tensors[0].cpu(), tensors[1])
 
 
-def test_histc_counts_integers() -> None:
-    experts = torch.tensor([0, 2, 2, 3, 3, 3], device="npu")
-    assert torch.histc(experts, bins=4, min=0, max=3).tolist() == [1, 0, 2, 3]
-    assert torch.histc(experts.int(), bins=4, min=0, max=4).tolist() == [1, 0, 2, 3]
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_histc_counts_in_the_dtype_of_its_input(dtype) -> None:
+    experts = torch.tensor([0, 2, 2, 3, 3, 3], device="npu").to(dtype)
+    for upper in (3, 4):  # both keep the numbers below 4 apart in four bins
+        counts = torch.histc(experts, bins=4, min=0, max=upper)
+        assert (counts.dtype, counts.tolist()) == (dtype, [1, 0, 2, 3])
+
+
+def test_histc_waits_for_its_range_only_if_none_is_given() -> None:
+    experts = torch.tensor([0, 2, 2, 3], device="npu")
+    for options, waits in (({"min": 0, "max": 3}, 0), ({}, 2)):
+        softnpu.reset_counters()
+        torch.histc(experts, bins=4, **options)
+        assert softnpu.counters()["stream_syncs"] == waits
 
 
 def test_operators_behind_the_autograd_key() -> None:

@@ -48,6 +48,7 @@ def install() -> None:
         fusion_attention,
         glu,
         grouped_matmul,
+        moe_gating,
         moe_permute,
         norm,
         rotary,

@@ -135,6 +135,23 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         (([rows(4, 8, dtype=HALF)], [rows(8, 3, dtype=HALF)] * 2), {"group_list": [1, 4], "split_item": split})
         for split in (1, 2, 3)
     ],
+    "npu_moe_gating_top_k_softmax": [
+        ((rows(3, 6),), {}),
+        ((rows(2, 3, 6, dtype=HALF), torch.ones(2, 3, dtype=torch.bool), 2), {}),
+        ((rows(3, 6), None, 0), {}),
+    ],
+    "npu_moe_gating_top_k_softmax_v2": [
+        ((rows(3, 6),), {"k": 2, "output_softmax": True}),
+        ((rows(2, 3, 6, dtype=HALF),), {"k": 2, "renorm": 1}),
+    ],
+    "npu_moe_gating_top_k": [
+        ((rows(3, 8), 2), {"out_flag": True}),
+        ((rows(3, 8, dtype=HALF), 2), {"bias": rows(8, dtype=HALF), "k_group": 2, "group_count": 4, "norm_type": 1}),
+    ],
+    "npu_moe_gating_top_k_backward": [  # has no meta kernel
+        ((rows(3, 8), rows(3, 2, dtype=HALF), torch.tensor([[0, 1]] * 3, dtype=torch.int32)), {"norm_type": 1})
+    ],
+    "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
     "_npu_dtype_cast": [((rows(3), HALF), {})],
     "_npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],
     "l1_loss_backward": [((rows(2, 3), rows(2, 3), rows(2, 3), 0), {}), ((rows(1)[0], rows(2, 3), rows(2, 3), 1), {})],

@@ -109,6 +109,10 @@ def test_an_id_changes_with_the_content(clone: Path) -> None:
 
 # a function of each repository, and what it has to give
 EXAMPLES = {
+    "FusedMoE": (
+        lambda kernel, x: kernel.grouped_matmul(x, x.mT[None], torch.tensor([len(x)], device=x.device)),
+        lambda x: x @ x.mT,
+    ),
     "RMSNorm": (lambda kernel, x: kernel.rms_norm(x, None, 1e-6), lambda x: F.rms_norm(x, (8,), eps=1e-6)),
     "RoPE": (lambda kernel, x: kernel.rotary_mul(x, x, x), lambda x: x * x + torch.cat((-x[:, 4:], x[:, :4]), 1) * x),
     "SwiGLU": (lambda kernel, x: kernel.swiglu(x), lambda x: F.silu(x[:, :4]) * x[:, 4:]),
@@ -133,6 +137,7 @@ kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
 assert "torch_universal" in kernel.__name__ and "torch_npu" not in sys.modules
 x = torch.randn(3, 8, requires_grad=True)
 calls = {{"rms_norm": (x, None, 1e-6), "swiglu": (x,), "geglu": (x,), "rotary_mul": (x, x, x)}}
+calls["grouped_matmul"] = x, x.mT[None], torch.tensor([3])
 for function, arguments in calls.items():
     if hasattr(kernel, function):
         getattr(kernel, function)(*arguments).sum().backward()

@@ -12,8 +12,8 @@ _MOST_CHOICES = 1024
 def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest of ``softmax(logits, -1)``, in float32, divided by their sum if asked for. Differentiable.
 
-    One launch of ``npu_moe_gating_top_k_softmax`` beside the cast where no gradient is needed. Of experts with equal
-    probability the one with the lower index comes first there; torch.topk leaves open which does.
+    Where no gradient is needed softmax and top-k are one launch, of ``npu_moe_gating_top_k_softmax``. Of experts with
+    equal probability the one with the lower index comes first there; torch.topk leaves open which does.
 
     Args:
         logits: ``[T, E]``, float16, bfloat16 or float32.
@@ -75,7 +75,8 @@ class _SoftmaxTopK(torch.autograd.Function):
         kept, experts = ctx.saved_tensors
         if ctx.renormalise:
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
-        grad = grad.new_zeros(ctx.shape).scatter_(-1, experts, grad)
+        zeros = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
+        grad = zeros.scatter_(-1, experts, grad)
         if not ctx.renormalise:
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
         return grad, None, None

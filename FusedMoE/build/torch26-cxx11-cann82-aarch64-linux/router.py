@@ -67,16 +67,18 @@ class _SoftmaxTopK(torch.autograd.Function):
         ctx.save_for_backward(weights if renormalise else probabilities, experts)
         ctx.renormalise, ctx.shape, ctx.dtype = renormalise, logits.shape, logits.dtype
         ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)  # no zeros for the experts
         return weights, experts
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         kept, experts = ctx.saved_tensors
         if ctx.renormalise:
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
-        zeros = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
-        grad = zeros.scatter_(-1, experts, grad)
+        grad = grad.new_zeros(ctx.shape).scatter_(-1, experts, grad)
         if not ctx.renormalise:
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
         return grad, None, None

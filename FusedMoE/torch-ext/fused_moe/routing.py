@@ -97,12 +97,13 @@ class Permute(torch.autograd.Function):
         rows, order = permute(tokens, top_k_index)
         ctx.save_for_backward(tokens, top_k_index, order)
         ctx.mark_non_differentiable(order)
+        ctx.set_materialize_grads(False)  # no zeros for the order
         return rows, order
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return permute_gradient(grad.contiguous(), *ctx.saved_tensors), None
+    def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+        return None if grad is None else permute_gradient(grad.contiguous(), *ctx.saved_tensors), None
 
 
 class Unpermute(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import grouped as _grouped
 from . import routing
 from .checks import check_experts, check_indices, check_product
-from .gates import SWIGLU, Activation, Gate
+from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped import GmmFunction
 from .reference import experts_in_torch, product_in_torch
 from .training import FusedExperts
@@ -96,13 +96,15 @@ def fused_experts(
         return y.to(hidden_states.dtype)
     x, top_k_index, top_k_weights = (tensor.contiguous() for tensor in (x, top_k_index, top_k_weights))
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *parameters))
-    if is_gate and post_expert_norm is None and activation.fits(gate_up.shape[-1], x.dtype, trains):
+    is_fused = is_gate and activation.fits(gate_up.shape[-1], x.dtype, trains)
+    if is_fused and post_expert_norm is None:
         y = FusedExperts.apply(activation, x, top_k_index, top_k_weights, *parameters, is_expert_parallel)
     else:
         rows, order = routing.Permute.apply(x, top_k_index)
         counts = routing.count(top_k_index, down.shape[0])
         tail = routing.rows_after(counts, rows.shape[0]) if is_expert_parallel else None
-        rows = activation(GmmFunction.apply(rows, gate_up, counts, gate_up_proj_bias, tail))
+        rows = GmmFunction.apply(rows, gate_up, counts, gate_up_proj_bias, tail)
+        rows = GateFunction.apply(activation, rows) if is_fused else activation(rows)
         rows = GmmFunction.apply(rows.contiguous(), down, counts, down_proj_bias, tail)
         rows = rows if post_expert_norm is None else post_expert_norm(rows)
         y = routing.Unpermute.apply(rows.contiguous(), order, top_k_weights, top_k_index)

@@ -84,6 +84,22 @@ class Gate(NamedTuple):
 
 SWIGLU = Gate()
 
+
+class GateFunction(torch.autograd.Function):
+    """A gate in one launch, differentiable."""
+
+    @staticmethod
+    def forward(ctx, gate: Gate, gate_up: Tensor) -> Tensor:
+        ctx.gate = gate
+        ctx.save_for_backward(gate_up)
+        return gate.forward(gate_up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.gate.backward(grad.contiguous(), *ctx.saved_tensors)
+
+
 Activation = Gate | Callable[[Tensor], Tensor]
 
 

@@ -82,6 +82,7 @@ BAD_PRODUCTS = {
     "a bias of another size": ({"bias": torch.ones(2, 8)}, ValueError, "bias [2, 6]"),
     "two dtypes": ({"x": torch.ones(4, 8, dtype=torch.bfloat16)}, TypeError, "one floating dtype"),
     "integers": ({"x": torch.ones(4, 8).long(), "weight": torch.ones(2, 8, 6).long()}, TypeError, "floating dtype"),
+    "a bias of integers": ({"bias": torch.ones(2, 6).long()}, TypeError, "bias must be floating point"),
     "too many rows": ({"counts": torch.tensor([4, 1])}, ValueError, "counts must add up to the 4 rows of x, got 5"),
 }
 
@@ -107,10 +108,13 @@ BAD_EXPERTS = {
     "indices that are floats": ({"top_k_index": torch.zeros(4, 2)}, TypeError, "must be int64 or int32"),
     "integers as weights": ({"top_k_weights": torch.ones(4, 2).long()}, TypeError, "must be floating point"),
     "a matrix": ({"down_proj": torch.ones(8, 5)}, ValueError, "must be three-dimensional"),
-    "other experts": ({"down_proj": torch.ones(2, 8, 5)}, ValueError, "of as many experts and one dtype"),
+    "other experts": ({"down_proj": torch.ones(2, 8, 5)}, ValueError, "of as many experts"),
     "another H": ({"gate_up_proj": torch.ones(3, 10, 7)}, ValueError, "gate_up_proj must be [3, 2·I, 8]"),
     "another I": ({"down_proj": torch.ones(3, 8, 4)}, ValueError, "down_proj [3, 8, I]"),
-    "two dtypes": ({"down_proj": torch.ones(3, 8, 5).half()}, ValueError, "one dtype"),
+    "two dtypes": ({"down_proj": torch.ones(3, 8, 5).half()}, TypeError, "one dtype"),
+    "no gate": ({"down_proj": torch.ones(3, 8, 10)}, ValueError, "gate_up_proj must be [3, 2·I, 8]"),
+    "a bias of integers": ({"down_proj_bias": torch.ones(3, 8).long()}, TypeError, "down_proj_bias must be floating"),
+    "a bias elsewhere": ({"down_proj_bias": torch.ones(3, 8, device="npu")}, ValueError, "on one device"),
     "a bias of another size": ({"down_proj_bias": torch.ones(3, 5)}, ValueError, "down_proj_bias must be [3, 8]"),
     "an index too large": ({"top_k_index": torch.full((4, 2), 4)}, ValueError, "must be from 0 to 2, got 4 to 4"),
     "an index of E": ({"top_k_index": torch.full((4, 2), 3)}, ValueError, "must be from 0 to 2, got 3 to 3"),

@@ -42,7 +42,7 @@ def test_of_equal_experts_the_first_ones_are_chosen(kernel) -> None:
 @pytest.mark.parametrize("device", ["npu", "cpu"])
 def test_the_gradient_is_that_of_float64(kernel, device, dtype, renormalise) -> None:
     logits, grad = torch.randn(16, 12).to(dtype), torch.randn(16, 3)
-    leaf, truth = logits.to(device).requires_grad_(), logits.double().requires_grad_()
+    leaf, truth = logits.to(device, copy=True).requires_grad_(), logits.double().requires_grad_()
     softnpu.reset_counters()
     weights, indices = kernel.softmax_top_k(leaf, 3, renormalise)
     weights.backward(grad.to(device))
@@ -72,9 +72,9 @@ def test_it_compiles_in_one_graph(kernel, grad) -> None:
 @pytest.mark.parametrize(
     ("logits", "k", "error", "message"),
     [
-        (torch.zeros(2, 3, 4), 2, ValueError, "logits must be [T, E] and k from 1 to E, got [2, 3, 4] and 2"),
-        (torch.zeros(2, 3), 4, ValueError, "got [2, 3] and 4"),
-        (torch.zeros(2, 3), 0, ValueError, "got [2, 3] and 0"),
+        (torch.zeros(2, 3, 4), 2, ValueError, "logits must be [T, E] and k from 1 to E, got [2, 3, 4] and k = 2"),
+        (torch.zeros(2, 3), 4, ValueError, "got [2, 3] and k = 4"),
+        (torch.zeros(2, 3), 0, ValueError, "got [2, 3] and k = 0"),
         (torch.zeros(2, 3).long(), 1, TypeError, "must be floating point, got torch.int64"),
     ],
 )

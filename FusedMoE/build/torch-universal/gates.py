@@ -45,10 +45,10 @@ class Gate(NamedTuple):
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (up + self.offset) * (gate * torch.sigmoid(self.alpha * gate))
 
-    def fits(self, gate_up_size: int, dtype: torch.dtype) -> bool:
-        """Whether an operator of torch_npu computes it, and its gradient, for ``[M, gate_up_size]``."""
+    def fits(self, gate_up_size: int, dtype: torch.dtype, trains: bool = True) -> bool:
+        """Whether an operator of torch_npu computes it, and its gradient if it trains, for ``[M, gate_up_size]``."""
         if self.is_plain:
-            return gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
+            return not trains or gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
         return hasattr(torch.ops.npu, "npu_clipped_swiglu")  # absent from torch_npu 2.6.0, 2.7.1 and 2.8.0
 
     def forward(self, gate_up: Tensor) -> Tensor:
@@ -90,7 +90,8 @@ Activation = Gate | Callable[[Tensor], Tensor]
 def activation_of(experts: nn.Module) -> Activation:
     """What an experts module of transformers does between its products.
 
-    The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was.
+    The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was:
+    whoever changes an attribute that the gate reads calls :func:`forget`.
     While a graph is captured there is no time for that: a module that is seen there first computes its gate in torch.
     """
     if not experts.has_gate:

@@ -74,7 +74,7 @@ def grouped(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, tail: Tensor | None = None
 ) -> Tensor:
     """The product of :class:`GmmFunction`, without a gradient."""
-    biases = None if bias is None else [_bias_of(bias)]
+    biases = None if bias is None else [_as_added(bias, x.dtype)]
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
         [weight],
@@ -129,6 +129,6 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     return y
 
 
-def _bias_of(bias: Tensor) -> Tensor:
-    """The operator adds float32 to products of bfloat16."""
-    return bias.float() if bias.dtype is torch.bfloat16 else bias
+def _as_added(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The operator adds float32 to products of bfloat16, and otherwise what is multiplied."""
+    return bias.to(torch.float32 if dtype is torch.bfloat16 else dtype)

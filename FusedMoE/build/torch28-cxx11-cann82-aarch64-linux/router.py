@@ -12,8 +12,8 @@ _MOST_CHOICES = 1024
 def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest of ``softmax(logits, -1)``, in float32, divided by their sum if asked for. Differentiable.
 
-    One launch of ``npu_moe_gating_top_k_softmax`` beside the cast where no gradient is needed. Of experts with equal
-    probability the one with the lower index comes first there; torch.topk leaves open which does.
+    Where no gradient is needed softmax and top-k are one launch, of ``npu_moe_gating_top_k_softmax``. Of experts with
+    equal probability the one with the lower index comes first there; torch.topk leaves open which does.
 
     Args:
         logits: ``[T, E]``, float16, bfloat16 or float32.
@@ -67,11 +67,14 @@ class _SoftmaxTopK(torch.autograd.Function):
         ctx.save_for_backward(weights if renormalise else probabilities, experts)
         ctx.renormalise, ctx.shape, ctx.dtype = renormalise, logits.shape, logits.dtype
         ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)  # no zeros for the experts
         return weights, experts
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         kept, experts = ctx.saved_tensors
         if ctx.renormalise:
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)

@@ -37,13 +37,16 @@ class FusedExperts(torch.autograd.Function):
         rows, order = routing.permute(hidden_states, top_k_index)
         counts = routing.count(top_k_index, down.shape[0])
         tail = routing.rows_after(counts, rows.shape[0]) if partial else None
+        needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[3:6]
         product = grouped(rows, gate_up, counts, gate_up_bias, tail)
+        rows = rows if needs_gate_up else None
         activated = gate.forward(product)
         result = grouped(activated, down, counts, down_bias, tail)
         ctx.gate = gate
         # a compiler decides for itself what to keep, and cannot trace an object that outlives the forward
-        ctx.latest = None if torch.compiler.is_compiling() else Latest((rows, activated))
-        kept = result if ctx.needs_input_grad[3] else None
+        compiling = torch.compiler.is_compiling()
+        ctx.latest = None if compiling else Latest((rows, activated if needs_down else None))
+        kept = result if needs_weights else None
         ctx.save_for_backward(
             hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, order, counts, tail,
             product, kept,
@@ -60,10 +63,11 @@ class FusedExperts(torch.autograd.Function):
             ctx.needs_input_grad
         )
         grad = grad.contiguous()
-        rows, activated = (ctx.latest and ctx.latest.take()) or (None, None)
-        result = kept if kept is not None else routing.permute(x, index)[0]  # anything, for weights without a gradient
-        d_result, d_weights = routing.unpermute_gradient(grad, result, order, weights, index)
-        del result
+        rows, activated = (None, None) if ctx.latest is None else ctx.latest.take()
+        if rows is None and (needs_gate_up or kept is None):
+            rows = routing.permute(x, index)[0]
+        # without a gradient for the weights any rows will do
+        d_result, d_weights = routing.unpermute_gradient(grad, rows if kept is None else kept, order, weights, index)
         d_down = None
         if needs_down:
             activated = ctx.gate.forward(product) if activated is None else activated
@@ -74,9 +78,7 @@ class FusedExperts(torch.autograd.Function):
         if needs_x or needs_gate_up or needs_gate_up_bias:
             d_product = ctx.gate.backward(grouped(d_result, down.mT, counts, tail=tail), product)
             del d_result
-            if needs_gate_up:
-                rows = routing.permute(x, index)[0] if rows is None else rows
-                d_gate_up = weight_gradient(rows, d_product, counts, gate_up)
+            d_gate_up = weight_gradient(rows, d_product, counts, gate_up) if needs_gate_up else None
             del rows
             if needs_gate_up_bias:
                 d_gate_up_bias = bias_gradient(d_product, counts, gate_up_bias)

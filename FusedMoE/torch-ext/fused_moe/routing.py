@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MOST_ROWS = 1 << 24  # npu_moe_token_permute sorts indices as float32
+_MOST_ROWS = (1 << 24) - 2  # npu_moe_token_permute sorts indices as float32
 _MOST_CHOICES = 512
 
 
@@ -44,8 +44,8 @@ def has_gradients() -> bool:
 def count(top_k_index: Tensor, num_experts: int) -> Tensor:
     """How many rows go to each expert, int64 ``[E]``; ids of ``num_experts`` and more are not counted.
 
-    One bin more than there are experts keeps the bins one wide: with fewer the last expert gets its neighbour's rows,
-    or those that go to none.
+    One bin more than there are experts, and bounds that are its first and last id, put id i into bin i: it is the
+    whole part of i · (E + 1) / E. The last bin takes the rows that go to no expert here.
     """
     counts = torch.histc(top_k_index, bins=num_experts + 1, min=0, max=num_experts)
     return counts[:num_experts].to(torch.int64)
@@ -97,12 +97,13 @@ class Permute(torch.autograd.Function):
         rows, order = permute(tokens, top_k_index)
         ctx.save_for_backward(tokens, top_k_index, order)
         ctx.mark_non_differentiable(order)
+        ctx.set_materialize_grads(False)  # no zeros for the order
         return rows, order
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return permute_gradient(grad.contiguous(), *ctx.saved_tensors), None
+    def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+        return None if grad is None else permute_gradient(grad.contiguous(), *ctx.saved_tensors), None
 
 
 class Unpermute(torch.autograd.Function):

@@ -23,10 +23,7 @@ from list_blocks import (
 from torch import Tensor, nn
 
 import softnpu
-from kernels_ext_npu.references.expert_lists import (
-    MixtralSparseMoeBlock,
-    Qwen3MoeSparseMoeBlock,
-)
+from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -56,9 +56,11 @@ def unfit(block: nn.Module) -> str | None:
 def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> Experts | None:
     """The experts of a block that sends each token to ``top_k``; None where they are computed one after the other.
 
-    That is what :func:`unfit` says, and: limits of the operators, another dtype, autocast, and the CPU.
+    That is what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
     """
-    if hidden_states.device.type != "npu" or torch.is_autocast_enabled("npu"):
+    if hidden_states.device.type != "npu":
+        return None
+    if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:
         return None
     found = _collect(block.experts)
     if isinstance(found, str):

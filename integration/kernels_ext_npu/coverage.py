@@ -1,4 +1,4 @@
-"""What of the installed transformers has a kernel: every norm, gated MLP and rotary function, found by reading it."""
+"""What of the installed transformers has a kernel: norms, gated MLPs, experts, routers and rotary functions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from rich.table import Table
 from torch import nn
 
 from kernels_ext_npu.marking import LAYERS
-from kernels_ext_npu.matching import find_function_reference, find_reference, original_function
+from kernels_ext_npu.matching import find_function_reference, find_reference, is_experts_class, original_function
 
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about
 # kind -> reason -> names; functions as "file:name", methods as "file:Class.name"
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
-NORMS, MLPS, ROTARY = KEPT
+NORMS, MLPS, EXPERTS, ROUTERS, ROTARY = KEPT
 UNKNOWN = "computes something else, which nobody has looked at yet"
 
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
+_ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 
 
@@ -55,6 +56,8 @@ def survey() -> list[Entry]:
     """Reads all modeling files, which takes a quarter of a minute."""
     entries = [_entry(NORMS, cls.__name__, _layer(cls)) for cls in norm_classes()]
     entries += [_entry(MLPS, cls.__name__, _layer(cls)) for cls in mlp_classes()]
+    entries += [_entry(EXPERTS, cls.__name__, _layer(cls)) for cls in experts_classes()]
+    entries += [_entry(ROUTERS, cls.__name__, _layer(cls)) for cls in router_classes()]
     for name, function in rotary_functions().items():
         reference = find_function_reference(function)
         entries.append(_entry(ROTARY, name, reference.layer if reference else None))
@@ -94,7 +97,27 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
 @cache
 def mlp_classes() -> tuple[type[nn.Module], ...]:
     """Those that match, and all others that look like one: called so, and with a gate in their forward."""
-    return tuple(cls for cls in module_classes() if is_served_by(cls, "SwiGLU") or _looks_gated(cls))
+    return tuple(
+        cls
+        for cls in module_classes()
+        if is_served_by(cls, "SwiGLU") or (_looks_gated(cls) and not is_experts_class(cls))
+    )
+
+
+@cache
+def experts_classes() -> tuple[type[nn.Module], ...]:
+    """Those with transformers' experts interface, and all others called experts."""
+    return tuple(
+        cls
+        for cls in module_classes()
+        if is_experts_class(cls) or (re.search("Experts$|NaiveMoe$", cls.__name__) and cls not in mlp_classes())
+    )
+
+
+@cache
+def router_classes() -> tuple[type[nn.Module], ...]:
+    """All that are called so; and what is a gate of experts by its name."""
+    return tuple(cls for cls in module_classes() if _ROUTER_NAMES.search(cls.__name__))
 
 
 @cache

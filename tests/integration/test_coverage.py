@@ -20,7 +20,11 @@ def test_the_figures_are_these() -> None:
         ("norms", True): 205,
         ("norms", False): 8,
         ("gated MLPs", True): 160,
-        ("gated MLPs", False): 33,
+        ("gated MLPs", False): 32,
+        ("experts", True): 63,
+        ("experts", False): 8,
+        ("routers", True): 14,
+        ("routers", False): 58,
         ("rotary functions", True): 219,
         ("rotary functions", False): 17,
     }
@@ -31,5 +35,13 @@ def test_the_figures_are_these() -> None:
 def test_the_command_prints_layers_and_reasons() -> None:
     result = CliRunner().invoke(cli.app, ["coverage"], env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.output
-    for words in ("norms, served", "gated MLPs, kept", "SwiGLUMLP", "RotaryPosEmb", "clamps gate and up"):
+    for words in (
+        "norms, served",
+        "gated MLPs, kept",
+        "experts, served",
+        "SwiGLUMLP",
+        "MoEExperts",
+        "RotaryPosEmb",
+        "clamps gate and up",
+    ):
         assert words in result.output

@@ -1,0 +1,54 @@
+"""A small instance of an experts class of transformers, and arguments for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPERTS, HIDDEN, INNER = 6, 32, 64
+
+
+class Config:
+    """What experts ask of a config, by the name they ask for."""
+
+    _experts_implementation = "eager"
+    hidden_act = hidden_activation = "silu"
+    mlp_hidden_act = "relu2"
+    moe_latent_size = None  # NemotronH: as wide as the tokens
+    swiglu_limit = swiglu_clamp_limit = 7.0
+    swiglu_alpha = 1.702
+    rms_norm_eps = 1e-6
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "expert" in name and "size" not in name:
+            return EXPERTS
+        if any(word in name for word in ("intermediate", "ffn", "inner", "expert")):
+            return INNER
+        if any(word in name for word in ("cap", "limit")):
+            return 20.0
+        if "eps" in name:
+            return 1e-6
+        return HIDDEN
+
+
+def instance(cls: type[nn.Module], activation: str | None = None) -> nn.Module:
+    """A small one with random weights, scaled to keep what goes through them."""
+    config = Config()
+    if activation is not None:
+        config.hidden_act = config.hidden_activation = activation
+    torch.manual_seed(0)
+    module = cls(config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(1 if "norm" in name else 0, 0.2 if parameter.dim() < 3 else parameter.shape[1] ** -0.5)
+    return module
+
+
+def inputs(module: nn.Module, tokens: int = 24, k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, the experts that they go to, and how much each counts; one expert gets no token."""
+    torch.manual_seed(1)
+    x = torch.randn(tokens, HIDDEN)
+    index = torch.rand(tokens, EXPERTS - 1).topk(k, -1).indices
+    return x, index, torch.rand(tokens, k)

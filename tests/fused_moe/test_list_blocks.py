@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from list_blocks import (
+    INNER,
     SIZE,
     assert_close,
     block,
@@ -22,10 +23,7 @@ from list_blocks import (
 from torch import Tensor, nn
 
 import softnpu
-from kernels_ext_npu.references.expert_lists import (
-    MixtralSparseMoeBlock,
-    Qwen3MoeSparseMoeBlock,
-)
+from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -155,3 +153,23 @@ def test_noise_in_training_is_the_originals(kernel: ModuleType) -> None:
             assert_close(list(module(a)), list(original(b)))
             assert torch.equal(a.cpu(), b)
             assert torch.equal(b, x) != training
+
+
+@each_block
+def test_gradients_are_the_same_when_they_are_asked_for_again(kernel: ModuleType, cls) -> None:
+    """The second time nothing is left of what the forward computed but did not keep."""
+    module, leaf = bound(kernel, block(cls)), inputs().npu().requires_grad_()
+    y = module(leaf)
+    loss = (y[0] if isinstance(y, tuple) else y).square().sum()
+    asked = (leaf, *(p for p in module.parameters()))
+    first, second = (torch.autograd.grad(loss, asked, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_training_keeps_the_product_and_the_results_of_experts(kernel: ModuleType) -> None:
+    """Beside what it is given, of the size of tokens times choices: ``[20, 2·I]`` and ``[20, H]``."""
+    module, leaf = bound(kernel, block(Qwen3MoeSparseMoeBlock)), inputs(10).npu().requires_grad_()
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        module(leaf)
+    assert sorted(list(t.shape) for t in held if t.shape[:1] == (20,) and t.dim() == 2) == [[20, SIZE], [20, 2 * INNER]]

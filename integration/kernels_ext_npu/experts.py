@@ -59,9 +59,14 @@ def remove() -> None:
 
 
 def choose(model: nn.Module) -> None:
-    """Let a model that was loaded before take the implementation, unless another one was named."""
+    """Let a model that was loaded before take the implementation, unless another one was named.
+
+    The kernel looks at the gates now: it could not while a graph is captured.
+    """
     for module in _experts(model):
         implementation.choose(module.config)
+        if (kernel := _kernel(module)) is not None:
+            kernel.gates.activation_of(module)
 
 
 def restore(model: nn.Module) -> None:
@@ -72,6 +77,7 @@ def restore(model: nn.Module) -> None:
             for weight in _weights(module):
                 if weight.dim() == 3 and weight.mT.is_contiguous():
                     kernel.layout.store_contiguous(weight)
+    for module in _experts(model):  # one config is that of many
         implementation.give_back(module.config)
 
 

@@ -61,6 +61,7 @@ def restore(model: Model) -> Model:
         The model itself.
     """
     packing.unpack(model)
+    experts.restore(model)
     for module in model.modules():
         for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
             bound = vars(module).get(name)
@@ -70,7 +71,6 @@ def restore(model: Model) -> Model:
                 else:
                     vars(module)[name] = MethodType(type(module).forward, module)
     functions.restore(model)
-    experts.restore(model)
     for pretrained in _pretrained(model):
         vars(pretrained)["_use_kernels"] = False
     return model

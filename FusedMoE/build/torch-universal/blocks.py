@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped, routing
 from .gates import SWIGLU
+from .list_training import ListedExperts
 from .lists import HybridGmmFunction
 
 # gate, up, down
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # the activations that were looked at; nothing is left on a module that may be saved
 _silu: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -56,9 +56,11 @@ def unfit(block: nn.Module) -> str | None:
 def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> Experts | None:
     """The experts of a block that sends each token to ``top_k``; None where they are computed one after the other.
 
-    That is what :func:`unfit` says, and: limits of the operators, another dtype, autocast, and the CPU.
+    That is what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
     """
-    if hidden_states.device.type != "npu" or torch.is_autocast_enabled("npu"):
+    if hidden_states.device.type != "npu":
+        return None
+    if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:
         return None
     found = _collect(block.experts)
     if isinstance(found, str):
@@ -85,26 +87,23 @@ def listed_experts(experts: Experts, hidden_states: Tensor, top_k_index: Tensor,
     Returns:
         ``[T, H]``.
     """
-    top_k_index, number = top_k_index.contiguous(), len(experts.down) // (1 + experts.has_bias[2])
-    rows, order = routing.Permute.apply(hidden_states.contiguous(), top_k_index)
-    counts = routing.count(top_k_index, number)
-    activated = _activated(experts, rows, counts, number)
-    y = HybridGmmFunction.apply(activated.contiguous(), counts, None, experts.has_bias[2], *experts.down)
-    return routing.Unpermute.apply(y, order, top_k_weights.contiguous(), top_k_index)
-
-
-def _activated(experts: Experts, rows: Tensor, counts: Tensor, number: int) -> Tensor:
-    gate_bias, up_bias, _ = experts.has_bias
+    gate_bias, up_bias, down_bias = experts.has_bias
+    number = len(experts.down) // (1 + down_bias)
+    x, index, weights = (tensor.contiguous() for tensor in (hidden_states, top_k_index, top_k_weights))
+    (gate, gate_biases), (up, up_biases) = ((p[:number], p[number:]) for p in (experts.gate, experts.up))
+    both = *gate, *up, *gate_biases, *up_biases
+    if experts.is_swiglu and SWIGLU.fits(2 * gate[0].shape[0], x.dtype):
+        return ListedExperts.apply(x, index, weights, number, (gate_bias, down_bias), *both, *experts.down)
+    rows, order = routing.Permute.apply(x, index)
+    counts = routing.count(index, number)
     if experts.is_packed:
-        (gate, gate_biases), (up, up_biases) = ((p[:number], p[number:]) for p in (experts.gate, experts.up))
-        both = HybridGmmFunction.apply(rows, counts, None, gate_bias, *gate, *up, *gate_biases, *up_biases)
-        if experts.is_swiglu and SWIGLU.fits(both.shape[-1], both.dtype):
-            return torch.ops.npu.npu_swiglu(both, -1)
-        a, b = both.chunk(2, -1)
+        a, b = HybridGmmFunction.apply(rows, counts, None, gate_bias, *both).chunk(2, -1)
     else:
         a = HybridGmmFunction.apply(rows, counts, None, gate_bias, *experts.gate)
         b = HybridGmmFunction.apply(rows, counts, None, up_bias, *experts.up)
-    return experts.activation(a) * b
+    activated = (experts.activation(a) * b).contiguous()
+    y = HybridGmmFunction.apply(activated, counts, None, down_bias, *experts.down)
+    return routing.Unpermute.apply(y, order, weights, index)
 
 
 def _collect(experts: nn.ModuleList) -> Experts | str:
@@ -151,16 +150,16 @@ def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list
     present = [bias for bias in biases if bias is not None]
     if len(present) not in (0, len(biases)):
         return "only some experts have a bias"
-    for parameters in (weights, present):
+    for parameters in filter(None, (weights, present)):
+        shape, dtype, device = parameters[0].shape, parameters[0].dtype, parameters[0].device
         for parameter in parameters:
-            if type(parameter) not in (nn.Parameter, FakeTensor):
+            if type(parameter) is not nn.Parameter and type(parameter) is not FakeTensor:
                 return f"a weight is a {type(parameter).__name__}"
             if parameter.is_meta:
                 return "a weight is offloaded"
             if not parameter.is_contiguous():
                 return "a weight is not contiguous"
-            first = parameters[0]
-            if (parameter.shape, parameter.dtype, parameter.device) != (first.shape, first.dtype, first.device):
+            if parameter.shape != shape or parameter.dtype != dtype or parameter.device != device:
                 return "the experts differ in size, dtype or device"
     if present and present[0].dtype != weights[0].dtype:
         return "the projections differ in size, dtype or device"
@@ -171,8 +170,15 @@ def _is_watched(module: nn.Module) -> bool:
     """Whether a call does more than its class says. `kernels` binds forwards as methods."""
     members = vars(module)
     forward = members.get("forward")
-    own = forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
-    return not own or any(members.get(hooks) for hooks in _HOOKS)
+    if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
+        return True
+    # one after the other: this runs for every projection in every forward
+    return bool(
+        members["_forward_hooks"]
+        or members["_forward_pre_hooks"]
+        or members["_backward_hooks"]
+        or members["_backward_pre_hooks"]
+    )
 
 
 def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:

@@ -7,6 +7,8 @@ to the front by the device, which alone knows where they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,28 +28,48 @@ class HybridGmmFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, *parameters: Tensor) -> Tensor:
-        weights, biases = _split(parameters, has_bias)
         ctx.has_bias = has_bias
         ctx.save_for_backward(x, counts, tail, *parameters)
-        experts = counts.shape[0]
-        return _product(x, _joined(weights, experts, transposed=True), counts, _bias(biases, experts, x.dtype), tail)
+        return product(x, counts, tail, has_bias, parameters)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, counts, tail, *parameters = ctx.saved_tensors
-        weights, biases = _split(parameters, ctx.has_bias)
         needs_x, _, _, _, *needs = ctx.needs_input_grad
-        needs_weights, needs_biases = _split(needs, ctx.has_bias)
-        grad, experts = grad.contiguous(), counts.shape[0]
-        gradients: list[Tensor | None] = [None] * len(weights)
-        bias_gradients: list[Tensor | None] = [None] * len(biases)
-        if any(needs_weights):
-            gradients = _each(sum_over_rows(grad, x, counts), needs_weights)
-        if any(needs_biases):
-            bias_gradients = _each(bias_gradient(grad, counts, biases[0]), needs_biases)
-        d_x = _product(grad, _joined(weights, experts, transposed=False), counts, None, tail) if needs_x else None
-        return d_x, None, None, None, *gradients, *bias_gradients
+        grad = grad.contiguous()
+        gradients = parameter_gradients(x, grad, counts, ctx.has_bias, parameters, needs)
+        d_x = input_gradient(grad, counts, tail, ctx.has_bias, parameters) if needs_x else None
+        return d_x, None, None, None, *gradients
+
+
+def product(x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, parameters: Sequence[Tensor]) -> Tensor:
+    """The product of :class:`HybridGmmFunction`, without a gradient."""
+    weights, biases = _split(parameters, has_bias)
+    experts = counts.shape[0]
+    return _product(x, _joined(weights, experts, transposed=True), counts, _bias(biases, experts, x.dtype), tail)
+
+
+def input_gradient(
+    grad: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, parameters: Sequence[Tensor]
+) -> Tensor:
+    """The gradient of its ``x``."""
+    weights, _ = _split(parameters, has_bias)
+    return _product(grad, _joined(weights, counts.shape[0], transposed=False), counts, None, tail)
+
+
+def parameter_gradients(
+    x: Tensor, grad: Tensor, counts: Tensor, has_bias: bool, parameters: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of those of its ``parameters`` that need one."""
+    _, biases = _split(parameters, has_bias)
+    needs_weights, needs_biases = _split(needs, has_bias)
+    gradients: list[Tensor | None] = [None] * len(needs)
+    if any(needs_weights):
+        gradients[: len(needs_weights)] = _each(sum_over_rows(grad, x, counts), needs_weights)
+    if any(needs_biases):
+        gradients[len(needs_weights) :] = _each(bias_gradient(grad, counts, biases[0]), needs_biases)
+    return gradients
 
 
 def _product(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None, tail: Tensor | None) -> Tensor:
@@ -55,10 +77,11 @@ def _product(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | No
     if x.dtype is torch.float32:
         return grouped(x, torch.stack(weights), counts, bias, tail)
     y = product_of_list(x, weights[:MOST_LISTED], counts[:MOST_LISTED], None if bias is None else bias[:MOST_LISTED])
+    if len(weights) > MOST_LISTED:
+        rows = torch.arange(x.shape[0], device=x.device)
     for start in range(MOST_LISTED, len(weights), MOST_LISTED):
         part = slice(start, start + MOST_LISTED)
         before = counts[:start].sum()
-        rows = torch.arange(x.shape[0], device=x.device)
         moved = x.index_select(0, (rows + before).clamp_(max=x.shape[0] - 1))
         further = product_of_list(moved, weights[part], counts[part], None if bias is None else bias[part])
         # what follows the rows of these groups is not written yet: it belongs to later ones, or to the tail
@@ -67,7 +90,7 @@ def _product(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | No
     return y if tail is None else y.masked_fill_(tail, 0)
 
 
-def _split(parameters: tuple | list, has_bias: bool) -> tuple[list, list]:
+def _split(parameters: Sequence, has_bias: bool) -> tuple[list, list]:
     number = len(parameters) // 2 if has_bias else len(parameters)
     return list(parameters[:number]), list(parameters[number:])
 

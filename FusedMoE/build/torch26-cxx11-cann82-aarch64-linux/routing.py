@@ -38,7 +38,8 @@ def takes(tokens: int, top_k: int) -> bool:
 
 def has_gradients() -> bool:
     """Whether torch_npu has operators for the gradients."""
-    return hasattr(torch.ops.npu, "npu_moe_token_permute_grad")
+    to_permute = hasattr(torch.ops.npu, "npu_moe_token_permute_grad")
+    return to_permute and hasattr(torch.ops.npu, "npu_moe_token_unpermute_grad")
 
 
 def count(top_k_index: Tensor, num_experts: int) -> Tensor:

@@ -27,7 +27,7 @@ def main(show: Annotated[bool, typer.Option("--version", help="Print the version
 def demo(
     model: Annotated[
         Path | None,
-        typer.Option(help="A local checkpoint of a causal language model, in place of four tiny random ones."),
+        typer.Option(help="A local checkpoint of a causal language model, in place of ten tiny random ones."),
     ] = None,
 ) -> None:
     """Load models with use_kernels=True and compare them with their originals on the CPU.

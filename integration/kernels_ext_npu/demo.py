@@ -35,6 +35,16 @@ from kernels_ext_npu.reporting import KINDS, Report
 from softnpu.counting import DEVICE_TO_HOST_COPIES, STREAM_SYNCS
 
 NEW_TOKENS = 8
+STEPS, LEARNING_RATE = 10, 0.1
+
+# headings of the table of calls -> what the names of the operators contain
+FUSED = {
+    "rms norm": "npu_rms_norm",
+    "rotary mul": "npu_rotary_mul",
+    "gated unit": "glu",
+    "grouped matmul": "npu_grouped_matmul",
+    "fused attn": "npu_fusion_attention",
+}
 
 # float32 on both sides: sums in another order. A real device may multiply float32 matrices in less precision.
 TOLERANCE = {True: 1e-5, False: 1e-2}
@@ -53,23 +63,29 @@ class Result:
         logits: the largest difference of a logit, relative to the largest logit where that is above one.
         same_tokens: whether greedy generation gave the same tokens.
         gradient: the largest difference of a parameter's gradient, relative to that gradient.
+        loss: the largest relative difference of a loss in ten steps of training; 0 where there were none.
         norm_calls: how often swapped norms were called in one forward.
         calls: operator calls of that forward, by name.
         operators_before: the number of those without kernels.
+        training_waits: how often the host waited in a forward and backward.
     """
 
     report: Report
     logits: float
     same_tokens: bool
     gradient: float
+    loss: float
     norm_calls: int
     calls: dict[str, int]
     operators_before: int
+    training_waits: int
 
     def agrees(self) -> bool:
         tolerance = TOLERANCE[softnpu.is_software()]
         launched = not softnpu.is_software() or self.calls.get("npu_rms_norm", 0) == self.norm_calls
-        close = all(difference <= tolerance for difference in (self.logits, self.gradient))  # a NaN is not close
+        close = all(
+            difference <= tolerance for difference in (self.logits, self.gradient, self.loss)
+        )  # a NaN is not close
         missed = any(row.is_candidate for row in self.report) and not any(row.swapped for row in self.report)
         return close and self.same_tokens and launched and not missed
 
@@ -84,19 +100,19 @@ def run(checkpoint: Path | None = None) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         if checkpoint is not None:
             _check(checkpoint)
-            results[checkpoint.name] = _compare(checkpoint)
+            results[checkpoint.name] = _compare(checkpoint, steps=0)
         for name in track(() if checkpoint else demo_models.MODELS, "models", console=console, transient=True):
             demo_models.save(name, Path(folder) / name)
-            results[name] = _compare(Path(folder) / name)
+            results[name] = _compare(Path(folder) / name, STEPS)
     for name, result in results.items():
         console.print(f"\n[bold]{name}[/]")
         console.print(result.report)
     console.print("\nSwapped:")
     console.print(_swaps(results))
     if softnpu.is_software():
-        console.print("Calls of one forward, in all and before the swap, and how often the host waited:")
+        console.print("Calls of a forward, and before the swap; host waits in it and in a training step:")
         console.print(_calls(results))
-    console.print("Against the original on the CPU, in float32:")
+    console.print("Largest differences from the original on the CPU in float32, and of ten losses:")
     console.print(_agreement(results))
     if softnpu.is_software():
         console.print("The software device computed this, no card.")
@@ -116,13 +132,15 @@ def _check(checkpoint: Path) -> None:
         )
 
 
-def _compare(folder: Path) -> Result:
+def _compare(folder: Path, steps: int) -> Result:
     """The original first: a rotary function with a kernel is one object for the process, and would serve it too."""
     torch.manual_seed(0)
     original = _load(folder)
     made = demo_models.inputs(original.config)
     expected, expected_tokens = _logits(original, made), _tokens(original, made)
     _train(original, made)
+    gradients = [parameter.grad for parameter in original.parameters()]
+    expected_losses = _losses(original, made, steps)
 
     model = _load(folder, device_map="npu", use_kernels=True)
     moved = demo_models.on("npu", made)
@@ -133,14 +151,17 @@ def _compare(folder: Path) -> Result:
         calls = softnpu.counters()
     logits = (found.cpu() - expected).abs().max() / expected.abs().max().clamp(min=1)
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
+    softnpu.reset_counters()
     _train(model, moved)
-    gradient = _gradient_difference(model, original)
+    waits = softnpu.counters()[STREAM_SYNCS]
+    gradient = _gradient_difference(model, gradients)
+    loss = max(abs(a - b) / abs(b) for a, b in zip(_losses(model, moved, steps), expected_losses)) if steps else 0.0
 
     kernels_ext_npu.restore(model.eval())
     softnpu.reset_counters()
     _logits(model, moved)
     before = _operators(softnpu.counters())
-    return Result(report, logits.item(), same_tokens, gradient, norm_calls.total(), calls, before)
+    return Result(report, logits.item(), same_tokens, gradient, loss, norm_calls.total(), calls, before, waits)
 
 
 def _load(folder: Path, **options: Any) -> Any:
@@ -170,6 +191,19 @@ def _train(model: nn.Module, made: demo_models.Inputs) -> None:
     model(**made, labels=made["input_ids"]).loss.backward()
 
 
+def _losses(model: nn.Module, made: demo_models.Inputs, steps: int) -> list[float]:
+    """Of some steps of training on one batch."""
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**made, labels=made["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @contextmanager
 def _count_calls(model: nn.Module, report: Report) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
@@ -183,8 +217,8 @@ def _count_calls(model: nn.Module, report: Report) -> Iterator[Counter[str]]:
         hook.remove()
 
 
-def _gradient_difference(model: nn.Module, original: nn.Module) -> float:
-    gradients = ((a.grad, b.grad) for a, b in zip(model.parameters(), original.parameters()))
+def _gradient_difference(model: nn.Module, expected: list[torch.Tensor | None]) -> float:
+    gradients = ((a.grad, b) for a, b in zip(model.parameters(), expected))
     pairs = [(a.cpu(), b) for a, b in gradients if a is not None and b is not None]
     whole = torch.stack([b.norm() for _, b in pairs]).norm()
     # what is exactly zero in mathematics, such as the gradient of a key's bias, has a norm of rounding errors only
@@ -214,22 +248,20 @@ def _swaps(results: dict[str, Result]) -> Table:
 
 
 def _calls(results: dict[str, Result]) -> Table:
-    fused = sorted({name for result in results.values() for name in result.calls if name.startswith("npu_")})
-    headings = [name.removeprefix("npu_").replace("_", " ") for name in fused]
-    table = _table([*headings, "in all", "before", "waits"])
+    table = _table([*FUSED, "in all", "before", "waits", "a step"])
     for name, result in results.items():
-        calls = [result.calls.get(operator, 0) for operator in fused]
-        calls += [_operators(result.calls), result.operators_before, result.calls[STREAM_SYNCS]]
+        calls = [sum(count for op, count in result.calls.items() if part in op) for part in FUSED.values()]
+        calls += [_operators(result.calls), result.operators_before, result.calls[STREAM_SYNCS], result.training_waits]
         table.add_row(name, *map(str, calls))
     return table
 
 
 def _agreement(results: dict[str, Result]) -> Table:
-    table = _table(["largest logits difference", "largest gradient difference", "greedy tokens", "agrees"])
+    table = _table(["logits", "gradients", "losses", "greedy tokens", "agrees"])
     for name, result in results.items():
         tokens = "equal" if result.same_tokens else "[red]differ[/]"
         agrees = "[green]yes[/]" if result.agrees() else "[red]no[/]"
-        table.add_row(name, f"{result.logits:.1e}", f"{result.gradient:.1e}", tokens, agrees)
+        table.add_row(name, f"{result.logits:.1e}", f"{result.gradient:.1e}", f"{result.loss:.1e}", tokens, agrees)
     return table
 
 

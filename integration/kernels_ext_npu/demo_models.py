@@ -24,6 +24,19 @@ _TEXT = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DEEPSEEK = {
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 _IMAGE, _VISION_START, _VISION_END = 99, 96, 95
 _VISION_LANGUAGE = {
     # time, height and width share the eight frequencies of a head
@@ -50,7 +63,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", _TEXT),
     "GLM-4": ("glm4", _TEXT),
     "Qwen2.5-VL": ("qwen2_5_vl", _VISION_LANGUAGE),
-    "gpt-oss": ("gpt_oss", _TEXT | {"num_local_experts": 4}),
+    "gpt-oss": ("gpt_oss", _TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen3-MoE": ("qwen3_moe", _TEXT | _EXPERTS | {"num_experts": 8, "norm_topk_prob": True}),
+    "DeepSeek-V3": ("deepseek_v3", _TEXT | _EXPERTS | _DEEPSEEK),
 }
 
 

@@ -64,10 +64,10 @@ class FusedExperts(torch.autograd.Function):
         )
         grad = grad.contiguous()
         rows, activated = (None, None) if ctx.latest is None else ctx.latest.take()
-        if rows is None and (needs_gate_up or kept is None):
-            rows = routing.permute(x, index)[0]
-        # without a gradient for the weights any rows will do
-        d_result, d_weights = routing.unpermute_gradient(grad, rows if kept is None else kept, order, weights, index)
+        if kept is None:  # without a gradient for the weights any rows will do
+            kept = rows = routing.permute(x, index)[0] if rows is None else rows
+        d_result, d_weights = routing.unpermute_gradient(grad, kept, order, weights, index)
+        del kept
         d_down = None
         if needs_down:
             activated = ctx.gate.forward(product) if activated is None else activated
@@ -76,9 +76,13 @@ class FusedExperts(torch.autograd.Function):
         d_down_bias = bias_gradient(d_result, counts, down_bias) if needs_down_bias else None
         d_x = d_gate_up = d_gate_up_bias = None
         if needs_x or needs_gate_up or needs_gate_up_bias:
-            d_product = ctx.gate.backward(grouped(d_result, down.mT, counts, tail=tail), product)
+            d_activated = grouped(d_result, down.mT, counts, tail=tail)
             del d_result
-            d_gate_up = weight_gradient(rows, d_product, counts, gate_up) if needs_gate_up else None
+            d_product = ctx.gate.backward(d_activated, product)
+            del d_activated
+            if needs_gate_up:
+                rows = routing.permute(x, index)[0] if rows is None else rows
+                d_gate_up = weight_gradient(rows, d_product, counts, gate_up)
             del rows
             if needs_gate_up_bias:
                 d_gate_up_bias = bias_gradient(d_product, counts, gate_up_bias)

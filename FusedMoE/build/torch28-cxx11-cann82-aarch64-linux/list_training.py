@@ -49,22 +49,25 @@ class ListedExperts(torch.autograd.Function):
         gate_up, down = (parameters[part] for part in _parts(ctx.split))
         needs_gate_up, needs_down = (needs[part] for part in _parts(ctx.split))
         rows, activated = ctx.latest.take()
-        if rows is None and (any(needs_gate_up) or kept is None):
-            rows = routing.permute(x, index)[0]
-        # without a gradient for the weights any rows will do
-        result = rows if kept is None else kept
-        d_result, d_weights = routing.unpermute_gradient(grad.contiguous(), result, order, weights, index)
-        del result
+        if kept is None:  # without a gradient for the weights any rows will do
+            kept = rows = routing.permute(x, index)[0] if rows is None else rows
+        d_result, d_weights = routing.unpermute_gradient(grad.contiguous(), kept, order, weights, index)
+        del kept
         d_down: list[Tensor | None] = [None] * len(down)
         if any(needs_down):
             activated = SWIGLU.forward(product) if activated is None else activated
             d_down = lists.parameter_gradients(activated, d_result, counts, ctx.has_bias[1], down, needs_down)
         del activated
-        d_x, d_gate_up = None, [None] * len(gate_up)
+        d_x: Tensor | None = None
+        d_gate_up: list[Tensor | None] = [None] * len(gate_up)
         if needs_x or any(needs_gate_up):
-            d_product = SWIGLU.backward(lists.input_gradient(d_result, counts, None, ctx.has_bias[1], down), product)
+            d_activated = lists.input_gradient(d_result, counts, None, ctx.has_bias[1], down)
             del d_result
-            d_gate_up = lists.parameter_gradients(rows, d_product, counts, ctx.has_bias[0], gate_up, needs_gate_up)
+            d_product = SWIGLU.backward(d_activated, product)
+            del d_activated
+            if any(needs_gate_up):
+                rows = routing.permute(x, index)[0] if rows is None else rows
+                d_gate_up = lists.parameter_gradients(rows, d_product, counts, ctx.has_bias[0], gate_up, needs_gate_up)
             del rows
             if needs_x:
                 d_rows = lists.input_gradient(d_product, counts, None, ctx.has_bias[0], gate_up)

@@ -13,6 +13,7 @@ from publishing.apply import Applied
 from publishing.plan import Plan
 from publishing.remote import redact
 
+KINDS = ("added", "changed", "removed", "left")
 EXIT_CODES = {"published": 0, "nothing to do": 0, "planned": 0, "refused": 1, "failed": 2}
 
 
@@ -50,11 +51,14 @@ class Report:
 
 def show_plan(console: Console, repo_id: str, plans: list[Plan]) -> None:
     """A row for each variant, the card, and whatever else there is on a branch."""
-    table = Table("branch", "part", "added", "changed", "removed", "left", title=repo_id, title_justify="left")
+    table = Table("branch", title=repo_id, title_justify="left")
+    table.add_column("part", overflow="fold")
+    for kind in KINDS:
+        table.add_column(kind)
     for plan in plans:
         where = plan.branch + ("" if plan.exists else " (new)")
         for part, counts in sorted(_parts(plan).items()):
-            table.add_row(where, part, *(_cell(counts[kind]) for kind in ("added", "changed", "removed", "left")))
+            table.add_row(where, part, *(_cell(counts[kind]) for kind in KINDS))
             where = ""
     console.print(table)
 

@@ -128,7 +128,7 @@ class LocalHub:
         self._wake.set()
 
     def _bound(self) -> socket.socket:
-        bound = socket.socket()
+        bound = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY where it sees the protocol
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(self._address)

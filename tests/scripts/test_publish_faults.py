@@ -1,4 +1,4 @@
-"""Every request of a publish fails once, in every way: the branches hold the old state or the new one, and nothing else.
+"""Every request of a publish fails once, in every way: a branch holds the old state or the new one, nothing else.
 
 The points and outcomes are printed: `pytest -s`.
 """
@@ -55,9 +55,8 @@ def scenario(request: pytest.FixtureRequest, publisher, clone, localhub):
     update = request.param == "beside others"
 
     def prepare() -> None:
-        for kind in ("kernels",):
-            if (localhub.store.root / kind / REPO).exists():
-                localhub.store.delete(kind, REPO)
+        if (localhub.store.root / "kernels" / REPO).exists():
+            localhub.store.delete("kernels", REPO)
         localhub.faults.clear()
         if update:
             repository = localhub.store.create("kernels", REPO)

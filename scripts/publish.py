@@ -6,7 +6,6 @@ import json
 from typing import Annotated
 
 import typer
-from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 
 from publishing.run import Request, publish
@@ -31,7 +30,6 @@ def main(
     they are. The token comes from HF_TOKEN or from `hf auth login`. Ends with 0 if it is done or nothing was to do,
     with 1 if it was refused, with 2 if the Hub changed or failed.
     """
-    disable_progress_bars()
     request = Request(repository, tuple(variant or ()), repo_id, version, dry_run, create_pr, tuple(prune or ()))
     report = publish(request, Console(stderr=as_json))
     if as_json:

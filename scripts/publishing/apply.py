@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kernels_ext_npu.published import KERNEL
 from publishing import plan as planning
 from publishing.plan import Plan, Wanted
-from publishing.remote import FAILURES, RefusedError, Remote
+from publishing.remote import FAILURES, ChangedError, RefusedError, Remote
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ def apply(remote: Remote, wanted: Wanted, message: str, create_pr: bool = False)
         if plan.parent is None:
             remote.api.create_repo(remote.repo_id, repo_type=KERNEL, exist_ok=True)
             plan = planning.make(remote, wanted)
+            if plan.parent is None:
+                raise ChangedError("the repository was not created")
         commit = _commit(remote, plan, message, plan.branch) if plan.exists else _open(remote, plan, message)
         return Applied(attempts[0], plan, commit)
 
@@ -81,7 +83,9 @@ def _open(remote: Remote, plan: Plan, message: str) -> str:
     """
     draft = _draft(plan.wanted)
     remote.api.create_branch(remote.repo_id, branch=draft, revision=plan.parent, repo_type=KERNEL, exist_ok=True)
-    head = (remote.heads() or {})[draft]
+    head = (remote.heads() or {}).get(draft)
+    if head is None:  # for the client any 409 means that it is there
+        raise ChangedError(f"the branch {draft} was not created")
     prepared = planning.compare(plan.wanted, head, False, remote.tree(head))
     if prepared.operations():
         head = _commit(remote, prepared, message, draft)

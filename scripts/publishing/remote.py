@@ -30,6 +30,10 @@ class RefusedError(Exception):
     """What is asked for cannot be done, and nothing was tried. Each argument is a reason."""
 
 
+class ChangedError(OSError):
+    """The Hub is not as an earlier answer said: a conflict, to plan again after."""
+
+
 class RemoteError(Exception):
     """The Hub changed or failed more often than we tried. The message says what it answered last."""
 
@@ -82,7 +86,7 @@ class Remote:
             try:
                 return step()
             except FAILURES as error:  # noqa: PERF203
-                conflict = status(error) in CONFLICTS
+                conflict = status(error) in CONFLICTS or isinstance(error, ChangedError)
                 conflicts, failures = conflicts + conflict, failures + (not conflict)
                 over = failures >= self.patience.failures or conflicts >= self.patience.conflicts
                 if over or status(error) in FINAL or isinstance(error, (OfflineModeIsEnabled, RepositoryNotFoundError)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from huggingface_hub import HfApi
+from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
@@ -39,6 +40,7 @@ class Request:
 def publish(request: Request, console: Console, api: HfApi | None = None) -> Report:
     """Publish a kernel repository. Nothing is raised: the report says how it ended, and why."""
     result = Report(request.repository, request.repo_id, request.version)
+    disable_progress_bars()  # there is one here
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -101,9 +101,9 @@ def test_a_dry_run_writes_nothing(publisher, localhub, clone) -> None:
     publisher()
     clone.write("torch-ext/tiny/layers.py", "")
     clone.rebuild(STRICT)
-    localhub.faults.logged.clear()
+    localhub.faults.requests.clear()
     publisher(dry_run=True)
-    assert {request.method for request in localhub.faults.logged} == {"GET"}
+    assert {request.method for request in localhub.faults.requests} == {"GET"}
 
 
 def test_what_others_commit_in_between_is_kept(publisher, localhub, clone) -> None:

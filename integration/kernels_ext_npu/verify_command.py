@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,16 +40,23 @@ def verify(
     """
     with suppress(ImportError):  # no torch_npu: kernels sees a machine without an NPU
         import softnpu  # noqa: F401  before torch; changes nothing where there is an NPU
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from kernels_ext_npu import machines
+    from kernels_ext_npu import machines, published
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
     console = Console(stderr=as_json)
     try:
         machine = machines.describe(torch, cann, arch)
         with _found(target, version, signed_by) as repositories:
             report = [_report(name, commit, found, machine) for name, commit, found in repositories]
+            if not Path(target).expanduser().is_dir() and not constants.HF_HUB_OFFLINE:
+                report[0]["refusal"] = published.refusal(target, version)
             for (_, _, found), entry in zip(repositories, report):
                 _show(console, entry, found)
     except (ValueError, LookupError, HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
@@ -136,17 +144,22 @@ def _report(name: str, commit: str | None, found: list[Verified], machine: Machi
 
 
 def _show(console: Console, report: dict[str, Any], found: list[Verified]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table("variant", "files", "content", "signature", title=_title(report), title_justify="left")
     for entry in found:
-        verdict = "[green]intact" if entry.intact else "[red]" + escape("\n".join(entry.problems))
+        verdict = "[green]intact" if entry.intact else f"[red]{len(entry.problems)} problems"
         signature = "" if entry.variant.startswith("(") else entry.signature
         table.add_row(entry.variant, str(entry.files), verdict, signature)
     console.print(table)
+    for entry in found:
+        for problem in entry.problems:
+            line = problem if entry.variant.startswith("(") else f"{entry.variant}/{problem}"
+            console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     for described, decisions in report["machines"].items():
         _show_decisions(console, described, decisions)
+    if report.get("refusal"):
+        console.print(report["refusal"], highlight=False, markup=False, soft_wrap=True)
 
 
 def _show_decisions(console: Console, described: str, decisions: list[dict[str, Any]]) -> None:

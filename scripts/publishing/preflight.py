@@ -78,7 +78,7 @@ def _name(entry: Verified) -> Iterator[str]:
     try:
         variant = parse_variant(entry.variant)
         metadata = Metadata.read_from_file(entry.path / METADATA)
-    except ValueError:  # named by the verification
+    except (ValueError, OSError):  # named by the verification
         return
     backend = str(metadata.backend.backend_type).rpartition(".")[2].lower()
     if backend != "cann":

@@ -1,0 +1,111 @@
+"""The four kernels of the project: published by the command, and loaded by the real clients in fresh processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import build
+import pytest
+from conftest import held
+
+from tests.localhub import LocalHub
+
+SCRIPT = str(build.ROOT / "scripts" / "publish.py")
+TOKEN = "hf_AVeryRecognisableTokenOfTheTests"
+NAMES = [repository.name for repository in build.repositories()]
+
+USE = """
+import sys, pathlib
+import softnpu
+import torch
+import kernels_ext_npu
+from kernels import get_kernel, get_loaded_kernels
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+names = sys.argv[2:]
+for name in names:
+    kernel = get_kernel(f"kernels-ext-npu/{name}", version=1, trust_remote_code=[f"kernels-ext-npu/{name}"])
+    assert "torch_npu" in kernel.__name__, kernel.__name__
+
+sizes = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, vocab_size=64)
+heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads, mlp_only_layers=[0]))
+model.save_pretrained(sys.argv[1])
+ids = torch.arange(8)[None]
+expected = model(ids).logits
+kernels_ext_npu.register(source="hub")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="npu", use_kernels=True)
+torch.testing.assert_close(model(ids.npu()).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+print(sorted({row.kernel for row in kernels_ext_npu.report(model) if row.swapped}))
+print(sorted(str(pathlib.Path(kernel.module.__file__).parent) for kernel in get_loaded_kernels()))
+"""
+
+
+@pytest.fixture
+def environment(localhub: LocalHub, tmp_path: Path) -> dict[str, str]:
+    localhub.settings.token = TOKEN
+    return localhub.environment(tmp_path / "home")
+
+
+@pytest.mark.slow
+def test_all_four_are_published_loaded_and_used(localhub, environment, run_python, tmp_path) -> None:
+    for name in NAMES:
+        report = json.loads(run_python(None, SCRIPT, name, "--json", **environment).stdout)
+        assert report["status"] == "published"
+        assert report["loaded"] | {"refusal": ""} == {"variant": "torch-npu", "ran": True, "refusal": ""}
+        expected = {f"build/{path}": content for path, content in build.render(build.ROOT / name).items()}
+        assert held(localhub, "v1", f"kernels-ext-npu/{name}") == expected
+        commit = localhub.store.get("kernels", f"kernels-ext-npu/{name}").commit("v1").id
+        assert report["branches"]["v1"]["commit"] == commit
+    fresh = localhub.environment(tmp_path / "fresh")
+    swapped, loaded = run_python(USE, str(tmp_path / "model"), *NAMES, **fresh).stdout.splitlines()[-2:]
+    print(swapped)
+    assert all(str(tmp_path / "fresh") in path for path in eval(loaded))
+    assert {Path(path).parts[-5] for path in eval(loaded)} == {f"kernels--kernels-ext-npu--{name}" for name in NAMES}
+
+
+def test_the_token_is_nowhere(localhub, environment, run_python, tmp_path) -> None:
+    """In nothing that is printed or written, whether it works, is refused, or the server repeats what it was sent."""
+    outputs = []
+    for arguments in (["SwiGLU", "--json"], ["SwiGLU", "--dry-run"], ["SwiGLU", "--variant", "missing"]):
+        result = run_python(None, SCRIPT, *arguments, check=False, **environment)
+        outputs.append(result)
+    assert [result.returncode for result in outputs] == [0, 0, 1]
+    localhub.faults.add("status", status=403, path="*/refs", times=100)
+    outputs.append(run_python(None, SCRIPT, "SwiGLU", "--json", check=False, **environment | {"HF_DEBUG": "1"}))
+    assert outputs[-1].returncode == 2
+    assert json.loads(outputs[-1].stdout)["status"] == "failed"
+    assert json.loads(outputs[0].stdout)["status"] == "published"
+    assert any(request.authorized for request in localhub.faults.requests)
+    for result in outputs:
+        assert TOKEN not in result.stdout + result.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []
+
+
+def test_a_token_that_a_server_repeats_is_hidden(monkeypatch) -> None:
+    from publishing.remote import explain
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert explain(OSError(f"no access for Bearer {TOKEN}")) == "no access for Bearer <token>"
+
+
+@pytest.mark.slow
+def test_a_published_kernel_that_does_not_load_at_once_is_tried_again(localhub, environment, run_python) -> None:
+    """Each request of the fresh process that loads it, failing once."""
+    run_python(None, SCRIPT, "SwiGLU", **environment)
+    before = localhub.store.get("kernels", "kernels-ext-npu/SwiGLU").refs()
+    start = len(localhub.faults.requests)
+    run_python(None, SCRIPT, "SwiGLU", **environment)
+    requests = localhub.faults.requests[start:]
+    reads = len(requests)
+    loading = next(n for n in range(reads - 1, -1, -1) if requests[n].path.endswith("/refs"))
+    outcomes = []
+    for at in range(loading + 1, reads + 1):
+        localhub.faults.add("cut", at=at)
+        outcomes.append(run_python(None, SCRIPT, "SwiGLU", check=False, **environment).returncode)
+        localhub.faults.clear()
+    assert set(outcomes) == {0}, outcomes
+    assert localhub.store.get("kernels", "kernels-ext-npu/SwiGLU").refs() == before

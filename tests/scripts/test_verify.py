@@ -1,0 +1,193 @@
+"""What verify says of folders, caches and the Hub: a changed, missing or extra file is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import REPO, STRICT, Clone
+from huggingface_hub import HfApi
+
+from kernels_ext_npu import machines, targets
+from kernels_ext_npu.published import VersionNotFoundError, differences, download, head, tree
+from kernels_ext_npu.verification import verify_build, verify_variant
+from tests.localhub import LocalHub
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def problems(path: Path) -> list[str]:
+    return [line for target in targets.find(path) for entry in target.verify() for line in entry.problems]
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of one byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+def test_the_committed_kernels_are_intact() -> None:
+    assert len(targets.find(ROOT)) == 4
+    assert problems(ROOT) == []
+
+
+def test_what_may_be_verified(clone: Clone, tmp_path: Path) -> None:
+    build = clone.repository / "build"
+    for path, variants in ((clone.root, 3), (clone.repository, 3), (build, 3), (build / "torch-npu", 1)):
+        assert sum(len(target.verify()) for target in targets.find(path)) == variants
+    with pytest.raises(targets.NothingToVerifyError, match="a clone of the project, a kernel repository"):
+        targets.find(tmp_path / "clone" / "Tiny" / "torch-ext")
+
+
+def test_a_flipped_byte_in_any_file_is_found(clone: Clone) -> None:
+    """Every byte of the metadata, some of every other file."""
+    variant = clone.repository / "build" / "torch-npu"
+    for path in [path for path in variant.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        step = 1 if path.name == "metadata.json" else max(1, len(content) // 7)
+        for at in range(0, len(content), step):
+            flip(path, at)
+            found = verify_variant(variant).problems
+            assert any(str(path.relative_to(variant)) in line for line in found), (path.name, at)
+            path.write_bytes(content)
+    assert verify_variant(variant).intact
+
+
+def test_changed_missing_and_extra_files_are_named(clone: Clone) -> None:
+    variant = clone.repository / "build" / "torch-npu"
+    (variant / "layers.py").write_text("")
+    (variant / "Tiny" / "__init__.py").unlink()
+    (variant / "more.py").write_text("")
+    (variant / "hidden.pyc").write_text("")
+    assert sorted(verify_variant(variant).problems) == [
+        "Tiny/__init__.py: missing",
+        "hidden.pyc: bytecode without its source",
+        "layers.py: changed, its digest differs",
+        "more.py: not in the digest, an extra file",
+    ]
+
+
+def test_links_that_lead_nowhere_and_files_among_variants(clone: Clone) -> None:
+    build = clone.repository / "build"
+    (build / "torch-npu" / "gone.py").symlink_to("nowhere")
+    (build / "notes.txt").write_text("")
+    found = {entry.variant: entry.problems for entry in verify_build(build)}
+    assert "cannot be read" in found["torch-npu"][0]
+    assert found["notes.txt"] == ["notes.txt: a file where variants are"]
+
+
+def test_a_variant_under_another_name_is_found(clone: Clone) -> None:
+    build = clone.repository / "build"
+    (build / STRICT).rename(build / "torch26-cxx11-cann82-aarch64-linux")
+    assert "metadata.json: changed" in problems(build)[0]
+
+
+def test_signatures_are_absent_or_checked(clone: Clone) -> None:
+    variant = clone.repository / "build" / "torch-npu"
+    assert verify_variant(variant).signature == "absent"
+    (variant / "metadata.json.sigstore").write_text("{}")
+    found = verify_variant(variant)
+    assert found.signature == "unreadable"
+    assert found.problems[0].startswith("metadata.json.sigstore: not a sigstore bundle")
+
+
+# ---- caches and the Hub ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def cache(publisher, localhub: LocalHub, tmp_path: Path) -> Path:
+    """As after a download of version 1."""
+    assert publisher().exit_code == 0
+    HfApi(endpoint=localhub.url).snapshot_download(
+        REPO, repo_type="kernel", revision="v1", cache_dir=tmp_path / "cache"
+    )
+    return tmp_path / "cache"
+
+
+def test_a_flipped_byte_in_any_file_of_a_cache_is_found(cache: Path) -> None:
+    assert problems(cache) == []
+    blobs = sorted((cache / "kernels--kernels-ext-npu--Tiny" / "blobs").iterdir())
+    assert len(blobs) >= 5
+    for blob in blobs:
+        content = blob.read_bytes()
+        if content:
+            flip(blob, len(content) // 2)
+            assert any("changed since it was downloaded" in line for line in problems(cache)), blob
+            blob.write_bytes(content)
+        blob.rename(cache / "away")
+        assert any("missing" in line for line in problems(cache))
+        (cache / "away").rename(blob)
+    assert problems(cache) == []
+
+
+def test_a_flipped_byte_on_the_hub_is_found(publisher, localhub: LocalHub, tmp_path: Path) -> None:
+    """Kept wrongly by the server, under the hash that it had."""
+    publisher()
+    api = HfApi(endpoint=localhub.url)
+    commit = head(api, REPO, 1)
+    files = tree(api, REPO, commit)
+    for number, path in enumerate(sorted(files)):
+        stored = localhub.store.blob(localhub.store.get("kernels", REPO).commit("v1").files[path].sha256)
+        content = stored.read_bytes()
+        flip(stored, len(content) // 2)
+        folder = download(api, REPO, commit, tmp_path / str(number))
+        stored.write_bytes(content)
+        assert f"{path}: differs from the file of the commit" in differences(folder, files)
+        assert any(not entry.intact for entry in verify_build(folder / "build"))
+
+
+def test_a_version_that_is_not_there_is_named_with_those_that_are(publisher, localhub: LocalHub) -> None:
+    publisher()
+    with pytest.raises(VersionNotFoundError, match="no version 3, a branch v3; its versions: v1"):
+        head(HfApi(endpoint=localhub.url), REPO, 3)
+
+
+# ---- machines --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("torch", "cann", "arch", "taken"),
+    [
+        ("2.8", "8.2", "aarch64", STRICT),
+        ("2.8.0+cpu", "8.2.RC1", "aarch64", STRICT),
+        ("2.8", "8.5", "aarch64", "torch-npu"),
+        ("2.13", None, "x86_64", "torch-universal"),
+    ],
+)
+def test_the_variant_of_a_described_machine(torch: str, cann: str | None, arch: str, taken: str) -> None:
+    decisions = machines.decide(
+        [STRICT, "torch-universal", "torch-npu", "unknown"], machines.describe(torch, cann, arch)
+    )
+    assert [decision.variant for decision in decisions if decision.rank == 1] == [taken]
+    assert all(decision.reason for decision in decisions)
+    assert len(decisions) == 3
+
+
+def test_a_description_that_is_none_is_refused() -> None:
+    assert machines.describe(None, None, None) is None
+    with pytest.raises(ValueError, match="--cann eight: not a version; expected is one such as"):
+        machines.describe("2.8", "eight", "aarch64")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+def test_the_command_line(publisher, localhub: LocalHub, clone: Clone, run_python, tmp_path: Path) -> None:
+    publisher()
+    environment = localhub.environment(tmp_path / "home")
+    script = str(ROOT / "scripts" / "verify.py")
+    described = ("--torch", "2.8", "--cann", "8.2", "--arch", "aarch64")
+    report = json.loads(run_python(None, script, REPO, *described, "--json", **environment).stdout)[0]
+    assert report["intact"]
+    assert report["commit"] == localhub.store.get("kernels", REPO).commit("v1").id
+    taken = {machine: made[0]["variant"] for machine, made in report["machines"].items()}
+    assert taken.pop("torch 2.8, CANN 8.2, aarch64") == STRICT
+    assert list(taken.values()) == ["torch-npu"]
+    assert "is not from a trusted publisher" in report["refusal"]
+    assert f'trust_remote_code=["{REPO}"]' in report["refusal"]
+
+    (clone.repository / "build" / "torch-npu" / "layers.py").write_text("")
+    result = run_python(None, script, str(clone.repository), check=False)
+    assert result.returncode == 1
+    assert "layers.py: changed, its digest differs" in result.stdout
+    result = run_python(None, script, REPO, "--version", "7", check=False, **environment)
+    assert result.returncode == 2
+    assert "its versions: v1" in result.stderr

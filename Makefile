@@ -1,19 +1,21 @@
 # make demo, make test: both set up .venv first. MODEL=/path/to/checkpoint, PYTHON=python3.12, ARGS="-k norm" are yours.
 
 PYTHON ?= python3
+KERNELS ?= FusedMoE RMSNorm RoPE SwiGLU
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast lint build clean
+.PHONY: help demo test test-fast lint build publish clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
 	@echo "make test        all tests [ARGS=...];  make test-fast: without the slow ones"
 	@echo "make lint        ruff and mypy"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
+	@echo "make publish     publish the kernel repositories to the Hub [KERNELS=RMSNorm ARGS=--dry-run]"
 	@echo "make clean       remove .venv"
 
 demo: build
@@ -32,6 +34,9 @@ lint: $(READY)
 
 build: $(READY)
 	@$(BIN)/python scripts/build.py
+
+publish: build
+	@for kernel in $(KERNELS); do $(BIN)/python scripts/publish.py $$kernel $(ARGS) || exit; done
 
 clean:
 	rm -rf $(VENV)

@@ -41,7 +41,7 @@ def folder() -> Path:
         return Path(constants.HF_HUB_CACHE).absolute()
     if not chosen or chosen.startswith("~"):
         raise BundleError(
-            f"KERNELS_CACHE is {chosen!r}: kernels would look for the version in one folder and for its files in another. "
+            f"KERNELS_CACHE is {chosen!r}: kernels would look for a version in one folder, for its files in another. "
             "Unset it, or give the whole path of a folder."
         )
     return Path(chosen).absolute()

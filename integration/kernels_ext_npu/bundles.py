@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -56,37 +55,6 @@ def install(archive: Path) -> list[hub_cache.Place]:
     repositories = bundle_archive.unpack(archive)
     _refuse([f"{archive}: {problem}" for problem in _problems(repositories)])
     return hub_cache.install(repositories, cache)
-
-
-def written(output: Path, source: str | Path) -> list[str]:
-    """Write a bundle; what there is to say about it."""
-    repositories = write(output, source)
-    digest = hashlib.sha256(output.read_bytes()).hexdigest()
-    return [
-        *(f"{_title(repository)}: {len(repository.files)} files" for repository in repositories),
-        f"wrote {output}, {output.stat().st_size} bytes, sha256 {digest}",
-    ]
-
-
-def installed(archive: Path) -> list[str]:
-    """Install a bundle; what changed in the cache, and how it is used."""
-    places = install(archive)
-    lines = []
-    for place in places:
-        commit, name = place.repository.commit, f"v{place.repository.version}"
-        change = {commit: "was there already", None: "is new"}.get(
-            place.before, f"{name} was {place.before}, whose files stay in the cache"
-        )
-        lines.append(f"{_title(place.repository)}: {change}")
-    return [
-        *lines,
-        f"installed in {hub_cache.folder()}",
-        "Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks the Hub which versions there are.",
-    ]
-
-
-def _title(repository: KernelRepository) -> str:
-    return f"{sources.ORGANISATION}/{repository.name} v{repository.version}, commit {repository.commit}"
 
 
 def _refuse(problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo`` and ``kernels-ext-npu coverage``."""
+"""The command line: ``kernels-ext-npu demo``, ``coverage`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 import kernels_ext_npu
+from kernels_ext_npu.bundle_command import bundle
+from kernels_ext_npu.verify_command import verify
 
 app = typer.Typer(
     help="Fused kernels for Huawei Ascend NPUs in Hugging Face transformers.",
@@ -62,29 +64,8 @@ def coverage() -> None:
     console.print(coverage.table(entries))
 
 
-@app.command()
-def bundle(
-    output: Annotated[Path | None, typer.Option(help="Make a bundle of all kernel repositories, here.")] = None,
-    source: Annotated[str, typer.Option(help="For --output: bundled, hub, or the path of a clone.")] = "bundled",
-    install: Annotated[Path | None, typer.Option(help="Check this bundle and put it into the Hub's cache.")] = None,
-) -> None:
-    """Carry the kernels to where there is no internet: one file, checked when it is installed.
-
-    Ends with 1, and every reason, if it refuses; nothing is written then.
-    """
-    from kernels_ext_npu import bundles
-
-    if (output is None) == (install is None):
-        raise typer.BadParameter("give either --output or --install")
-    try:
-        if output is not None:
-            lines = bundles.written(output, source)
-        elif install is not None:
-            lines = bundles.installed(install)
-    except (bundles.BundleError, OSError) as error:
-        typer.echo(f"kernels-ext-npu: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo("\n".join(lines))
+app.command()(bundle)
+app.command()(verify)
 
 
 def _refusal(error: Exception) -> typer.Exit:

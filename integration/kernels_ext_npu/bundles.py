@@ -113,23 +113,21 @@ def _from_hub(name: str) -> KernelRepository:
     """All that the branch of the version holds, downloaded anew: a cache may have been changed."""
     from huggingface_hub import HfApi
 
-    api, repo_id, branch = HfApi(), f"{sources.ORGANISATION}/{name}", f"v{sources.VERSION}"
+    from kernels_ext_npu import published
+
+    api, repo_id = HfApi(), f"{sources.ORGANISATION}/{name}"
     try:
-        refs = api.list_repo_refs(repo_id, repo_type="kernel")
-        commit = next((ref.target_commit for ref in refs.branches if ref.name == branch), None)
-        if commit is not None:
-            with tempfile.TemporaryDirectory() as cache:
-                found = api.snapshot_download(repo_id, repo_type="kernel", revision=commit, cache_dir=cache)
-                return KernelRepository(name, sources.VERSION, _read(Path(found)), commit)
+        commit = published.head(api, repo_id, sources.VERSION)
+        with tempfile.TemporaryDirectory() as cache:
+            folder = published.download(api, repo_id, commit, Path(cache))
+            problems = published.differences(folder, published.tree(api, repo_id, commit))
+            files = {
+                path.relative_to(folder).as_posix(): path.read_bytes()
+                for path in sorted(folder.rglob("*"))
+                if path.is_file() and not is_bytecode(path.relative_to(folder))
+            }
     except Exception as error:  # whatever the Hub's client makes of a missing repository or network
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BundleError(f"{repo_id} cannot be downloaded from {api.endpoint}: {reason}") from error
-    raise BundleError(f"{repo_id} has no branch {branch} on {api.endpoint}")
-
-
-def _read(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not is_bytecode(path.relative_to(folder))
-    }
+    _refuse([f"{repo_id}: {problem}" for problem in problems])
+    return KernelRepository(name, sources.VERSION, files, commit)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ |= {
@@ -15,6 +15,8 @@ os.environ |= {
 
 import pytest
 import torch
+
+from tests.localhub import LocalHub
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,3 +44,10 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return result
 
     return run
+
+
+@pytest.fixture
+def localhub(tmp_path: Path) -> Iterator[LocalHub]:
+    """An empty Hub on loopback, for processes that are started with its `environment`."""
+    with LocalHub(tmp_path / "localhub") as hub:
+        yield hub

@@ -111,7 +111,7 @@ def test_a_commit_follows_from_name_version_and_content() -> None:
 
 def test_a_small_bundle_is_refused_wherever_it_is_cut_and_whichever_byte_changes(tmp_path: Path) -> None:
     for position in range(len(PACKED)):
-        for damaged in (PACKED[:position], changed(PACKED, position, 0x01), changed(PACKED, position, 0xFF)):
+        for damaged in (PACKED[:position], changed(PACKED, position, 1 + position % 255)):
             with pytest.raises(BundleError, match=r"bundle\.zip: "):
                 read(damaged, tmp_path)
 
@@ -121,14 +121,14 @@ def changed(data: bytes, position: int, mask: int) -> bytes:
 
 
 @given(position=st.integers(min_value=0), mask=st.integers(1, 255))
-@settings(ON_DISK, max_examples=100)
+@settings(ON_DISK, max_examples=50)
 def test_a_flipped_byte_is_refused(tmp_path: Path, bundle: bytes, position: int, mask: int) -> None:
     with pytest.raises(BundleError):
         read(changed(bundle, position % len(bundle), mask), tmp_path)
 
 
 @given(start=st.integers(0, len(PACKED)), removed=st.integers(0, 400), added=st.binary(max_size=200))
-@settings(ON_DISK, max_examples=300)
+@settings(ON_DISK, max_examples=200)
 def test_an_edit_is_refused(tmp_path: Path, start: int, removed: int, added: bytes) -> None:
     edited = PACKED[:start] + added + PACKED[start + removed :]
     if edited == PACKED:

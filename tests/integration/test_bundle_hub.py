@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from kernels_ext_npu import bundle_archive, sources
 from tests.localhub import LocalHub
 
 COMMAND = "from kernels_ext_npu.cli import app; app()"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+NOBODY = "http://127.0.0.1:9"  # refuses every connection
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
 
 PUBLISH = """
 import sys
@@ -51,20 +53,26 @@ print(kernels_ext_npu.report(model))
 """
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
-    with LocalHub(tmp_path_factory.mktemp("localhub")) as hub:
-        yield hub
+@pytest.fixture
+def publish(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Publishes all repositories, or those named; gives the commits of their versions."""
+
+    def run(card: str, names: Sequence[str] = sources.REPOSITORIES, **changes: bytes) -> dict[str, str]:
+        code = PUBLISH.format(names=names, root=str(sources.root("bundled")), card=card, changes=changes)
+        environment = localhub.environment(tmp_path / "publisher") | {"HF_HUB_DISABLE_XET": "1"}
+        return dict(zip(names, run_python(code, **environment).stdout.split()))
+
+    return run
 
 
 @pytest.fixture
-def publish(run_python, served: LocalHub, tmp_path: Path):
-    """Publishes all repositories; gives the commits of their versions."""
+def bundle(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command on a machine that reaches the Hub; it writes kernels.zip."""
 
-    def run(card: str = "card", names=sources.REPOSITORIES, **changes: bytes) -> dict[str, str]:
-        code = PUBLISH.format(names=names, root=str(sources.root("bundled")), card=card, changes=changes)
-        environment = served.environment(tmp_path / "publisher") | {"HF_HUB_DISABLE_XET": "1"}
-        return dict(zip(names, run_python(code, **environment).stdout.split()))
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        arguments = ["bundle", "--source", "hub", "--output", str(tmp_path / "kernels.zip")]
+        environment = localhub.environment(tmp_path / "connected") | environment
+        return run_python(COMMAND, *arguments, check=False, **environment)
 
     return run
 
@@ -77,79 +85,55 @@ def at(home: Path) -> dict[str, str]:
     return {"HF_HOME": str(home), **OFFLINE}
 
 
-def test_from_the_hub_to_a_machine_without_a_network(run_python, served, publish, tmp_path: Path) -> None:
+def test_from_the_hub_to_a_machine_without_a_network(run_python, publish, bundle, tmp_path: Path) -> None:
     published = publish("first")
-    online, archive, home = served.environment(tmp_path / "connected"), tmp_path / "kernels.zip", tmp_path / "cluster"
-    run_python(COMMAND, "bundle", "--source", "hub", "--output", str(archive), **online)
+    archive, home = tmp_path / "kernels.zip", tmp_path / "cluster"
+    assert bundle().returncode == 0
     assert commits(archive) == published
     (norm,) = [each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm"]
     assert {"README.md", ".gitattributes", "benchmarks/large.bin"} <= norm.files.keys()
-    run_python(COMMAND, "bundle", "--source", "hub", "--output", str(tmp_path / "again.zip"), **online)
-    assert (tmp_path / "again.zip").read_bytes() == archive.read_bytes()
-
     run_python(COMMAND, "bundle", "--install", str(archive), **at(home))
     folder = home / "hub" / "kernels--kernels-ext-npu--RMSNorm"
     file = run_python(LOAD, **at(home)).stdout.strip()
     assert file == f"{folder}/snapshots/{published['RMSNorm']}/build/torch-npu/__init__.py"
 
-    newer = publish("second")  # and an update, by the same way
-    run_python(COMMAND, "bundle", "--source", "hub", "--output", str(archive), **online)
+    before, after = published["RMSNorm"], publish("second", ["RMSNorm"])["RMSNorm"]
+    assert bundle().returncode == 0
     output = run_python(COMMAND, "bundle", "--install", str(archive), **at(home)).stdout
-    before, after = published["RMSNorm"], newer["RMSNorm"]
     assert f"RMSNorm v1, commit {after}: in place of {before}, whose files stay in the cache\n" in output
+    assert f"RoPE v1, commit {published['RoPE']}: was there already\n" in output
     assert (folder / "refs" / "v1").read_text() == after
     assert {path.name for path in (folder / "snapshots").iterdir()} == {before, after}
 
 
-def test_what_kernels_has_downloaded_itself_works_offline_after_an_installation(
-    run_python, served, publish, tmp_path: Path
+def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation(
+    run_python, localhub: LocalHub, publish, bundle, tmp_path: Path
 ) -> None:
-    publish("third")
-    online, archive = served.environment(tmp_path / "home"), tmp_path / "kernels.zip"
-    file = run_python(LOAD, **online).stdout
-    result = run_python(LOAD, check=False, **at(tmp_path / "home"))
-    assert "is not available in the local cache" in result.stderr  # no refs/v1, and one variant of five
-    run_python(COMMAND, "bundle", "--source", "hub", "--output", str(archive), **online)
-    run_python(COMMAND, "bundle", "--install", str(archive), **at(tmp_path / "home"))
-    assert run_python(LOAD, **at(tmp_path / "home")).stdout == file
-
-
-def test_a_mirror_serves_kernels_and_models(run_python, served, publish, tmp_path: Path) -> None:
-    """All that is set is HF_ENDPOINT, and where the cache is."""
-    published = publish("fourth")
-    environment = {"HF_ENDPOINT": served.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-    assert published["RMSNorm"] in run_python(LOAD, **environment).stdout
-    output = " ".join(run_python(REGISTER, **environment).stdout.split())
+    """A mirror needs HF_ENDPOINT and nothing else. What kernels downloads from it cannot be found offline."""
+    published, home = publish("card"), tmp_path / "home"
+    mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+    output = " ".join(run_python(REGISTER, **mirror).stdout.split())
     assert "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables swapped" in output
+    result = run_python(LOAD, check=False, **at(home))
+    assert "is not available in the local cache" in result.stderr  # no refs/v1, and one variant of five
+    assert bundle().returncode == 0
+    run_python(COMMAND, "bundle", "--install", str(tmp_path / "kernels.zip"), **at(home))
+    assert published["RMSNorm"] in run_python(LOAD, **at(home)).stdout
 
 
-def test_what_is_wrong_on_the_hub_is_not_bundled(run_python, served, publish, tmp_path: Path) -> None:
-    publish("fifth")
-    layers = "build/torch-npu/layers.py"
-    publish("sixth", ["RMSNorm"], **{layers: b"import os"})
-    environment, archive = served.environment(tmp_path / "home"), tmp_path / "kernels.zip"
-    arguments = ["bundle", "--source", "hub", "--output", str(archive)]
-    result = run_python(COMMAND, *arguments, check=False, **environment)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "RMSNorm/build/torch-npu: layers.py: changed, its digest differs" in result.stderr
-
-    publish("seventh", ["RMSNorm"])
-    served.faults.add("cut", path="resolve", after=100) if False else None
-    repository = served.store.get("kernel", "kernels-ext-npu/SwiGLU")
-    repository.delete_ref("branches", "v1")
-    result = run_python(COMMAND, *arguments, check=False, **environment)
-    assert result.returncode == 1
-    assert (
-        f"kernels-ext-npu/SwiGLU cannot be downloaded from {served.url}: kernels-ext-npu/SwiGLU has no version 1"
-        in (result.stderr)
-    )
-    served.store.delete("kernel", "kernels-ext-npu/FusedMoE")
-    result = run_python(COMMAND, *arguments, check=False, **environment)
-    assert result.returncode == 1
-    assert f"kernels-ext-npu/FusedMoE cannot be downloaded from {served.url}: 404" in result.stderr
-    for refusing in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
-        result = run_python(COMMAND, *arguments, check=False, **environment | refusing)
-        assert result.returncode == 1
-        assert "cannot be downloaded from" in result.stderr
+def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, publish, bundle, tmp_path: Path) -> None:
+    publish("card", **{"build/torch-npu/layers.py": b"import os"})
+    changed = bundle()
+    assert "RMSNorm/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr
+    assert "SwiGLU/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr  # all, not the first
+    localhub.store.get("kernels", "kernels-ext-npu/FusedMoE").delete_ref("branches", "v1")
+    without_a_branch = bundle()
+    assert "kernels-ext-npu/FusedMoE has no version 1" in without_a_branch.stderr
+    localhub.store.delete("kernels", "kernels-ext-npu/FusedMoE")
+    missing, offline, unreachable = bundle(), bundle(HF_HUB_OFFLINE="1"), bundle(HF_ENDPOINT=NOBODY)
+    for result in (changed, without_a_branch, missing, offline, unreachable):
+        assert (result.returncode, result.stdout) == (1, "")
         assert "Traceback" not in result.stderr
-    assert not archive.exists()
+    for result, endpoint in ((missing, localhub.url), (offline, localhub.url), (unreachable, NOBODY)):
+        assert f"kernels-ext-npu/FusedMoE cannot be downloaded from {endpoint}: " in result.stderr
+    assert not (tmp_path / "kernels.zip").exists()

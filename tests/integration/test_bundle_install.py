@@ -13,9 +13,11 @@ from pathlib import Path
 import bundle_faults
 import pytest
 from bundle_faults import NEW, OLD
+from typer.testing import CliRunner
 
 from kernels_ext_npu import bundle_archive, bundles, hub_cache, sources
 from kernels_ext_npu.bundle_archive import BundleError, KernelRepository
+from kernels_ext_npu.cli import app
 
 HOME = "kernels--kernels-ext-npu--A"
 
@@ -156,23 +158,23 @@ def test_a_failure_at_any_step_leaves_the_old_state(run_python, tmp_path: Path, 
 def test_the_cache_is_the_one_that_the_clients_read(
     run_python, tmp_path: Path, archive: Path, variable: str, value: str, folder: str
 ) -> None:
-    """The clients look up a version, and the files of its commit, where the command has put them."""
-    environment = {variable: value.format(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    command = "from kernels_ext_npu.cli import app; app()"
-    output = run_python(command, "bundle", "--install", str(archive), **environment).stdout
-    assert f"installed in {folder.format(tmp_path)}\n" in output
+    """The clients look up a version, and the files of its commit, where they were put."""
     code = """
+import sys
 from huggingface_hub import snapshot_download
 from kernels._versions import resolve_version_spec_as_ref
 from kernels.hf_hub import CACHE_DIR
-from kernels_ext_npu.sources import REPOSITORIES
-for name in REPOSITORIES:
+from kernels_ext_npu.cli import app
+app(["bundle", "--install", sys.argv[1]], standalone_mode=False)
+for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU"):
     commit = resolve_version_spec_as_ref(f"kernels-ext-npu/{name}", 1, local_files_only=True).target_commit
     options = {"repo_type": "kernel", "revision": commit, "cache_dir": CACHE_DIR, "local_files_only": True}
-    print(snapshot_download(f"kernels-ext-npu/{name}", **options))
+    print("found", snapshot_download(f"kernels-ext-npu/{name}", **options))
 """
-    for line in run_python(code, **environment).stdout.splitlines():
-        assert line.startswith(folder.format(tmp_path))
+    environment = {variable: value.format(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    lines = run_python(code, str(archive), **environment).stdout.splitlines()
+    assert f"installed in {folder.format(tmp_path)}" in lines
+    assert len([line for line in lines if line.startswith(f"found {folder.format(tmp_path)}/kernels--")]) == 4
 
 
 @pytest.mark.parametrize("value", ["", "~/kernels"])
@@ -267,21 +269,22 @@ def test_a_source_is_checked_before_it_is_bundled(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"clone", "clone.zip", "bundled.zip"}
 
 
-def test_the_command_refuses_in_sentences(run_python, tmp_path: Path, archive: Path) -> None:
-    command = "from kernels_ext_npu.cli import app; app()"
+def test_the_command_refuses_in_sentences(monkeypatch, tmp_path: Path, archive: Path) -> None:
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cut.zip").write_bytes(archive.read_bytes()[:-100])
     with zipfile.ZipFile(tmp_path / "unsafe.zip", "w") as unsafe:
         unsafe.writestr("../escape.py", b"import os")
-    environment = {"KERNELS_CACHE": str(tmp_path / "cache")}
     for arguments, words in [
         (["--install", str(tmp_path / "cut.zip")], f"{tmp_path}/cut.zip: not a bundle, or cut short"),
         (["--install", str(tmp_path / "unsafe.zip")], f"{tmp_path}/unsafe.zip: '../escape.py' is not a path"),
         (["--output", str(tmp_path / "a.zip"), "--source", "/nowhere"], "/nowhere has no FusedMoE/build"),
-        (["--output", str(tmp_path / "none" / "a.zip")], "a folder, or lies in one that does not exist"),
+        (["--output", str(tmp_path / "none" / "a.zip")], "is a folder, or lies in one that does not exist"),
+        (["--output", str(tmp_path)], "is a folder, or lies in one that does not exist"),
     ]:
-        result = run_python(command, "bundle", *arguments, check=False, **environment)
-        assert result.returncode == 1
+        result = CliRunner().invoke(app, ["bundle", *arguments])
+        assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("kernels-ext-npu: ")
         assert words in result.stderr
-        assert "Traceback" not in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"cut.zip", "unsafe.zip"}
+    for arguments in ([], ["--output", "a.zip", "--install", "b.zip"]):
+        assert CliRunner().invoke(app, ["bundle", *arguments]).exit_code == 2

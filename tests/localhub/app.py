@@ -104,7 +104,7 @@ async def faults(request: Request) -> Response:
 
 
 async def requests(request: Request) -> Response:
-    logged = hub_of(request).faults.logged
+    logged = hub_of(request).faults.requests
     if request.method == "DELETE":
         logged.clear()
     return JSONResponse([asdict(entry) for entry in logged])

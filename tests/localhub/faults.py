@@ -73,12 +73,12 @@ class LoggedRequest:
 
 
 class Faults:
-    """The faults that are planned and the requests that were seen; every method may be called from any thread."""
+    """The faults that are planned, and the requests that were seen; every method may be called from any thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.planned: list[tuple[Fault, list[int]]] = []
-        self.logged: list[LoggedRequest] = []
+        self.requests: list[LoggedRequest] = []
 
     def add(self, kind: str, **fields: Any) -> Fault:
         fault = Fault(kind, **fields)
@@ -98,8 +98,8 @@ class Faults:
     def take(self, method: str, path: str, query: str, authorized: bool) -> tuple[LoggedRequest, Fault | None]:
         """Logs a request, counts it, and gives the first fault that is due."""
         with self.lock:
-            request = LoggedRequest(len(self.logged) + 1, method, path, query, authorized)
-            self.logged.append(request)
+            request = LoggedRequest(len(self.requests) + 1, method, path, query, authorized)
+            self.requests.append(request)
             due = None
             for fault, count in self.planned:
                 if fault.matches(method, path):
@@ -138,14 +138,15 @@ class FaultyApp:
             await asyncio.sleep(fault.seconds)
             await self.app(scope, receive, answer)
         elif fault.kind == "refuse":
+            await self.read(receive)
             if fault.seconds:
                 self.refuse(fault.seconds)
             await self.disconnect(transport, receive, reset=True)
         elif fault.kind == "cut":
+            await self.read(receive)
             await self.disconnect(transport, receive)
         elif fault.kind == "status":
-            if fault.applied:
-                await self.run(scope, receive)
+            await (self.run(scope, receive) if fault.applied else self.read(receive))
             await self.answer_status(fault, scope["path"], answer)
         else:
             start, body = await self.run(scope, receive)
@@ -153,11 +154,15 @@ class FaultyApp:
                 await self.disconnect(transport, receive)
             else:
                 await answer(start)
-                await answer(
-                    {"type": "http.response.body", "body": body[: min(fault.size, len(body) - 1)], "more_body": True}
-                )
+                part = body[: min(fault.size, len(body) - 1)]
+                await answer({"type": "http.response.body", "body": part, "more_body": True})
                 transport.close()
                 await self.disconnected(receive)
+
+    async def read(self, receive: Callable) -> None:
+        """All of the request: a client that is still writing notices a lost connection in another way each time."""
+        while (await receive()).get("more_body"):
+            pass
 
     async def run(self, scope: dict, receive: Callable) -> tuple[dict, bytes]:
         """The answer of the application, kept."""

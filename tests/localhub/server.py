@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import functools
 import socket
@@ -14,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .app import create_app
-from .faults import Faults, FaultyApp
+from .faults import Faults, FaultyApp, LoggedRequest
 from .shared import Hub, Settings
 from .store import Store
 
@@ -34,7 +35,8 @@ async def with_transport(app: Callable, transport: asyncio.Transport, scope: dic
 class LocalHub:
     """A Hub at `url` that keeps its repositories in the folder `root`; a context manager, or `start` and `stop`.
 
-    `settings`, `store` and `faults` may be used while it runs. The same root can be served again, by one at a time.
+    `settings`, `store`, `faults` and `requests`, the log, may be used while it runs. What `root` holds outlives it; one
+    server at a time can have it.
     """
 
     def __init__(self, root: Path, port: int = 0) -> None:
@@ -43,13 +45,16 @@ class LocalHub:
         self.store = Store(self.root)
         self.faults = Faults()
         app = FaultyApp(create_app(Hub(self.store, self.settings, self.faults)), self.faults, self._go_away)
-        self._config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None)
+        self._config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="error")
         self._address = "127.0.0.1", port
-        self._server: uvicorn.Server | None = None
 
     @property
     def url(self) -> str:
         return f"http://{self._address[0]}:{self._address[1]}"
+
+    @property
+    def requests(self) -> list[LoggedRequest]:
+        return self.faults.requests
 
     def __enter__(self) -> LocalHub:
         return self.start()
@@ -67,11 +72,10 @@ class LocalHub:
         # bound but not listening: nobody else gets the port while nobody listens
         self._reserved = self._bound()
         self._address = self._reserved.getsockname()
-        self._loop = asyncio.new_event_loop()
-        self._stopped, self._away_until = False, 0.0
-        listener = self._listener()
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="localhub", daemon=True)
+        running = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(running,), name="localhub", daemon=True)
         self._thread.start()
+        running.wait()
         return self
 
     def stop(self) -> None:
@@ -93,20 +97,19 @@ class LocalHub:
         }
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
-    def _run(self, listener: socket.socket) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve(listener))
-        self._loop.close()
+    def _run(self, running: threading.Event) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._serve(running))
 
-    async def _serve(self, listener: socket.socket) -> None:
-        self._wake = asyncio.Event()
-        while not self._stopped:
+    async def _serve(self, running: threading.Event) -> None:
+        self._loop, self._task, self._away_until = asyncio.get_running_loop(), asyncio.current_task(), 0.0
+        while True:
             self._server = uvicorn.Server(self._config)
+            listener = self._bound()
+            listener.listen()
+            running.set()
             await self._server.serve(sockets=[listener])
-            while not self._stopped and (left := self._away_until - self._loop.time()) > 0:
-                await asyncio.wait([asyncio.ensure_future(self._wake.wait())], timeout=left)
-            if not self._stopped:
-                listener = self._listener()
+            await asyncio.sleep(self._away_until - self._loop.time())
 
     def _go_away(self, seconds: float) -> None:
         """Nobody listens for that time, and all connections are cut."""
@@ -114,27 +117,21 @@ class LocalHub:
         self._close()
 
     def _stop(self) -> None:
-        self._stopped = True
+        assert self._task is not None
         self._close()
+        self._task.cancel()
 
     def _close(self) -> None:
-        server = self._server
-        assert server is not None
-        for listening in server.servers:
+        for listening in getattr(self._server, "servers", []):
             listening.close()
-        for connection in list(server.server_state.connections):
+        for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        server.should_exit = server.force_exit = True
-        self._wake.set()
+        self._server.should_exit = self._server.force_exit = True
 
     def _bound(self) -> socket.socket:
-        bound = socket.socket()
+        # with the protocol named: only then asyncio sends small answers at once, 40 ms earlier
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(self._address)
         return bound
-
-    def _listener(self) -> socket.socket:
-        listener = self._bound()
-        listener.listen()
-        return listener

@@ -217,12 +217,12 @@ class Repository:
         branch that has moved on is refused, and a pull request starts there.
         """
         with self.edited_refs() as refs:
-            head = self.commit(revision)
             if pull_request:
                 group, name = "pulls", str(len(refs["pulls"]) + 1)
                 head = self.commit(parent or revision)
             else:
                 group, name = self.place_of(revision)
+                head = self.commit(revision)
                 if name not in refs[group]:
                     raise HubError(400, f"{revision} is no branch")
                 if parent is not None and parent != head.id:
@@ -240,10 +240,9 @@ class Repository:
             if file is not None:
                 changed[path] = file
                 continue
-            gone = (
-                [path] if action == "delete" else [name for name in changed if name.startswith(f"{path.rstrip('/')}/")]
-            )
-            if not gone or gone[0] not in changed:
+            folder = f"{path.rstrip('/')}/" if action == "delete folder" else None
+            gone = [name for name in changed if name == path or (folder and name.startswith(folder))]
+            if not gone:
                 raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
             for name in gone:
                 del changed[name]

@@ -126,8 +126,8 @@ def _not_plain(entries: list[zipfile.ZipInfo], size: int) -> list[str]:
     for entry in entries:
         if stat.S_IFMT(entry.external_attr >> 16) != stat.S_IFREG:
             problems.append(f"{entry.filename!r} is a link, a folder or a device, not a file")
-        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits:
-            problems.append(f"{entry.filename!r} is compressed or encrypted, as no file of a bundle is")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            problems.append(f"{entry.filename!r} is compressed, as no file of a bundle is")
     if sum(entry.file_size for entry in entries) > size:
         problems.append("its files would be larger than the archive")
     return problems

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+from kernels_ext_npu.identity import identity
+from kernels_ext_npu.identity import render as render_metadata
 
 ROOT = Path(__file__).resolve().parent.parent
 NOARCH = ("torch-npu", "torch-universal")
@@ -59,7 +61,7 @@ def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
     tree = {}
     for variant in (*NOARCH, *variants(root)):
         tree |= {f"{variant}/{path}": content for path, content in source.items()}
-        tree[f"{variant}/metadata.json"] = _metadata(repository.name, variant, general, source)
+        tree[f"{variant}/metadata.json"] = _metadata(variant, general, source)
     return dict(sorted(tree.items()))
 
 
@@ -90,26 +92,24 @@ def build(repository: Path, root: Path = ROOT) -> None:
         fresh.rename(repository / "build")
 
 
-def _metadata(repository: str, variant: str, general: dict, source: dict[str, bytes]) -> bytes:
-    digests = {path: hashlib.sha256(content).digest() for path, content in sorted(source.items())}
-    # The id becomes the name of the loaded module: two equal ones would share their submodules.
-    content = hashlib.sha256(json.dumps([repository, variant, general["version"]]).encode())
-    for path, digest in digests.items():
-        content.update(path.encode() + b"\0" + digest)
-    name = general["name"].replace("-", "_")
+def _metadata(variant: str, general: dict, source: dict[str, bytes]) -> bytes:
     metadata = {
         "name": general["name"],
-        "id": f"_{name}_v{general['version']}_{variant.replace('-', '_')}_{content.hexdigest()[:12]}",
+        "id": "",  # at its place; it follows from all the rest
         "version": general["version"],
         "license": general["license"],
         "python-depends": [],
         "backend": {"type": "cann"},
         "digest": {
             "algorithm": "sha256",
-            "files": {path: base64.b64encode(digest).decode() for path, digest in digests.items()},
+            "files": {
+                path: base64.b64encode(hashlib.sha256(content).digest()).decode()
+                for path, content in sorted(source.items())
+            },
         },
     }
-    return (json.dumps(metadata, indent=2) + "\n").encode()
+    metadata["id"] = identity(metadata, variant)
+    return render_metadata(metadata)
 
 
 def main(arguments: list[str] | None = None) -> int:

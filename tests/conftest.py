@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ |= {
@@ -15,6 +15,8 @@ os.environ |= {
 
 import pytest
 import torch
+
+from tests.localhub import LocalHub
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,3 +44,28 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return result
 
     return run
+
+
+@pytest.fixture
+def localhub(tmp_path: Path) -> Iterator[LocalHub]:
+    """An empty Hub on loopback, for processes that are started with its `environment`."""
+    with LocalHub(tmp_path / "localhub") as hub:
+        yield hub
+
+
+@pytest.fixture
+def client(localhub: LocalHub, monkeypatch):
+    """The real client in this process, with an empty kernel repository; in a fresh one HF_ENDPOINT says where."""
+    from huggingface_hub import constants
+
+    from tests.localhub.client import Client
+
+    monkeypatch.setattr(constants, "ENDPOINT", localhub.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", localhub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    client = Client(localhub.url)
+    client.create_repo()
+    return client

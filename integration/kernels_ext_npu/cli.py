@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo`` and ``kernels-ext-npu coverage``."""
+"""The command line: ``kernels-ext-npu demo``, ``coverage`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 import kernels_ext_npu
+from kernels_ext_npu.bundle_command import bundle
+from kernels_ext_npu.verify_command import verify
 
 app = typer.Typer(
     help="Fused kernels for Huawei Ascend NPUs in Hugging Face transformers.",
@@ -60,6 +62,10 @@ def coverage() -> None:
     with console.status("reading the modeling files of transformers"):
         entries = coverage.survey()
     console.print(coverage.table(entries))
+
+
+app.command()(bundle)
+app.command()(verify)
 
 
 def _refusal(error: Exception) -> typer.Exit:

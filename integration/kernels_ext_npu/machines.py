@@ -1,0 +1,114 @@
+"""Which variant `kernels` takes: on this machine, or on one that is described."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from kernels.backends import CANN, CPU
+from kernels.variants import (
+    Variant,
+    VariantAccepted,
+    VariantRejected,
+    _resolve_variant_for_system,
+    parse_variant,
+    resolve_variants,
+)
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A Linux machine as the resolver sees it; without CANN it has no NPU."""
+
+    torch: str
+    cann: str | None
+    arch: str
+
+    def __str__(self) -> str:
+        return f"torch {self.torch}, {f'CANN {self.cann}' if self.cann else 'no CANN'}, {self.arch}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the resolver says of a variant; `rank` counts from 1, the variant that is taken."""
+
+    variant: str
+    rank: int | None
+    reason: str
+
+
+def describe(torch: str | None, cann: str | None, arch: str | None) -> Machine | None:
+    """The machine that the given parts describe, None where there are none."""
+    if torch is None and cann is None and arch is None:
+        return None
+    return Machine(
+        _minor("torch", torch or version("torch")), cann and _minor("cann", cann), arch or platform.machine()
+    )
+
+
+def decide(variants: list[str], machine: Machine | None = None) -> list[Decision]:
+    """What kernels' own resolver makes of the variants, best first; on this machine unless another is described.
+
+    This machine is asked through torch: import softnpu first where it has no NPU.
+    """
+    parsed = [variant for variant in map(_parse, variants) if variant is not None]
+    if machine is None:
+        accepted, trace = resolve_variants(parsed)
+    else:
+        accepted, trace = _resolve_variant_for_system(
+            variants=parsed,
+            selected_backend=CANN(version=Version(machine.cann)) if machine.cann else CPU(),
+            cpu=machine.arch,
+            os="linux",
+            torch_version=Version(machine.torch),
+            torch_cxx11_abi=True,
+            tvm_ffi_version=None,
+        )
+    ranks = {variant.variant_str: rank for rank, variant in enumerate(accepted, 1)}
+    decisions = [
+        Decision(
+            entry.variant.variant_str,
+            ranks.get(entry.variant.variant_str),
+            _reason(entry, ranks.get(entry.variant.variant_str)),
+        )
+        for entry in trace
+    ]
+    return sorted(decisions, key=lambda decision: (decision.rank or len(variants) + 1, decision.variant))
+
+
+def this_machine() -> str:
+    """What the resolver sees here, in words."""
+    import sys
+
+    import torch
+    from kernels.backends import _backend
+
+    backend = _backend()
+    softnpu = sys.modules.get("softnpu")
+    software = " (software device)" if softnpu is not None and softnpu.is_software() else ""
+    cann = f"CANN {backend.version}{software}" if isinstance(backend, CANN) else f"backend {backend.name}"
+    return f"torch {torch.__version__}, {cann}, {platform.machine()}"
+
+
+def _parse(name: str) -> Variant | None:
+    """What `kernels` does not know it passes over, and so do we."""
+    try:
+        return parse_variant(name)
+    except ValueError:
+        return None
+
+
+def _reason(entry: VariantAccepted | VariantRejected, rank: int | None) -> str:
+    if isinstance(entry, VariantRejected):
+        return entry.reason
+    return "taken" if rank == 1 else "fits"
+
+
+def _minor(name: str, given: str) -> str:
+    try:
+        parsed = Version(given)
+    except InvalidVersion as error:
+        raise ValueError(f"--{name} {given}: not a version; expected is one such as 2.8 or 8.2") from error
+    return f"{parsed.major}.{parsed.minor}"

@@ -1,0 +1,108 @@
+"""A kernel repository on the Hub, and what may go wrong on the way to it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import HTTPError as TransportError
+
+from kernels_ext_npu import published
+from kernels_ext_npu.published import KERNEL, Content
+
+CONFLICTS = (409, 412)
+FINAL = (400, 401, 403)
+FAILURES = (TransportError, OSError, json.JSONDecodeError)
+NO_ACCESS = (
+    "creating kernel repositories needs the approval of Hugging Face: ask for it on "
+    "https://huggingface.co/settings/account, and check that the token may write to the organisation"
+)
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """What is asked for cannot be done, and nothing was tried. Each argument is a reason."""
+
+
+class RemoteError(Exception):
+    """The Hub changed or failed more often than we tried. The message says what it answered last."""
+
+
+@dataclass
+class Patience:
+    """How often a step is tried, and how long to wait in between; a conflict means that others make progress."""
+
+    failures: int = 4
+    conflicts: int = 20
+    seconds: float = 1.0
+
+    def wait(self, attempt: int) -> None:
+        time.sleep(self.seconds * random.uniform(0.5, 1.5) * min(2.0**attempt, 8.0))
+
+
+@dataclass
+class Remote:
+    """The repository `repo_id` behind an endpoint; all that is written goes through `publishing.apply`."""
+
+    api: HfApi
+    repo_id: str
+    patience: Patience
+
+    def heads(self) -> dict[str, str] | None:
+        """The commit of each branch, None where there is no such repository."""
+        try:
+            refs = self.api.list_repo_refs(self.repo_id, repo_type=KERNEL)
+        except RepositoryNotFoundError:
+            return None
+        return {branch.name: branch.target_commit for branch in refs.branches}
+
+    def pull_requests(self) -> dict[str, str]:
+        """The commit of each pull request by its number, the newest first."""
+        refs = self.api.list_repo_refs(self.repo_id, repo_type=KERNEL, include_pull_requests=True)
+        heads = {ref.ref.rpartition("/")[2]: ref.target_commit for ref in refs.pull_requests or []}
+        return dict(sorted(heads.items(), key=lambda item: -int(item[0])))
+
+    def tree(self, revision: str) -> dict[str, Content]:
+        return published.tree(self.api, self.repo_id, revision)
+
+    def persist(self, what: str, step: Callable[[], T]) -> T:
+        """Do a step, again from its start where the Hub fails or has changed in the meantime.
+
+        Raises:
+            RemoteError: it refuses for good, or the patience is at its end.
+        """
+        failures = conflicts = 0
+        while True:
+            try:
+                return step()
+            except FAILURES as error:  # noqa: PERF203
+                conflict = status(error) in CONFLICTS
+                conflicts, failures = conflicts + conflict, failures + (not conflict)
+                over = failures >= self.patience.failures or conflicts >= self.patience.conflicts
+                if over or status(error) in FINAL or isinstance(error, (OfflineModeIsEnabled, RepositoryNotFoundError)):
+                    raise RemoteError(f"{what}: {explain(error)}") from error
+                self.patience.wait(min(failures + conflicts, 3))
+
+
+def status(error: Exception) -> int | None:
+    """Of the answer that an error comes from."""
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def explain(error: Exception) -> str:
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set: unset it to publish"
+    text = redact(" ".join(str(error).split())) or type(error).__name__
+    return f"{text} ({NO_ACCESS})" if status(error) == 403 else text
+
+
+def redact(text: str) -> str:
+    """A server may repeat what it was sent."""
+    token = get_token()
+    return text.replace(token, "<token>") if token else text

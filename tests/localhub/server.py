@@ -1,0 +1,137 @@
+"""The server: a thread of its own, a port that stays the same, and a listener that can go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .app import create_app
+from .faults import Faults, FaultyApp, LoggedRequest
+from .shared import Hub, Settings
+from .store import Store
+
+
+class Protocol(H11Protocol):
+    """Tells the application which connection a request came by, so that it can cut it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app = functools.partial(with_transport, self.app, transport)
+
+
+async def with_transport(app: Callable, transport: asyncio.Transport, scope: dict, *channels: Callable) -> None:
+    await app(scope | {"transport": transport}, *channels)
+
+
+class LocalHub:
+    """A Hub at `url` that keeps its repositories in the folder `root`; a context manager, or `start` and `stop`.
+
+    `settings`, `store`, `faults` and `requests`, the log, may be used while it runs. What `root` holds outlives it; one
+    server at a time can have it.
+    """
+
+    def __init__(self, root: Path, port: int = 0) -> None:
+        self.root = Path(root)
+        self.settings = Settings()
+        self.store = Store(self.root)
+        self.faults = Faults()
+        app = FaultyApp(create_app(Hub(self.store, self.settings, self.faults)), self.faults, self._go_away)
+        self._config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="error")
+        self._address = "127.0.0.1", port
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._address[0]}:{self._address[1]}"
+
+    @property
+    def requests(self) -> list[LoggedRequest]:
+        return self.faults.requests
+
+    def __enter__(self) -> LocalHub:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> LocalHub:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.root / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RuntimeError(f"another server has {self.root}") from None
+        # bound but not listening: nobody else gets the port while nobody listens
+        self._reserved = self._bound()
+        self._address = self._reserved.getsockname()
+        running = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(running,), name="localhub", daemon=True)
+        self._thread.start()
+        running.wait()
+        return self
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+        self._reserved.close()
+        self._lock.close()
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """For processes whose Hub this is: they have a token, and their caches are in `home`."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "KERNELS_CACHE": str(home / "hub"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": self.settings.token or "hf_of_the_tests",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    # ---- in the thread -----------------------------------------------------------------------------------------------
+    def _run(self, running: threading.Event) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._serve(running))
+
+    async def _serve(self, running: threading.Event) -> None:
+        self._loop, self._task, self._away_until = asyncio.get_running_loop(), asyncio.current_task(), 0.0
+        while True:
+            self._server = uvicorn.Server(self._config)
+            listener = self._bound()
+            listener.listen()
+            running.set()
+            await self._server.serve(sockets=[listener])
+            await asyncio.sleep(self._away_until - self._loop.time())
+
+    def _go_away(self, seconds: float) -> None:
+        """Nobody listens for that time, and all connections are cut."""
+        self._away_until = self._loop.time() + seconds
+        self._close()
+
+    def _stop(self) -> None:
+        assert self._task is not None
+        self._close()
+        self._task.cancel()
+
+    def _close(self) -> None:
+        for listening in getattr(self._server, "servers", []):
+            listening.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        self._server.should_exit = self._server.force_exit = True
+
+    def _bound(self) -> socket.socket:
+        # with the protocol named: only then asyncio sends small answers at once, 40 ms earlier
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(self._address)
+        return bound

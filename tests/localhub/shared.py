@@ -1,0 +1,88 @@
+"""What the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from .faults import Faults
+from .store import HubError, Repository, Store
+
+
+@dataclass
+class Settings:
+    """How the Hub behaves, until it is stopped: the folder does not hold it.
+
+    - trusted: the organisations whose overview says that they are trusted publishers of kernels
+    - token: the one that is required for writing; None accepts any, and none at all
+    - may_create: whether repositories can be created; otherwise 403
+    - lfs: whether binary and large files go to LFS; otherwise every file is a regular one
+    - page_size: the number of entries of a listing before its next page
+    """
+
+    trusted: set[str] = field(default_factory=set)
+    token: str | None = None
+    may_create: bool = True
+    lfs: bool = False
+    page_size: int = 1000
+    user: str = "tester"
+
+
+@dataclass
+class Hub:
+    store: Store
+    settings: Settings
+    faults: Faults
+
+
+def hub_of(request: Request) -> Hub:
+    return request.app.state.hub
+
+
+def parameter(request: Request, name: str, default: str | None = None) -> str:
+    """A part of the path: quoted slashes are part of it."""
+    value = request.path_params.get(name, default)
+    assert value is not None
+    return unquote(value)
+
+
+def repository_of(request: Request) -> Repository:
+    repo_id = f"{parameter(request, 'organisation')}/{parameter(request, 'name')}"
+    repository = hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
+    if repository.private and token_of(request) is None:
+        raise HubError(401, "Repository not found", "RepoNotFound")
+    return repository
+
+
+def url_of(request: Request, kind: str, repo_id: str) -> str:
+    return f"{request.base_url}{'' if kind == 'models' else f'{kind}/'}{repo_id}"
+
+
+def token_of(request: Request) -> str | None:
+    return request.headers.get("authorization", "").removeprefix("Bearer ") or None
+
+
+def check_token(request: Request) -> None:
+    """Reading needs no token, but a wrong one is refused; questions that are asked by POST are reading."""
+    required, sent = hub_of(request).settings.token, token_of(request)
+    if required is None or sent == required:
+        return
+    if sent is not None:
+        raise HubError(401, "Invalid credentials in Authorization header")
+    asks = request.method in ("GET", "HEAD") or "/paths-info/" in request.url.path
+    if not asks and not request.url.path.startswith(("/lfs/", "/api/validate-yaml")):
+        raise HubError(401, "Invalid username or password.")
+
+
+def page(request: Request, entries: list[Any]) -> JSONResponse:
+    """The entries from `cursor` on, and where the next ones are."""
+    start = int(request.query_params.get("cursor", 0))
+    end = start + hub_of(request).settings.page_size
+    headers = {}
+    if end < len(entries):
+        headers["Link"] = f'<{request.url.include_query_params(cursor=end)}>; rel="next"'
+    return JSONResponse(entries[start:end], headers=headers)

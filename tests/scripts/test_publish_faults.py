@@ -1,0 +1,103 @@
+"""Every request of a publish fails once, in every way: a branch holds the old state or the new one, nothing else.
+
+The points and outcomes are printed: `pytest -s`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from conftest import REPO, held
+
+from publishing.remote import Patience
+from tests.localhub import LocalHub
+
+OTHER = "build/torch-cpu/__init__.py"
+ONCE = {  # how a request fails: as a fault of the Hub
+    "cut before": {"kind": "cut"},
+    "cut after": {"kind": "lose"},
+    "refused": {"kind": "refuse"},
+    "answer cut off": {"kind": "truncate", "size": 20},
+    "409": {"kind": "status", "status": 409},
+    "412": {"kind": "status", "status": 412},
+    "429": {"kind": "status", "status": 429},
+    "500": {"kind": "status", "status": 500},
+    "503": {"kind": "status", "status": 503},
+    "500 after": {"kind": "status", "status": 500, "applied": True},
+}
+FOREVER = {"dead from here": {"kind": "cut", "times": 10**6}, "dead after this": {"kind": "lose", "times": 10**6}}
+QUICK = ("cut before", "cut after", "503")
+KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ONCE | FOREVER]
+
+
+class State:
+    """What a repository holds, and whether it is one of the two states that it may be in."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        exists = (hub.store.root / "kernels" / REPO / "refs.json").exists()
+        self.version = held(hub, "v1") if exists else None
+        self.card = held(hub, "main").get("README.md") if exists else None
+        self.branches = set(hub.store.get("kernels", REPO).refs()["branches"]) if exists else set()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and (self.version, self.card) == (other.version, other.card)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def scenario(request: pytest.FixtureRequest, publisher, clone, localhub):
+    """Makes the Hub as it is before a publish, and gives the publish and the two states."""
+    clone.write("torch-ext/tiny/__init__.py", "")
+    (clone.source / "layers.py").unlink()
+    clone.rebuild()
+    update = request.param == "beside others"
+
+    def prepare() -> None:
+        if (localhub.store.root / "kernels" / REPO).exists():
+            localhub.store.delete("kernels", REPO)
+        localhub.faults.clear()
+        if update:
+            repository = localhub.store.create("kernels", REPO)
+            old = {OTHER: b"of others", "build/torch-npu/old.py": b"old", "build/torch-npu/__init__.py": b"before"}
+            changes = [("add", path, localhub.store.add_file(content)) for path, content in old.items()]
+            repository.create_branch("v1", "main")
+            repository.add("v1", "before", "", changes)
+
+    return prepare, lambda **fields: publisher("torch-npu", **fields)
+
+
+@pytest.mark.parametrize("scenario", ["empty hub", "beside others"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_request_may_fail(scenario, localhub, kind: str, capsys) -> None:
+    prepare, publish = scenario
+    prepare()
+    before = State(localhub)
+    start = len(localhub.faults.logged)
+    assert publish().status == "published"
+    requests = len(localhub.faults.logged) - start
+    after = State(localhub)
+    outcomes: Counter[str] = Counter()
+    for at in range(1, requests + 1):
+        prepare()
+        localhub.faults.add(at=at, **(ONCE | FOREVER)[kind])
+        report = publish(patience=Patience(failures=1 if kind in FOREVER else 4, seconds=0))
+        state = State(localhub)
+        point = f"request {at} of {requests}, {kind}"
+        assert state.version in (before.version, after.version), f"{point}: half a branch"
+        assert state.card in (before.card, after.card), point
+        if before.version:
+            assert state.version[OTHER] == b"of others", point
+        assert report.exit_code in (0, 2), point
+        assert report.exit_code == 2 or state == after, f"{point}: said to be done"
+        outcomes[
+            f"{report.status}, {'new' if state == after else 'old' if state == before else 'build new, card old'}"
+        ] += 1
+        localhub.faults.clear()
+        report = publish()
+        assert report.exit_code == 0, f"{point}: the next run ends with {report.reasons}"
+        assert State(localhub) == after, point
+        assert State(localhub).branches == {"main", "v1"}, f"{point}: something is left over"
+    with capsys.disabled():
+        print(f"\n{kind}: {requests} points, {dict(outcomes)}")

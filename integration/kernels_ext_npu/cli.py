@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import kernels_ext_npu
+from kernels_ext_npu.bundle_command import bundle
 from kernels_ext_npu.verify_command import verify
 
 app = typer.Typer(
@@ -63,6 +64,7 @@ def coverage() -> None:
     console.print(coverage.table(entries))
 
 
+app.command()(bundle)
 app.command()(verify)
 
 

@@ -63,7 +63,7 @@ class Result:
         logits: the largest difference of a logit, relative to the largest logit where that is above one.
         same_tokens: whether greedy generation gave the same tokens.
         gradient: the largest difference of a parameter's gradient, relative to that gradient.
-        loss: the largest relative difference of a loss in ten steps of training; 0 where there were none.
+        loss: the largest relative difference of a loss in ten steps of training, None where there were none.
         norm_calls: how often swapped norms were called in one forward.
         calls: operator calls of that forward, by name.
         operators_before: the number of those without kernels.
@@ -74,7 +74,7 @@ class Result:
     logits: float
     same_tokens: bool
     gradient: float
-    loss: float
+    loss: float | None
     norm_calls: int
     calls: dict[str, int]
     operators_before: int
@@ -83,9 +83,8 @@ class Result:
     def agrees(self) -> bool:
         tolerance = TOLERANCE[softnpu.is_software()]
         launched = not softnpu.is_software() or self.calls.get("npu_rms_norm", 0) == self.norm_calls
-        close = all(
-            difference <= tolerance for difference in (self.logits, self.gradient, self.loss)
-        )  # a NaN is not close
+        differences = self.logits, self.gradient, self.loss or 0.0
+        close = all(difference <= tolerance for difference in differences)  # a NaN is not close
         missed = any(row.is_candidate for row in self.report) and not any(row.swapped for row in self.report)
         return close and self.same_tokens and launched and not missed
 
@@ -155,7 +154,7 @@ def _compare(folder: Path, steps: int) -> Result:
     _train(model, moved)
     waits = softnpu.counters()[STREAM_SYNCS]
     gradient = _gradient_difference(model, gradients)
-    loss = max(abs(a - b) / abs(b) for a, b in zip(_losses(model, moved, steps), expected_losses)) if steps else 0.0
+    loss = max(abs(a - b) / abs(b) for a, b in zip(_losses(model, moved, steps), expected_losses)) if steps else None
 
     kernels_ext_npu.restore(model.eval())
     softnpu.reset_counters()
@@ -260,8 +259,9 @@ def _agreement(results: dict[str, Result]) -> Table:
     table = _table(["logits", "gradients", "losses", "greedy tokens", "agrees"])
     for name, result in results.items():
         tokens = "equal" if result.same_tokens else "[red]differ[/]"
+        loss = "not run" if result.loss is None else f"{result.loss:.1e}"
         agrees = "[green]yes[/]" if result.agrees() else "[red]no[/]"
-        table.add_row(name, f"{result.logits:.1e}", f"{result.gradient:.1e}", f"{result.loss:.1e}", tokens, agrees)
+        table.add_row(name, f"{result.logits:.1e}", f"{result.gradient:.1e}", loss, tokens, agrees)
     return table
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ _layer: type[nn.Module] | None = None
 
 
 def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts implementation; the kernel is loaded when it is first called on the NPU."""
+    """The experts implementation."""
     if hidden_states.device.type != "npu":
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     return _loaded().forward(self, hidden_states, top_k_index, top_k_weights)
@@ -66,17 +67,17 @@ def choose(model: nn.Module) -> None:
     for module in _experts(model):
         implementation.choose(module.config)
         if (kernel := _kernel(module)) is not None:
-            kernel.gates.activation_of(module)
+            _part(kernel, "gates").activation_of(module)
 
 
 def restore(model: nn.Module) -> None:
     """Give a model the default and its weights' memory back."""
     for module in _experts(model):
         if (kernel := _kernel(module)) is not None:
-            kernel.gates.forget(module)
+            _part(kernel, "gates").forget(module)
             for weight in _weights(module):
                 if weight.dim() == 3 and weight.mT.is_contiguous():
-                    kernel.layout.store_contiguous(weight)
+                    _part(kernel, "layout").store_contiguous(weight)
     for module in _experts(model):  # one config is that of many
         implementation.give_back(module.config)
 
@@ -104,7 +105,7 @@ def transpose_experts(model: Model) -> Model:
     for module, kernel in served:
         for weight in _weights(module):
             if not module.is_transposed:
-                kernel.layout.store_transposed(weight)
+                _part(kernel, "layout").store_transposed(weight)
     return model
 
 
@@ -118,7 +119,8 @@ def is_called_by_name(module: nn.Module) -> bool:
 def remark(module: nn.Module) -> str | None:
     """What is not as fast as it could be in an experts module that is served."""
     kernel = _kernel(module) if is_experts_class(type(module)) else None
-    if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
+    gates = _part(kernel, "gates") if kernel else None
+    if gates is None or isinstance(gates.activation_of(module), gates.Gate):
         return None
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"
 
@@ -140,17 +142,26 @@ def _weights(module: Any) -> list[nn.Parameter]:
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
-def _kernel(module: nn.Module) -> ModuleType | None:
-    """The loaded kernel that serves an experts module."""
+def _kernel(module: nn.Module) -> str | None:
+    """The package of the loaded kernel that serves an experts module."""
     function: Callable | None = kernel_forward(module)
     if function is None and is_called_by_name(module):
         function = _loaded().forward
-    kernel = function and sys.modules[function.__module__.partition(".")[0]]
-    return kernel if hasattr(kernel, "experts_forward") else None
+    package = function.__module__.partition(".")[0] if function else None
+    return package if f"{package}.experts" in sys.modules else None
+
+
+def _part(package: str, name: str) -> ModuleType:
+    """A module of a loaded kernel, whether or not the package knows it as an attribute."""
+    return sys.modules[f"{package}.{name}"]
 
 
 def _get_correct(original: Callable, self: PreTrainedModel, requested: str | None) -> str:
-    return implementation.note(self.config, requested, original(self, requested))
+    chosen = implementation.note(self.config, requested, original(self, requested))
+    if chosen == NAME:
+        with suppress(Exception):  # what is wrong is said when the kernel is needed, if it is
+            _loaded()  # it cannot be loaded while a graph is captured
+    return chosen
 
 
 def _set(original: Callable, self: PreTrainedModel, requested: str | dict) -> None:

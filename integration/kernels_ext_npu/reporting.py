@@ -31,7 +31,7 @@ KINDS = {
 _KIND_OF_LAYER = LAYERS | {layer: r.kind or r.repository for r in REFERENCES for layer in r.layers}
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
-_ROUTER = re.compile("Router$|Gate$|Gating$")
+_ROUTER, _EXPERTS = re.compile("Router$|Gate$|Gating$"), re.compile("Experts$|NaiveMoe$")
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -131,6 +131,8 @@ def _kind(module: nn.Module) -> str | None:
         return KINDS["RMSNorm"]
     if _ROUTER.search(type(module).__name__) and hasattr(module, "top_k"):
         return KINDS["Router"]
+    if _EXPERTS.search(type(module).__name__):
+        return KINDS["FusedMoE"]
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
     return KINDS["SwiGLU"] if any(names <= children for names in _GATED) else None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 ORGANISATION = "kernels-ext-npu"
+REPOSITORIES = ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU")
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 
 
@@ -28,24 +30,28 @@ def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource
     if source == "hub":
         name = f"{ORGANISATION}/{repository}"
         return LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
-    root = _bundled() if source == "bundled" else Path(source).expanduser().resolve()
-    return LocalLayerRepository(root / repository, layer_name=layer)
+    return LocalLayerRepository(root(source) / repository, layer_name=layer)
 
 
 def check(source: str | Path, repositories: set[str]) -> None:
     """Raise if a source cannot hold the repositories; the Hub is asked when a kernel is loaded."""
     if source == "hub":
         return
-    root = _bundled() if source == "bundled" else Path(source).expanduser()
-    missing = [name for name in sorted(repositories) if not (root / name / "build").is_dir()]
+    folder = root(source)
+    missing = [name for name in sorted(repositories) if not (folder / name / "build").is_dir()]
     if missing:
         raise FileNotFoundError(
-            f"register(source={str(source)!r}): {root} has no {', '.join(f'{name}/build' for name in missing)}. "
+            f"source={str(source)!r}: {folder} has no {', '.join(f'{name}/build' for name in missing)}. "
             'A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
         )
 
 
-def _bundled() -> Path:
-    """Inside the installed package; in a clone, beside the repositories that the package is built from."""
+def root(source: str | Path) -> Path:
+    """The folder with the kernel repositories of a source other than the Hub.
+
+    The bundled ones are inside the installed package, and in a clone beside it: the package is built from them.
+    """
+    if source != "bundled":
+        return Path(source).expanduser().resolve()
     package = Path(__file__).parent
     return package / "bundled" if (package / "bundled").is_dir() else package.parent.parent

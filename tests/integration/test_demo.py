@@ -85,7 +85,7 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
     source.write_text(text.replace("(hidden_states, weight, eps)[0]", "(hidden_states, weight, 0.0)[0] * 0.999"))
     shutil.copy(ROOT / "variants.toml", tmp_path)
     build(tmp_path / "RMSNorm", tmp_path)
-    monkeypatch.setattr(sources, "_bundled", lambda: tmp_path)
+    monkeypatch.setattr(sources, "root", lambda source: tmp_path)
     result = invoke("demo")
     assert result.exit_code == 1
     assert [values[-1] for values in tables(result.output)[-1].values()] == ["no"] * 10

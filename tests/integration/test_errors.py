@@ -108,7 +108,9 @@ def test_the_installed_versions_are_silent() -> None:
 
 @pytest.mark.parametrize("source", ["/nowhere", "bundle", "Hub"])
 def test_a_source_that_holds_no_kernels_is_named(source) -> None:
-    message = 'has no RMSNorm/build, RoPE/build, SwiGLU/build. A source is "bundled", "hub", or the path'
+    message = (
+        'has no FusedMoE/build, RMSNorm/build, RoPE/build, SwiGLU/build. A source is "bundled", "hub", or the path'
+    )
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
     from kernels_ext_npu import registration

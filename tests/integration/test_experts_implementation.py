@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import zoo
+from kernels import get_local_kernel
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -216,6 +218,46 @@ def test_checkpointing_gives_the_same_gradients(registered, name) -> None:
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.parametrize("kernelized", ["before", "after", "by name"])
+def test_adapters_on_the_weights_of_experts_train_as_they_do_on_the_cpu(registered, kernelized) -> None:
+    """peft puts a parametrisation on the weight for the time of a call: what is multiplied is no parameter then."""
+    config = peft.LoraConfig(
+        r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], init_lora_weights=False
+    )
+    models = []
+    for device in ("cpu", "npu"):
+        model = zoo.build("qwen3_moe").to(device)
+        if device == "npu" and kernelized == "before":
+            kernels_ext_npu.kernelize(model)
+        models.append(peft.get_peft_model(model, config).train())
+    reference, model = models
+    model.load_state_dict(reference.state_dict())
+    if kernelized == "after":
+        kernels_ext_npu.kernelize(model)
+    assert all(row.swapped for row in rows(model))
+    ids = torch.arange(8)[None]
+    expected = reference(ids).logits
+    softnpu.reset_counters()
+    found = model(ids.npu()).logits
+    assert softnpu.counters()["npu_grouped_matmul"] == 4
+    assert (found.cpu() - expected).norm() <= 1e-5 * expected.norm()
+    for logits in (expected, found):
+        logits.square().mean().backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(trained) == 8
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            assert (trained[name].cpu() - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
+
+
+@pytest.mark.parametrize(("name", "class_name"), [("llama4_text", "Llama4TextExperts"), ("dbrx", "DbrxExperts")])
+def test_experts_that_are_not_served_are_named(registered, name, class_name) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    kept = [row for row in rows(model) if row.class_name == class_name]
+    assert kept
+    assert all((row.swapped, row.reason) == (False, "no kernel computes what its forward computes") for row in kept)
+
+
 def test_a_whole_layer_compiles_in_one_graph(registered) -> None:
     torch._dynamo.reset()
     model = kernels_ext_npu.kernelize(zoo.build("qwen3_moe").to("npu"))
@@ -227,6 +269,15 @@ def test_a_whole_layer_compiles_in_one_graph(registered) -> None:
     (found,) = torch.autograd.grad(y.square().sum(), x)
     assert torch.equal(y, eager)
     assert torch.equal(found, expected)
+
+
+def test_a_kernel_that_was_loaded_twice_serves_all_the_same(registered) -> None:
+    """Another load makes another package of the same name, which does not have its modules as attributes."""
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3_moe").to("npu"))
+    get_local_kernel(Path(__file__).parents[2] / "FusedMoE" / "build" / "torch-npu")
+    kernels_ext_npu.kernelize(model.train())
+    assert all(row.swapped for row in rows(model))
+    kernels_ext_npu.restore(model)
 
 
 def test_a_module_of_ones_own_can_be_saved_whole(registered, tmp_path) -> None:

@@ -1,9 +1,10 @@
-"""The memory of a training step, read from torch_npu's allocator."""
+"""The memory that a packed MLP takes in training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import memory
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,26 +22,11 @@ def concatenating(self: nn.Module, x: Tensor) -> Tensor:
     return self.down_proj(torch.ops.npu.npu_swiglu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1), -1))
 
 
-def requested(when: str) -> int:
-    """Bytes that were asked for: blocks are larger, by what was free beside them."""
-    return torch.npu.memory_stats()[f"requested_bytes.all.{when}"]
-
-
 def peak(prepare: Callable[[nn.Module], object]) -> int:
-    """The bytes that a forward and backward add to what the model holds with its gradients."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **SIZES)).to("npu").train()
     prepare(model)
-    ids = torch.zeros(4, TOKENS // 4, dtype=torch.long, device="npu")
-    for measured in (False, True):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        torch.npu.reset_peak_memory_stats()
-        before = requested("current")
-        model.model(ids, use_cache=False).last_hidden_state.sum().backward()
-        if measured:
-            return requested("peak") - before
-    raise AssertionError
+    return memory.peak(model, torch.zeros(4, TOKENS // 4, dtype=torch.long, device="npu"))
 
 
 @pytest.fixture

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MethodType
 
+import memory
 import pytest
 import torch
+import zoo
 from costs import Cost, costs
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
+import softnpu
 
 QWEN3_30B_A3B = {
     "hidden_size": 2048,
@@ -129,32 +133,17 @@ SIZES = {
 TOKENS = 1024
 
 
-def requested(when: str) -> int:
-    """Bytes that were asked for: blocks are larger, by what was free beside them."""
-    return torch.npu.memory_stats()[f"requested_bytes.all.{when}"]
-
-
 def peak(prepare: Callable[[nn.Module], object]) -> int:
-    """The bytes that a forward and backward add to what the model holds with its gradients."""
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES)).to("npu").train()
     prepare(model)
-    ids = torch.arange(TOKENS, device="npu").view(4, -1) % SIZES["vocab_size"]
-    for measured in (False, True):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        torch.npu.reset_peak_memory_stats()
-        before = requested("current")
-        model.model(ids, use_cache=False).last_hidden_state.sum().backward()
-        if measured:
-            return requested("peak") - before
-    raise AssertionError
+    return memory.peak(model, torch.arange(TOKENS, device="npu").view(4, -1) % SIZES["vocab_size"])
 
 
 def test_a_training_step_holds_less_than_transformers_and_the_nodes(registered) -> None:
     ours = peak(kernels_ext_npu.kernelize)
     theirs = peak(with_experts(node_by_node))
-    grouped = peak(with_experts(transformers_default()))
+    grouped = peak(with_experts(grouped_mm_experts_forward))
     kernels_ext_npu.unregister()
     original = peak(lambda model: None)
     print(f"of transformers {ours / original:.2f}, of its experts {ours / grouped:.2f}, of nodes {ours / theirs:.2f}")
@@ -165,12 +154,6 @@ def test_a_training_step_holds_less_than_transformers_and_the_nodes(registered) 
     weights = SIZES["num_experts"] * 3 * SIZES["hidden_size"] * inner * 4
     assert ours <= theirs - kept + rows * inner + weights
     assert ours < grouped < original
-
-
-def transformers_default() -> Callable:
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    return grouped_mm_experts_forward
 
 
 def test_frozen_experts_hold_less_still(registered) -> None:
@@ -186,10 +169,6 @@ def test_frozen_experts_hold_less_still(registered) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "nemotron_h"])
 def test_the_host_never_waits_for_experts(registered, name) -> None:
-    import zoo
-
-    import softnpu
-
     model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
     reference = zoo.build(name)
     inputs = {key: value.to("npu") for key, value in zoo.inputs(name, reference).items()}

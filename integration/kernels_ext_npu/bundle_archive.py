@@ -1,0 +1,182 @@
+"""The file format of a bundle: kernel repositories in a zip archive, with a manifest of every file's sha256.
+
+Nothing in it is compressed, dated or ordered by chance: the same content gives the same bytes, and no small archive
+holds much. What is read must be, to the byte, what would be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+import struct
+import zipfile
+from collections import Counter
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LARGEST = 256 * 2**20  # bytes; four repositories take about one and a half million
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, OSError, struct.error)
+
+
+class BundleError(Exception):
+    """A bundle was not made or not installed. The message gives every reason, a line each."""
+
+
+@dataclass(frozen=True)
+class KernelRepository:
+    """One version of a kernel repository: what its branch on the Hub holds, or would hold."""
+
+    name: str
+    version: int
+    files: dict[str, bytes]  # path in the repository -> content
+    hub_commit: str | None = None  # of a clone there is none
+
+    @property
+    def commit(self) -> str:
+        """The Hub's, or else one that follows from the content."""
+        digests = {path: hashlib.sha256(content).hexdigest() for path, content in self.files.items()}
+        content = json.dumps([self.name, self.version, digests], sort_keys=True)
+        return self.hub_commit or hashlib.sha256(content.encode()).hexdigest()[:40]
+
+
+def pack(repositories: list[KernelRepository]) -> bytes:
+    """The bytes of the bundle that holds these repositories.
+
+    Raises:
+        BundleError: a path is not one that a bundle can hold, or there is too much.
+    """
+    members = {f"{each.name}/{path}": content for each in repositories for path, content in each.files.items()}
+    problems = _unsafe(members)
+    if sum(map(len, members.values())) > LARGEST:
+        problems.append(f"more than {LARGEST} bytes")
+    if problems:
+        raise BundleError("\n".join(problems))
+    return _zip(members | {MANIFEST: _manifest(repositories)})
+
+
+def unpack(archive: Path) -> list[KernelRepository]:
+    """The repositories in a bundle, in memory, after every check that the archive itself allows.
+
+    Raises:
+        BundleError: the file is not a bundle, or not all of one, or something was changed in it.
+    """
+    if not archive.is_file():
+        raise BundleError(f"{archive}: there is no such file")
+    if archive.stat().st_size > LARGEST:
+        raise BundleError(f"{archive}: {archive.stat().st_size} bytes, and a bundle has at most {LARGEST}")
+    data = archive.read_bytes()
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as opened:
+            problems = _not_plain(opened.infolist(), len(data))
+            members = {} if problems else {name: opened.read(name) for name in opened.namelist()}
+    except _BROKEN as error:
+        raise BundleError(f"{archive}: not a bundle, or cut short or changed on its way: {error}") from error
+    if not problems:
+        repositories, problems = _read(members)
+        if not problems and pack(repositories) != data:
+            problems = ["the archive differs from the one that its content makes: bytes were added or changed"]
+    if problems:
+        raise BundleError("\n".join(f"{archive}: {problem}" for problem in problems))
+    return repositories
+
+
+def _manifest(repositories: list[KernelRepository]) -> bytes:
+    content = {
+        "format": FORMAT,
+        "repositories": {
+            repository.name: {
+                "version": repository.version,
+                "hub-commit": repository.hub_commit,
+                "files": {
+                    path: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+                    for path, content in repository.files.items()
+                },
+            }
+            for repository in repositories
+        },
+    }
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _zip(members: dict[str, bytes]) -> bytes:
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(members, key=lambda name: (name != MANIFEST, name)):
+            info = zipfile.ZipInfo(name)  # of 1980
+            info.create_system = 3  # Unix, wherever it is made
+            info.external_attr = (stat.S_IFREG | 0o644) << 16
+            archive.writestr(info, members[name])
+    return buffer.getvalue()
+
+
+def _not_plain(entries: list[zipfile.ZipInfo], size: int) -> list[str]:
+    """What is no regular, uncompressed file with a name of its own below the archive's root."""
+    count = Counter(entry.filename for entry in entries)
+    problems = [f"{name!r} is in it {times} times" for name, times in count.items() if times > 1]
+    problems += _unsafe(count)
+    for entry in entries:
+        if stat.S_IFMT(entry.external_attr >> 16) != stat.S_IFREG:
+            problems.append(f"{entry.filename!r} is a link, a folder or a device, not a file")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            problems.append(f"{entry.filename!r} is compressed, as no file of a bundle is")
+    if sum(entry.file_size for entry in entries) > size:
+        problems.append("its files would be larger than the archive")
+    return problems
+
+
+def _unsafe(names: dict[str, Any]) -> list[str]:
+    """What could be written outside the folder that it is meant for, or cannot be written at all."""
+    problems = []
+    for name in names:
+        parts = name.split("/")
+        plain = name.isascii() and name.isprintable() and {"\\", ":"}.isdisjoint(name)
+        if not plain or not {"", ".", ".."}.isdisjoint(parts):
+            problems.append(f"{name!r} is not a path that a bundle may hold")
+        problems += [f"{name!r} lies below a file" for parent in PurePosixPath(name).parents if str(parent) in names]
+    return problems
+
+
+def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]:
+    """What the manifest promises, and how the files differ from that."""
+    try:
+        manifest = json.loads(members.pop(MANIFEST))
+        if manifest["format"] != FORMAT:
+            return [], [f"its format is {manifest['format']}, and this release reads {FORMAT}: install a newer one"]
+        promised = {
+            f"{name}/{path}": (entry["sha256"], entry["size"])
+            for name, repository in manifest["repositories"].items()
+            for path, entry in repository["files"].items()
+        }
+        repositories = [
+            _repository(name, entry, {path: members.get(f"{name}/{path}", b"") for path in entry["files"]})
+            for name, entry in manifest["repositories"].items()
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return [], [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
+    problems = [f"{name} is missing" for name in promised.keys() - members.keys()]
+    problems += [f"{name} is not in the manifest" for name in members.keys() - promised.keys()]
+    for name in promised.keys() & members.keys():
+        found = hashlib.sha256(members[name]).hexdigest(), len(members[name])
+        if found != promised[name]:
+            problems.append(f"{name} is not what the manifest says: its sha256 is {found[0]}")
+    return repositories, sorted(problems)
+
+
+def _repository(name: str, entry: dict[str, Any], files: dict[str, bytes]) -> KernelRepository:
+    version, commit = entry["version"], entry["hub-commit"]
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a repository cannot be called {name!r}")
+    if type(version) is not int or version < 0:
+        raise ValueError(f"{name} has the version {version!r}")
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        raise ValueError(f"{name} has the commit {commit!r}")
+    return KernelRepository(name, version, files, commit)

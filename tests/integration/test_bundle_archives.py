@@ -1,0 +1,288 @@
+"""What a bundle may be: the bytes that its content makes, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels_ext_npu import bundle_archive, bundles
+from kernels_ext_npu.bundle_archive import MANIFEST, BundleError, KernelRepository
+
+SMALL = [
+    KernelRepository("A", 1, {"build/torch-npu/__init__.py": b"x = 1\n", "build/torch-npu/metadata.json": b"{}"}),
+    KernelRepository("B", 1, {"README.md": b"", ".gitattributes": b"*.so"}, hub_commit="0123456789" * 4),
+]
+PACKED = bundle_archive.pack(SMALL)
+ON_DISK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+Members = list[tuple[str | zipfile.ZipInfo, bytes]]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
+    bundles.write(path)
+    return path.read_bytes()
+
+
+def read(data: bytes, folder: Path) -> list[KernelRepository]:
+    path = folder / "bundle.zip"
+    path.write_bytes(data)
+    return bundle_archive.unpack(path)
+
+
+def members(data: bytes) -> Members:
+    with zipfile.ZipFile(BytesIO(data)) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
+
+
+def zipped(content: Members, **options: int) -> bytes:
+    """As a bundle is written, so that only what is meant to be wrong is."""
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w", **options) as archive:
+        for entry, data in content:
+            if isinstance(entry, str):
+                entry = zipfile.ZipInfo(entry)
+                entry.compress_type = options.get("compression", zipfile.ZIP_STORED)
+                entry.external_attr = (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, data)
+    return buffer.getvalue()
+
+
+def special(name: str, mode: int) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (mode | 0o644) << 16
+    return info
+
+
+def promised(content: Members) -> Members:
+    """With a manifest that says what is there."""
+    repositories: dict[str, dict[str, bytes]] = {}
+    for entry, data in content:
+        name = entry if isinstance(entry, str) else entry.filename
+        if name != MANIFEST:
+            repository, _, path = name.partition("/")
+            repositories.setdefault(repository, {})[path] = data
+    manifest = bundle_archive._manifest([KernelRepository(name, 1, files) for name, files in repositories.items()])
+    return [(MANIFEST, manifest), *((entry, data) for entry, data in content if entry != MANIFEST)]
+
+
+def test_a_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read(PACKED, tmp_path) == SMALL
+
+
+def test_the_format_does_not_drift() -> None:
+    """Other releases of Python and of this project write the same bytes: a bundle is compared by its sha256."""
+    assert hashlib.sha256(PACKED).hexdigest() == "c8d70fa7dc8176fd133d91e18d2b37094b3de9a34df4da4601ebd8fed267fd97"
+
+
+def test_equal_content_gives_equal_bytes_whatever_the_order_and_the_time(tmp_path: Path, bundle: bytes) -> None:
+    shuffled = [
+        KernelRepository(each.name, each.version, dict(reversed(each.files.items())), each.hub_commit)
+        for each in reversed(SMALL)
+    ]
+    assert bundle_archive.pack(shuffled) == PACKED
+    bundles.write(tmp_path / "again.zip")
+    assert (tmp_path / "again.zip").read_bytes() == bundle
+
+
+def test_a_commit_follows_from_name_version_and_content() -> None:
+    one = KernelRepository("A", 1, {"a": b"1", "b": b"2"})
+    assert len(one.commit) == 40
+    assert set(one.commit) <= set("0123456789abcdef")
+    assert one.commit == KernelRepository("A", 1, {"b": b"2", "a": b"1"}).commit
+    others = [
+        KernelRepository("B", 1, one.files),
+        KernelRepository("A", 2, one.files),
+        KernelRepository("A", 1, {"a": b"1", "c": b"2"}),
+        KernelRepository("A", 1, {"a": b"1", "b": b"3"}),
+    ]
+    assert len({one.commit, *(other.commit for other in others)}) == 5
+
+
+def test_a_small_bundle_is_refused_wherever_it_is_cut_and_whichever_byte_changes(tmp_path: Path) -> None:
+    for position in range(len(PACKED)):
+        for damaged in (PACKED[:position], changed(PACKED, position, 1 + position % 255)):
+            with pytest.raises(BundleError, match=r"bundle\.zip: "):
+                read(damaged, tmp_path)
+
+
+def changed(data: bytes, position: int, mask: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :]
+
+
+@given(position=st.integers(min_value=0), mask=st.integers(1, 255))
+@settings(ON_DISK, max_examples=50)
+def test_a_flipped_byte_is_refused(tmp_path: Path, bundle: bytes, position: int, mask: int) -> None:
+    with pytest.raises(BundleError):
+        read(changed(bundle, position % len(bundle), mask), tmp_path)
+
+
+@given(start=st.integers(0, len(PACKED)), removed=st.integers(0, 400), added=st.binary(max_size=200))
+@settings(ON_DISK, max_examples=200)
+def test_an_edit_is_refused(tmp_path: Path, start: int, removed: int, added: bytes) -> None:
+    edited = PACKED[:start] + added + PACKED[start + removed :]
+    if edited == PACKED:
+        assert read(edited, tmp_path) == SMALL
+    else:
+        with pytest.raises(BundleError):
+            read(edited, tmp_path)
+
+
+@given(pieces=st.lists(st.tuples(st.integers(0, len(PACKED)), st.integers(0, len(PACKED))), max_size=4))
+@settings(ON_DISK, max_examples=200)
+def test_pieces_of_a_bundle_are_refused(tmp_path: Path, pieces: list[tuple[int, int]]) -> None:
+    data = b"".join(PACKED[start:end] for start, end in pieces)
+    if data != PACKED:
+        with pytest.raises(BundleError):
+            read(data, tmp_path)
+
+
+FIRST = "A/build/torch-npu/__init__.py"
+FORGED = {
+    "../escape.py": "'../escape.py' is not a path that a bundle may hold",
+    "A/../../escape.py": "'A/../../escape.py' is not a path",
+    "/tmp/escape.py": "'/tmp/escape.py' is not a path",
+    "A//escape.py": "'A//escape.py' is not a path",
+    "A/./escape.py": "'A/./escape.py' is not a path",
+    "A/folder/": "'A/folder/' is not a path",
+    "A/b\\..\\escape.py": "is not a path",
+    "C:/escape.py": "is not a path",
+    "A/\u202efdp.py": "is not a path",
+    f"{FIRST}/below.py": f"'{FIRST}/below.py' lies below a file",
+    "A/build/torch-npu/extra.py": "A/build/torch-npu/extra.py is not in the manifest",
+    "more.py": "more.py is not in the manifest",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_name_that_does_not_belong_is_refused(tmp_path: Path, name: str) -> None:
+    """Where it lies where it could be written the manifest decides, and elsewhere not even the manifest helps."""
+    forged = [*members(PACKED), (name, b"import os")]
+    if "not in the manifest" not in FORGED[name]:
+        forged = promised(forged)
+    with pytest.raises(BundleError) as refusal:
+        read(zipped(forged), tmp_path)
+    assert FORGED[name] in str(refusal.value)
+    assert str(refusal.value).startswith(f"{tmp_path}/bundle.zip: ")
+
+
+@pytest.mark.parametrize(
+    "mode", [stat.S_IFLNK, stat.S_IFDIR, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK, 0]
+)
+def test_what_is_not_a_file_is_refused(tmp_path: Path, mode: int) -> None:
+    forged = promised([*members(PACKED), (special("A/build/link", mode), b"/etc/passwd")])
+    with pytest.raises(BundleError, match="'A/build/link' is a link, a folder or a device"):
+        read(zipped(forged), tmp_path)
+
+
+def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Duplicate"):
+        twice = zipped([*members(PACKED), (FIRST, b"import os")])
+    with pytest.raises(BundleError, match=f"'{FIRST}' is in it 2 times"):
+        read(twice, tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_decompression_bomb_is_refused_unopened(tmp_path: Path, method: int, monkeypatch) -> None:
+    bomb = zipped([(FIRST, bytes(10 * 2**20))], compression=method)
+    assert len(bomb) < 2**15
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)
+    with pytest.raises(BundleError, match=f"'{FIRST}' is compressed"):
+        read(bomb, tmp_path)
+
+
+def test_files_that_share_bytes_of_the_archive_are_refused(tmp_path: Path) -> None:
+    """The other way to make much of little: every entry of the directory points to the same data."""
+    names = [f"A/{number:03}" for number in range(200)]
+    data = bytearray(zipped([(name, bytes(4096) if name == names[0] else b"") for name in names]))
+    end = zipfile.ZipFile(BytesIO(data)).start_dir
+    size = (4096).to_bytes(4, "little")
+    for _ in names:
+        name_length = int.from_bytes(data[end + 28 : end + 30], "little")
+        data[end + 20 : end + 28] = size * 2
+        data[end + 42 : end + 46] = bytes(4)
+        end += 46 + name_length
+    with pytest.raises(BundleError, match="larger than the archive"):
+        read(bytes(data), tmp_path)
+
+
+def test_what_is_too_large_is_refused_unread(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "bundle.zip"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), bundle_archive.LARGEST + 1)
+    monkeypatch.setattr(Path, "read_bytes", None)
+    with pytest.raises(BundleError, match=f"{bundle_archive.LARGEST + 1} bytes, and a bundle has at most"):
+        bundle_archive.unpack(path)
+    monkeypatch.setattr(bundle_archive, "LARGEST", 10)
+    with pytest.raises(BundleError, match="more than 10 bytes"):
+        bundle_archive.pack(SMALL)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.zip", tmp_path, Path("/dev/zero")):
+        with pytest.raises(BundleError, match=f"{path}: there is no such file"):
+            bundle_archive.unpack(path)
+
+
+def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:
+    forged = [
+        (name, b"import os" if name == FIRST else data) for name, data in members(PACKED) if name != "B/README.md"
+    ]
+    with pytest.raises(BundleError) as refusal:
+        read(zipped(forged), tmp_path)
+    first, second = str(refusal.value).splitlines()
+    digest = hashlib.sha256(b"import os").hexdigest()
+    assert first == f"{tmp_path}/bundle.zip: {FIRST} is not what the manifest says: its sha256 is {digest}"
+    assert second == f"{tmp_path}/bundle.zip: B/README.md is missing"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.update(format=2), "its format is 2, and this release reads 1: install a newer one"),
+        (lambda m: m.pop("format"), "not the manifest of a bundle: KeyError: 'format'"),
+        (lambda m: m.update(repositories=[]), "not the manifest of a bundle"),
+        (lambda m: m["repositories"]["A"].pop("files"), "not the manifest of a bundle"),
+        (lambda m: m["repositories"]["A"].update(version="1"), "A has the version '1'"),
+        (lambda m: m["repositories"]["A"].update(version=True), "A has the version True"),
+        (lambda m: m["repositories"]["A"].update({"hub-commit": "main"}), "A has the commit 'main'"),
+        (lambda m: m["repositories"]["A"].update({"hub-commit": "../" * 13 + "x"}), "A has the commit"),
+        (lambda m: m["repositories"].update({"..": m["repositories"].pop("A")}), "cannot be called '..'"),
+        (lambda m: m["repositories"]["A"]["files"].clear(), f"{FIRST} is not in the manifest"),
+        (lambda m: m["repositories"]["A"].update(note="hello"), "bytes were added or changed"),
+        (lambda m: m.update(note="hello"), "bytes were added or changed"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(tmp_path: Path, change, words: str) -> None:
+    manifest = json.loads(dict(members(PACKED))[MANIFEST])
+    change(manifest)
+    written = (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
+    forged = [(name, written if name == MANIFEST else data) for name, data in members(PACKED)]
+    with pytest.raises(BundleError) as refusal:
+        read(zipped(forged), tmp_path)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 100_000, b'{"format": 1e999}', None])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    forged = [(name, content if name == MANIFEST else data) for name, data in members(PACKED)]
+    with pytest.raises(BundleError):
+        read(zipped([(name, data) for name, data in forged if data is not None]), tmp_path)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "comment"])
+def test_bytes_around_the_archive_are_refused(tmp_path: Path, where: str) -> None:
+    comment = PACKED[:-2] + (2).to_bytes(2, "little") + b"hi"
+    data = {"before": b"#!/bin/sh\n" + PACKED, "after": PACKED + b"\0", "comment": comment}[where]
+    with pytest.raises(BundleError, match=r"bytes were added or changed|not a bundle"):
+        read(data, tmp_path)

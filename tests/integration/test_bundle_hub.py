@@ -1,0 +1,141 @@
+"""Bundles of what is published, and a Hub that is not huggingface.co: real clients against a Hub on loopback."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kernels_ext_npu import bundle_archive, sources
+from tests.localhub import LocalHub
+
+COMMAND = "from kernels_ext_npu.cli import app; app()"
+NOBODY = "http://127.0.0.1:9"  # refuses every connection
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from huggingface_hub import CommitOperationAdd, HfApi
+api = HfApi()
+for name in {names!r}:
+    repository = "kernels-ext-npu/" + name
+    api.create_repo(repository, repo_type="kernel", exist_ok=True)
+    api.create_branch(repository, repo_type="kernel", branch="v1", exist_ok=True)
+    root = Path({root!r}) / name
+    files = {{str(path.relative_to(root)): path.read_bytes() for path in (root / "build").rglob("*") if path.is_file()}}
+    files = {{path: content for path, content in files.items() if "__pycache__" not in path}}
+    files |= {{"README.md": b"# {card}", "benchmarks/large.bin": bytes(2**20)}}
+    files |= {changes!r}
+    operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+    made = api.create_commit(repository, operations, commit_message="x", repo_type="kernel", revision="v1")
+    print(made.oid)
+"""
+
+LOAD = """
+import softnpu, torch, kernels
+kernel = kernels.get_kernel("kernels-ext-npu/RMSNorm", version=1, trust_remote_code=["kernels-ext-npu/RMSNorm"])
+kernel.rms_norm(torch.ones(4, 64, device="npu"), torch.ones(64, device="npu"), 1e-6)
+assert softnpu.counters()["npu_rms_norm"] == 1
+print(kernel.__file__)
+"""
+
+LOOK_UP = "import kernels; kernels.get_kernel('kernels-ext-npu/RMSNorm', version=1)"
+
+REGISTER = """
+import softnpu, kernels_ext_npu
+from transformers import LlamaConfig, LlamaForCausalLM
+kernels_ext_npu.register(source="hub")
+sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).to("npu")
+model.set_use_kernels(True)
+print(kernels_ext_npu.report(model))
+"""
+
+
+@pytest.fixture
+def publish(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Publishes all repositories, or those named; gives the commits of their versions."""
+
+    def run(card: str, names: Sequence[str] = sources.REPOSITORIES, **changes: bytes) -> dict[str, str]:
+        code = PUBLISH.format(names=names, root=str(sources.root("bundled")), card=card, changes=changes)
+        environment = localhub.environment(tmp_path / "publisher") | {"HF_HUB_DISABLE_XET": "1"}
+        return dict(zip(names, run_python(code, **environment).stdout.split()))
+
+    return run
+
+
+@pytest.fixture
+def bundle(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command on a machine that reaches the Hub; it writes kernels.zip."""
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        arguments = ["bundle", "--source", "hub", "--output", str(tmp_path / "kernels.zip")]
+        environment = localhub.environment(tmp_path / "connected") | environment
+        return run_python(COMMAND, *arguments, check=False, **environment)
+
+    return run
+
+
+def commits(archive: Path) -> dict[str, str]:
+    return {each.name: each.commit for each in bundle_archive.unpack(archive)}
+
+
+def at(home: Path) -> dict[str, str]:
+    return {"HF_HOME": str(home), **OFFLINE}
+
+
+def test_from_the_hub_to_a_machine_without_a_network(run_python, publish, bundle, tmp_path: Path) -> None:
+    published = publish("first")
+    archive, home = tmp_path / "kernels.zip", tmp_path / "cluster"
+    assert bundle().returncode == 0
+    assert commits(archive) == published
+    (norm,) = [each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm"]
+    assert {"README.md", ".gitattributes", "benchmarks/large.bin"} <= norm.files.keys()
+    run_python(COMMAND, "bundle", "--install", str(archive), **at(home))
+    folder = home / "hub" / "kernels--kernels-ext-npu--RMSNorm"
+    file = run_python(LOAD, **at(home)).stdout.strip()
+    assert file == f"{folder}/snapshots/{published['RMSNorm']}/build/torch-npu/__init__.py"
+
+    before, after = published["RMSNorm"], publish("second", ["RMSNorm"])["RMSNorm"]
+    assert bundle().returncode == 0
+    output = run_python(COMMAND, "bundle", "--install", str(archive), **at(home)).stdout
+    assert f"RMSNorm v1, commit {after}: in place of {before}, whose files stay in the cache\n" in output
+    assert f"RoPE v1, commit {published['RoPE']}: was there already\n" in output
+    assert (folder / "refs" / "v1").read_text() == after
+    assert {path.name for path in (folder / "snapshots").iterdir()} == {before, after}
+
+
+def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation(
+    run_python, localhub: LocalHub, publish, bundle, tmp_path: Path
+) -> None:
+    """A mirror needs HF_ENDPOINT and nothing else. What kernels downloads from it cannot be found offline."""
+    published, home = publish("card"), tmp_path / "home"
+    mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+    output = " ".join(run_python(REGISTER, **mirror).stdout.split())
+    assert "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables swapped" in output
+    result = run_python(LOOK_UP, check=False, HF_HUB_DISABLE_TELEMETRY="1", **at(home))
+    assert "is not available in the local cache" in result.stderr  # no refs/v1, and one variant of five
+    assert bundle().returncode == 0
+    run_python(COMMAND, "bundle", "--install", str(tmp_path / "kernels.zip"), **at(home))
+    assert published["RMSNorm"] in run_python(LOAD, **at(home)).stdout
+
+
+def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, publish, bundle, tmp_path: Path) -> None:
+    publish("card", **{"build/torch-npu/layers.py": b"import os"})
+    changed = bundle()
+    assert "RMSNorm/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr
+    assert "SwiGLU/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr  # all, not the first
+    localhub.store.get("kernels", "kernels-ext-npu/FusedMoE").delete_ref("branches", "v1")
+    without_a_branch = bundle()
+    assert "kernels-ext-npu/FusedMoE has no version 1" in without_a_branch.stderr
+    localhub.store.delete("kernels", "kernels-ext-npu/FusedMoE")
+    missing, offline, unreachable = bundle(), bundle(HF_HUB_OFFLINE="1"), bundle(HF_ENDPOINT=NOBODY)
+    for result in (changed, without_a_branch, missing, offline, unreachable):
+        assert (result.returncode, result.stdout) == (1, "")
+        assert "Traceback" not in result.stderr
+    for result, endpoint in ((missing, localhub.url), (offline, localhub.url), (unreachable, NOBODY)):
+        assert f"kernels-ext-npu/FusedMoE cannot be downloaded from {endpoint}: " in result.stderr
+    assert not (tmp_path / "kernels.zip").exists()

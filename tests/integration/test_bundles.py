@@ -1,0 +1,114 @@
+"""Kernels from a bundle, in fresh processes that reach no network: every way to load them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+
+from kernels_ext_npu import bundles, sources, targets
+
+NOBODY = "http://127.0.0.1:9"  # refuses every connection
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
+
+LOAD = """
+import softnpu, torch, kernels
+x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+kernel = kernels.get_kernel("kernels-ext-npu/RMSNorm", version=1)
+found = kernel.rms_norm(x.to("npu"), torch.ones(64, device="npu"), 1e-6).cpu()
+torch.testing.assert_close(found, torch.nn.functional.rms_norm(x, (64,), eps=1e-6))
+assert softnpu.counters()["npu_rms_norm"] == 1
+print(kernel.__file__)
+layer = kernels.LayerRepository("kernels-ext-npu/RoPE", layer_name="RotaryPosEmb", version=1)
+print(layer.load().__name__)
+"""
+
+SERVE = """
+import softnpu, sys, torch, transformers, kernels, kernels_ext_npu
+loaded = set()
+for source, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    kernels_ext_npu.register(source=source)
+    inputs = torch.load(folder + "/inputs.pt")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="npu", use_kernels=True)
+    with torch.no_grad():
+        found = model(**{key: value.to("npu") for key, value in inputs.items()}).logits.cpu()
+        expected = reference(**inputs).logits
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    files = {kernel.module.__file__ for kernel in kernels.get_loaded_kernels()}
+    print(*sorted(files - loaded))
+    loaded = files
+"""
+
+ASK = """
+import kernels
+for options in ({}, {"trust_remote_code": ["kernels-ext-npu/RMSNorm"]}):
+    try:
+        kernels.get_kernel("kernels-ext-npu/RMSNorm", version=1, **options)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
+    bundles.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Path:
+    """HF_HOME, with a bundle installed."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERNELS_CACHE", str(folder / "hub"))
+        bundles.install(archive)
+    return folder
+
+
+def snapshot(home: Path, name: str, commit: str | None = None) -> str:
+    folder = home / "hub" / f"kernels--kernels-ext-npu--{name}"
+    return str(folder / "snapshots" / (commit or (folder / "refs" / "v1").read_text()))
+
+
+def test_kernels_load_offline(run_python, home: Path) -> None:
+    result = run_python(LOAD, HF_HOME=str(home), **OFFLINE)
+    file, layer = result.stdout.splitlines()
+    assert file == f"{snapshot(home, 'RMSNorm')}/build/torch-npu/__init__.py"
+    assert layer == "RotaryPosEmb"
+    assert "Skipping publisher trust check for 'kernels-ext-npu/RMSNorm'" in result.stderr
+
+
+def test_models_take_kernels_of_either_source_offline(run_python, home: Path, checkpoint) -> None:
+    dense, mixture = checkpoint("qwen3"), checkpoint("qwen3_moe")
+    for name, folder in (("qwen3", dense), ("qwen3_moe", mixture)):
+        torch.save(dict(zoo.inputs(name, zoo.build(name))), folder / "inputs.pt")
+    arguments = ["hub", str(dense), "hub", str(mixture), "bundled", str(dense)]
+    lines = run_python(SERVE, *arguments, HF_HOME=str(home), **OFFLINE).stdout.splitlines()
+    for line, expected in zip(
+        lines,
+        [
+            [snapshot(home, name) for name in ("RMSNorm", "RoPE", "SwiGLU")],
+            [snapshot(home, "FusedMoE")],
+            [str(sources.root("bundled") / name) for name in ("RMSNorm", "RoPE", "SwiGLU")],
+        ],
+        strict=True,
+    ):
+        assert line.split() == [f"{folder}/build/torch-npu/__init__.py" for folder in expected]
+
+
+def test_without_a_network_kernels_has_to_be_told_so(run_python, home: Path) -> None:
+    """It asks the Hub which versions there are, whatever the cache holds: README says to set HF_HUB_OFFLINE."""
+    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": NOBODY, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    untrusted, refused = run_python(ASK, **environment).stdout.splitlines()
+    assert "could not verify publisher trust status" in untrusted
+    assert refused == "ConnectError [Errno 111] Connection refused"
+
+
+def test_an_installed_bundle_is_intact(home: Path) -> None:
+    found = [verified for target in targets.find(home / "hub") for verified in target.verify()]
+    assert len(found) > 4 * 5
+    assert [problem for verified in found for problem in verified.problems] == []

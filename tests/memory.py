@@ -1,0 +1,24 @@
+"""The memory of a training step, read from torch_npu's allocator."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+
+def peak(model: PreTrainedModel, ids: torch.Tensor) -> int:
+    """The bytes that a forward and backward add to what a model for causal language holds with its gradients."""
+    for measured in (False, True):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        torch.npu.reset_peak_memory_stats()
+        before = requested("current")
+        model.model(ids, use_cache=False).last_hidden_state.sum().backward()
+        if measured:
+            return requested("peak") - before
+    raise AssertionError
+
+
+def requested(when: str) -> int:
+    """Bytes that were asked for: blocks are larger, by what was free beside them."""
+    return torch.npu.memory_stats()[f"requested_bytes.all.{when}"]

@@ -87,7 +87,11 @@ def entry_not_found(path: str, commit: Commit) -> HubError:
 
 # ---- uploading -------------------------------------------------------------------------------------------------------
 async def preupload(request: Request) -> Response:
-    """Says of each file how it has to be uploaded, and what is there."""
+    """Says of each file how it has to be uploaded, and what is there.
+
+    There is no Xet storage, and a client with hf_xet knows no other for the files of LFS: it finds no token, and fails,
+    unless HF_HUB_DISABLE_XET=1 is set or every file is a regular one.
+    """
     present = repository_of(request).commit(parameter(request, "revision")).files
     lfs = hub_of(request).settings.lfs
     answers = []
@@ -134,10 +138,6 @@ async def lfs_verify(request: Request) -> Response:
     if not store.has_blob(asked["oid"]) or store.blob(asked["oid"]).stat().st_size != asked["size"]:
         raise HubError(404, "The object has not been uploaded")
     return JSONResponse({})
-
-
-async def xet_token(request: Request) -> Response:
-    raise HubError(404, "This Hub has no Xet storage: set HF_HUB_DISABLE_XET=1, or let it take every file as regular")
 
 
 async def commit(request: Request) -> Response:
@@ -198,7 +198,6 @@ ROUTES = [
     Route(REPOSITORY + "/paths-info/{revision}", paths_info, methods=["POST"]),
     Route(REPOSITORY + "/preupload/{revision}", preupload, methods=["POST"]),
     Route(REPOSITORY + "/commit/{revision}", commit, methods=["POST"]),
-    Route(REPOSITORY + "/xet-write-token/{revision}", xet_token),
     Route("/lfs/upload/{oid}", lfs_upload, methods=["PUT"]),
     Route("/lfs/verify/{oid}", lfs_verify, methods=["POST"]),
     Route("/{organisation}/{name}.git/info/lfs/objects/batch", lfs_batch, methods=["POST"]),

@@ -29,7 +29,8 @@ class Protocol(H11Protocol):
 
 
 async def with_transport(app: Callable, transport: asyncio.Transport, scope: dict, *channels: Callable) -> None:
-    await app(scope | {"transport": transport}, *channels)
+    with contextlib.suppress(asyncio.CancelledError):  # of requests that are still delayed when the server stops
+        await app(scope | {"transport": transport}, *channels)
 
 
 class LocalHub:

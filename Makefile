@@ -7,11 +7,12 @@ READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast lint build clean
+.PHONY: help demo test test-fast test-slow lint build clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
-	@echo "make test        all tests [ARGS=...];  make test-fast: without the slow ones"
+	@echo "make test        the tests [ARGS=...];  make test-fast: without the slow ones"
+	@echo "make test-slow   all tests, with those that install old releases of kernels"
 	@echo "make lint        ruff and mypy"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make clean       remove .venv"
@@ -20,10 +21,13 @@ demo: build
 	@$(BIN)/kernels-ext-npu demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not loaders" $(ARGS)
 
 test-fast: $(READY)
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not loaders" $(ARGS)
+
+test-slow: $(READY)
+	$(PYTEST) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -8,11 +8,12 @@ READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast lint build publish clean
+.PHONY: help demo test test-fast test-slow lint build publish clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
-	@echo "make test        all tests [ARGS=...];  make test-fast: without the slow ones"
+	@echo "make test        the tests [ARGS=...];  make test-fast: without the slow ones"
+	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
 	@echo "make lint        ruff and mypy"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make publish     publish the kernel repositories to the Hub [KERNELS=RMSNorm ARGS=--dry-run]"
@@ -22,10 +23,13 @@ demo: build
 	@$(BIN)/kernels-ext-npu demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
 test-fast: $(READY)
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
+
+test-slow: $(READY)
+	$(PYTEST) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

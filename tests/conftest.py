@@ -27,11 +27,13 @@ torch.set_num_threads(1)
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs Python code, or ``*arguments`` of the interpreter, in a process of its own."""
 
-    def run(code: str | None = None, *arguments: str, check: bool = True, **environment: str):
+    def run(
+        code: str | None = None, *arguments: str, check: bool = True, python: str = sys.executable, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), str(ROOT / "integration"), str(ROOT / "tests")]
         # what the software device set in this process is not what a user starts with
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
-        command = [sys.executable, *(["-c", code] if code is not None else []), *arguments]
+        command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
             command,
             env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | environment,

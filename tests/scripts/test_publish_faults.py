@@ -81,7 +81,7 @@ def test_every_request_may_fail(scenario, localhub, capsys) -> None:
     fail_each(scenario, localhub, capsys, "in turn", lambda at: kinds[at % len(kinds)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @SCENARIOS
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_request_may_fail_in_every_way(scenario, localhub, capsys, kind: str) -> None:

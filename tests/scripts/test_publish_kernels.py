@@ -98,7 +98,7 @@ def test_a_token_that_a_server_repeats_is_hidden(monkeypatch) -> None:
     assert explain(OSError(f"no access for Bearer {TOKEN}")) == "no access for Bearer <token>"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_request_of_the_process_that_loads_may_fail(localhub, online, capsys) -> None:
     remote = Remote(HfApi(endpoint=localhub.url), "kernels-ext-npu/SwiGLU", Patience(seconds=0))
     found = local.find("SwiGLU", ("torch-npu",))

@@ -1,0 +1,195 @@
+"""The kernel repositories with the releases of kernels that users have: what each loads, and what it cannot do."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import torch
+from huggingface_hub import HfApi
+from rich.console import Console
+from torch.nn import functional as F
+
+from publishing.run import Request, publish
+from tests.localhub import LocalHub
+from tests.localhub.client import Client
+
+pytestmark = pytest.mark.long
+
+ORGANISATION = "kernels-ext-npu"
+STRICT = "torch28-cxx11-cann82-aarch64-linux"
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of kernels, with a release of huggingface_hub that fits it.
+
+    - kind: of the repositories that it loads
+    - arguments: of its `get_kernel`, for version 1 of a kernel whose publisher nobody vouches for
+    """
+
+    kernels: str
+    hub: str
+    kind: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.kernels
+
+
+# 0.11 knows versions as tags, and 0.12 was the first to know them as branches; kernels are model repositories up to
+# 0.13, and their publishers are not checked there
+RELEASES = [
+    Release("0.11.7", "1.33.0", "model", {"revision": "v1"}),
+    Release("0.12.3", "1.33.0", "model", {"version": 1}),
+    Release("0.13.0", "1.33.0", "model", {"version": 1}),
+    Release("0.14.1", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
+    Release("0.15.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
+    Release("0.16.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
+    Release("0.17.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
+]
+
+# what a fresh process imports before kernels, by the machine that it is on, and the variant that fits it best
+MACHINES = {
+    "cpu": ("", "torch-universal"),
+    "npu": ("import softnpu", "torch-npu"),
+    "torch 2.8 and CANN 8.2 on aarch64": (
+        """
+import platform, softnpu, torch, torch_npu.utils.collect_env
+platform.machine = lambda: "aarch64"
+torch.__version__ = torch.torch_version.TorchVersion("2.8.0")
+torch_npu.utils.collect_env.get_cann_version = lambda: "8.2.RC1"
+""",
+        STRICT,
+    ),
+}
+
+# a call in each repository, and what it has to give
+X = torch.linspace(-2, 3, 24).reshape(3, 8)
+EXAMPLES = {
+    "FusedMoE": ("grouped_matmul(x, x.mT[None], torch.tensor([3], device=x.device))", X @ X.mT),
+    "RMSNorm": ("rms_norm(x, None, 1e-6)", F.rms_norm(X, (8,), eps=1e-6)),
+    "RoPE": ("rotary_mul(x, x, x)", X * X + torch.cat((-X[:, 4:], X[:, :4]), 1) * X),
+    "SwiGLU": ("swiglu(x)", F.silu(X[:, :4]) * X[:, 4:]),
+}
+LOAD = """
+import importlib.metadata, json, pathlib, sys, kernels, torch
+device, call, attempts = json.loads(sys.argv[1])
+outcomes = []
+for repo_id, arguments in attempts:
+    try:
+        kernel = kernels.get_kernel(repo_id, **arguments)
+    except Exception as error:
+        outcomes.append({"error": [base.__name__ for base in type(error).__mro__], "message": str(error)})
+        continue
+    x = torch.linspace(-2, 3, 24).reshape(3, 8).to(device)
+    y = eval("kernel." + call)
+    outcomes.append({"variant": pathlib.Path(kernel.__file__).parent.name, "device": y.device.type, "y": y.tolist()})
+versions = [importlib.metadata.version(name) for name in ("kernels", "huggingface_hub")]
+print(json.dumps({"from": kernels.__file__, "versions": versions, "outcomes": outcomes}))
+"""
+
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="session")
+def environments(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Where all workers of this run find the environments that one of them has made."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "loaders"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def python(release: Release, environments: Path) -> str:
+    """The interpreter of an environment with this release and its requirements, and with the torch of this one."""
+    folder = environments / release.kernels
+    interpreter, outcome = folder / "bin" / "python", environments / f"{release.kernels}.txt"
+    with (environments / f"{release.kernels}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not outcome.exists():
+            outcome.write_text(install(release, folder))
+    if reason := outcome.read_text():
+        pytest.skip(f"the package index at hand does not install kernels {release.kernels}: {reason}")
+    return str(interpreter)
+
+
+def install(release: Release, folder: Path) -> str:
+    """Why it cannot be, empty if it is."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
+    requirements = [f"kernels=={release.kernels}", f"huggingface_hub=={release.hub}"]
+    result = subprocess.run([*pip, "install", "-q", *requirements], capture_output=True, text=True)
+    if result.returncode:
+        return " ".join(line for line in result.stderr.splitlines() if line.startswith("ERROR")) or result.stderr[-500:]
+    (packages,) = folder.glob("lib/python*/site-packages")
+    assert not (packages / "torch").exists()
+    # behind the environment's own packages, since it is named there
+    (packages / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return ""
+
+
+# ---- repositories ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def published(localhub: LocalHub, online: None) -> Callable[[str, str], str]:
+    """Puts a repository of the project on the Hub as one of this kind: the build on v1, the card on main."""
+
+    def put(name: str, kind: str) -> str:
+        repo_id = f"{ORGANISATION}/{name}"
+        if kind == "kernel":
+            report = publish(Request(str(build.ROOT / name), load=False), Console(quiet=True), HfApi(localhub.url))
+            assert report.status == "published"
+            return repo_id
+        folder = build.ROOT / name
+        paths = [path for path in (folder / "build").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        client = Client(localhub.url, repo_id, kind)
+        client.create_repo()
+        client.create_branch(branch="v1")
+        client.commit({str(path.relative_to(folder)): path for path in paths}, "v1")
+        client.commit({"README.md": folder / "README.md"})
+        return repo_id
+
+    return put
+
+
+@pytest.fixture
+def load(release: Release, python: str, localhub: LocalHub, run_python, tmp_path: Path) -> Callable[..., list[dict]]:
+    """The outcomes of `get_kernel(repo_id, **arguments)`, one after the other in a fresh process with no cache."""
+
+    def run(name: str, machine: str, *attempts: tuple[str, dict[str, Any]]) -> list[dict]:
+        prelude, _ = MACHINES[machine]
+        device = "cpu" if machine == "cpu" else "npu"
+        environment = localhub.environment(tmp_path / "user")
+        if machine == "cpu":
+            environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        asked = json.dumps([device, EXAMPLES[name][0], attempts])
+        answer = json.loads(run_python(prelude + LOAD, asked, python=python, **environment).stdout.splitlines()[-1])
+        assert Path(answer["from"]).is_relative_to(Path(python).parent.parent)
+        assert answer["versions"] == [release.kernels, release.hub]
+        return answer["outcomes"]
+
+    return run
+
+
+# ---- what a release loads --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_a_release_takes_the_variant_that_fits(
+    release: Release, machine: str, name: str, published, load, record_property
+) -> None:
+    (outcome,) = load(name, machine, (published(name, release.kind), release.arguments))
+    assert "variant" in outcome, outcome
+    record_property("variant", outcome["variant"])
+    assert outcome["variant"] == MACHINES[machine][1]
+    assert outcome["device"] == ("cpu" if machine == "cpu" else "npu")
+    # float32 on both sides, and at most eight terms in a sum
+    torch.testing.assert_close(torch.tensor(outcome["y"]), EXAMPLES[name][1])

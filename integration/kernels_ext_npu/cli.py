@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``, ``coverage`` and ``verify``."""
+"""The command line: ``kernels-ext-npu demo``, ``coverage``, ``verify`` and ``bundle``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from tests.localhub.client import Client
 pytestmark = pytest.mark.long
 
 ORGANISATION = "kernels-ext-npu"
-STRICT = "torch28-cxx11-cann82-aarch64-linux"
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Release:
     """A release of kernels, with a release of huggingface_hub that fits it.
 
     - kind: of the repositories that it loads
-    - arguments: of its `get_kernel`, for version 1 of a kernel whose publisher nobody vouches for
+    - arguments: of its `get_kernel`, for version 1 of a kernel whose publisher is not a trusted one
     """
 
     kernels: str
@@ -45,8 +44,7 @@ class Release:
         return self.kernels
 
 
-# 0.11 knows versions as tags, and 0.12 was the first to know them as branches; kernels are model repositories up to
-# 0.13, and their publishers are not checked there
+ALL = [f"{ORGANISATION}/{name}" for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU")]
 RELEASES = [
     Release("0.11.7", "1.33.0", "model", {"revision": "v1"}),
     Release("0.12.3", "1.33.0", "model", {"version": 1}),
@@ -54,10 +52,11 @@ RELEASES = [
     Release("0.14.1", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
     Release("0.15.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
     Release("0.16.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
-    Release("0.17.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": True}),
+    Release("0.17.2", "2.4.0", "kernel", {"version": 1, "trust_remote_code": ALL}),
 ]
 
-# what a fresh process imports before kernels, by the machine that it is on, and the variant that fits it best
+# by the machine: what a fresh process does first, and the variant that fits best. The last one is a description: what
+# the releases read of their machine says so
 MACHINES = {
     "cpu": ("", "torch-universal"),
     "npu": ("import softnpu", "torch-npu"),
@@ -68,7 +67,7 @@ platform.machine = lambda: "aarch64"
 torch.__version__ = torch.torch_version.TorchVersion("2.8.0")
 torch_npu.utils.collect_env.get_cann_version = lambda: "8.2.RC1"
 """,
-        STRICT,
+        "torch28-cxx11-cann82-aarch64-linux",
     ),
 }
 
@@ -193,3 +192,61 @@ def test_a_release_takes_the_variant_that_fits(
     assert outcome["device"] == ("cpu" if machine == "cpu" else "npu")
     # float32 on both sides, and at most eight terms in a sum
     torch.testing.assert_close(torch.tensor(outcome["y"]), EXAMPLES[name][1])
+
+
+# ---- what a release cannot do ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Refusal:
+    """What some releases answer to some arguments, None for those with which they load."""
+
+    releases: str
+    arguments: dict[str, Any] | None
+    error: str
+    message: str
+    name: str = "RMSNorm"
+
+
+REFUSALS = {
+    "models are looked for, not kernels": Refusal(
+        "0.11.7 0.12.3 0.13.0", None, "RepositoryNotFoundError", "/api/models/kernels-ext-npu/SwiGLU/", "SwiGLU"
+    ),
+    "kernels are looked for, not models": Refusal(
+        "0.14.1 0.15.2 0.16.2 0.17.2", None, "RepositoryNotFoundError", "/api/kernels/kernels-ext-npu/SwiGLU/", "SwiGLU"
+    ),
+    "a version is a specifier of tags": Refusal("0.11.7", {"version": 1}, "TypeError", "'int' object is not iterable"),
+    "main holds the card alone": Refusal("0.11.7 0.12.3", {}, "FileNotFoundError", "(revision: main)"),
+    "main has no build": Refusal("0.13.0", {}, "EntryNotFoundError", "build does not exist"),
+    "main has no build, trusted": Refusal(
+        "0.14.1", {"trust_remote_code": True}, "EntryNotFoundError", "build does not exist"
+    ),
+    "a version must be given": Refusal(
+        "0.15.2 0.16.2 0.17.2", {"trust_remote_code": True}, "ValueError", "version or revision must be specified"
+    ),
+    "publishers are not checked": Refusal(
+        "0.11.7 0.12.3 0.13.0", {"trust_remote_code": True}, "TypeError", "unexpected keyword argument"
+    ),
+    "publishers are checked": Refusal(
+        "0.14.1 0.15.2 0.16.2 0.17.2", {"version": 1}, "ValueError", "is not from a trusted publisher"
+    ),
+    "a list does not trust what it names": Refusal(
+        "0.14.1 0.15.2 0.16.2",
+        {"version": 1, "trust_remote_code": ALL},
+        "ValueError",
+        "is not from a trusted publisher",
+    ),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_what_a_release_cannot_do_it_refuses(release: Release, published, load) -> None:
+    published("RMSNorm", release.kind)
+    published("SwiGLU", "model" if release.kind == "kernel" else "kernel")
+    expected = {reason: refusal for reason, refusal in REFUSALS.items() if release.kernels in refusal.releases.split()}
+    assert len(expected) >= 3
+    attempts = [
+        (f"{ORGANISATION}/{refusal.name}", release.arguments if refusal.arguments is None else refusal.arguments)
+        for refusal in expected.values()
+    ]
+    for (reason, refusal), outcome in zip(expected.items(), load("RMSNorm", "cpu", *attempts)):
+        assert refusal.error in outcome.get("error", []), f"{reason}: {outcome}"
+        assert refusal.message in outcome["message"], reason

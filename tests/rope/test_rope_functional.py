@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -155,6 +156,7 @@ def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, s
 def test_whatever_the_shapes_the_device_refuses_nothing(kernel: ModuleType, data: st.DataObject) -> None:
     """The software device refuses what breaks a limit: the guards have to know all of them."""
     sizes = [data.draw(st.sampled_from([1, 2, 3, 8, 9, 40])) for _ in range(data.draw(st.integers(1, 4)))]
+    assume(math.prod(sizes) <= 4000)  # no limit depends on more, and large tensors take long
     head_size = data.draw(st.sampled_from([2, 6, 8, 16, 64, 80, 96]))
     of_cos = [data.draw(st.sampled_from([1, size])) for size in sizes]
     of_cos = of_cos[data.draw(st.integers(0, len(of_cos))) :]

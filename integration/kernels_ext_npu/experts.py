@@ -66,6 +66,8 @@ def choose(model: nn.Module) -> None:
     """
     for module in _experts(model):
         implementation.choose(module.config)
+        if implementation.named(module.config) is None:
+            _try_to_load()
         if (kernel := _kernel(module)) is not None:
             _part(kernel, "gates").activation_of(module)
 
@@ -137,6 +139,12 @@ def _loaded() -> type[nn.Module]:
     return _layer
 
 
+def _try_to_load() -> None:
+    """While a graph is captured it would be too late. What is wrong is said when the kernel is needed, if it is."""
+    with suppress(Exception):
+        _loaded()
+
+
 def _weights(module: Any) -> list[nn.Parameter]:
     weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj"))
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
@@ -145,8 +153,8 @@ def _weights(module: Any) -> list[nn.Parameter]:
 def _kernel(module: nn.Module) -> str | None:
     """The package of the loaded kernel that serves an experts module."""
     function: Callable | None = kernel_forward(module)
-    if function is None and is_called_by_name(module):
-        function = _loaded().forward
+    if function is None and _layer is not None and is_called_by_name(module):
+        function = _layer.forward
     package = function.__module__.partition(".")[0] if function else None
     return package if f"{package}.experts" in sys.modules else None
 
@@ -159,8 +167,7 @@ def _part(package: str, name: str) -> ModuleType:
 def _get_correct(original: Callable, self: PreTrainedModel, requested: str | None) -> str:
     chosen = implementation.note(self.config, requested, original(self, requested))
     if chosen == NAME:
-        with suppress(Exception):  # what is wrong is said when the kernel is needed, if it is
-            _loaded()  # it cannot be loaded while a graph is captured
+        _try_to_load()
     return chosen
 
 

@@ -271,6 +271,31 @@ def test_a_whole_layer_compiles_in_one_graph(registered) -> None:
     assert torch.equal(found, expected)
 
 
+def test_tensors_may_be_made_on_the_npu_by_default(registered) -> None:
+    """What is computed on the host to tell a gate says so itself."""
+    model = zoo.build("qwen3_moe").to("npu")
+    torch.set_default_device("npu")
+    try:
+        kernels_ext_npu.kernelize(model)
+        assert grouped_products(model) == 4
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_report_needs_no_kernel_that_cannot_be_loaded(checkpoint) -> None:
+    """Offline, with nothing in the cache: what is wrong is said by the forward."""
+    kernels_ext_npu.register(source="hub")
+    try:
+        model = load(checkpoint("qwen3_moe"))
+        assert all(row.swapped for row in rows(model))
+        with pytest.raises(ValueError, match="not available in the local cache"):
+            grouped_products(model)
+        kernels_ext_npu.restore(model)
+        assert grouped_products(model) == 0
+    finally:
+        kernels_ext_npu.unregister()
+
+
 def test_a_kernel_that_was_loaded_twice_serves_all_the_same(registered) -> None:
     """Another load makes another package of the same name, which does not have its modules as attributes."""
     model = kernels_ext_npu.kernelize(zoo.build("qwen3_moe").to("npu"))

@@ -131,7 +131,7 @@ def _recognise(experts: nn.Module) -> Gate | None:
         far = torch.tensor([-1e6, -1e4, -100.0, -30.0, 30.0, 100.0, 1e4, 1e6], device="cpu")  # beyond any limit
         side = torch.cat((torch.linspace(-12, 12, 48, device="cpu"), far))
         pairs = torch.cartesian_prod(side, side)
-        others = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
+        others = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0), device="cpu")]
         gate_up = torch.stack((pairs, others), -1).flatten(1)  # halves and neighbours meet in many pairs
         try:
             values = experts._apply_gate(gate_up.clone())

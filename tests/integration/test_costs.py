@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 import torch
 import zoo
-from costs import Cost, costs
+from costs import costs
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.costs import Cost
 
 QWEN3_8B = {
     "hidden_size": 4096,

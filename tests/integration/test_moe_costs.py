@@ -9,7 +9,7 @@ import memory
 import pytest
 import torch
 import zoo
-from costs import Cost, costs
+from costs import costs
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.costs import Cost
 
 QWEN3_30B_A3B = {
     "hidden_size": 2048,

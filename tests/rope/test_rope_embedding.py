@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from costs import Cost
 from counted import counted
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -19,6 +18,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.costs import Cost
 from kernels_ext_npu.coverage import module_classes
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS

@@ -6,8 +6,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from costs import Cost
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels_ext_npu.costs import Cost
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 

@@ -52,7 +52,8 @@ class Row:
         kernel: the layer that serves it or would serve it, None if there is none.
         swapped: whether the kernel's forward is in place.
         reason: why not, or why not as fast as it could be; None if there is nothing to say.
-        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
+            nor for what register(kernels=...) leaves out.
         kind: what it is, as the table counts it.
     """
 
@@ -158,8 +159,10 @@ def _row(path: str, module: nn.Module, kind: str) -> Row:
 
 
 def _is_other(module: nn.Module, kind: str) -> bool:
-    """Whether it makes cos and sin, or routes, in a way that no kernel of ours is meant for."""
+    """Whether no kernel in use is meant for it: it makes cos and sin, or routes, in another way, or none was wanted."""
     reference = find_reference(type(module))
+    if reference is not None and registration.left_out(reference.repository) is not None:
+        return True
     if kind == KINDS["Router"]:
         return reference is None
     return kind == KINDS["RotaryEmbedding"] and (reference is None or reference.refuse(module) is not None)

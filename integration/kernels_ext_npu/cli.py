@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``, ``coverage``, ``verify`` and ``bundle``."""
+"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``verify`` and ``bundle``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 import kernels_ext_npu
 from kernels_ext_npu.bundle_command import bundle
+from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
 
 app = typer.Typer(
@@ -64,6 +65,7 @@ def coverage() -> None:
     console.print(coverage.table(entries))
 
 
+app.command()(inspect)
 app.command()(bundle)
 app.command()(verify)
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -85,12 +86,16 @@ class Report:
 
     def to_json(self) -> str:
         """A list of objects with path, class, kernel, swapped and reason."""
+        return json.dumps(self.as_list(), indent=2)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """The objects of to_json()."""
         rows = []
         for row in self.rows:
             fields = asdict(row)
             fields["class"] = fields.pop("class_name")
             rows.append({key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")})
-        return json.dumps(rows, indent=2)
+        return rows
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)

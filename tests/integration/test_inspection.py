@@ -174,10 +174,23 @@ def test_the_predicted_peak_is_that_of_the_allocator(training: bool, swapped: bo
         fake = Fake(type(real), described)
         with kernels(fake.model, swapped):
             predicted = fake.count(training).peak
-    # Gradients are no activations; at the peak, which is early in the backward, few of them exist. Of a scalar the device
-    # may hold one more or less.
+    # Gradients are no activations; at the peak, which is early in the backward, few of them exist. The device may hold
+    # a scalar more or less.
     assert predicted - 512 <= happened <= predicted + gradients
     assert training or predicted == happened
+
+
+def test_experts_in_a_loop_of_the_host_get_equal_shares_of_the_tokens() -> None:
+    """Which experts are hit follows from weights; the loop asks the host for each."""
+    layers, experts = 3, 4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        described = config("mixtral", layers, num_local_experts=experts, num_experts_per_tok=2)
+        fake = Fake(zoo_class(described), described, torch.bfloat16)
+        fake.model.set_experts_implementation("eager")
+        counted = fake.count(training=False)
+    others = 1 + 5 * layers  # the head; q, k, v, o and the router
+    assert counted.launches["matmul"] == others + 2 * layers * experts
+    assert counted.waits > layers * experts
 
 
 def test_a_layer_that_gives_something_else_is_not_left_out() -> None:

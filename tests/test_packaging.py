@@ -28,7 +28,7 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
     return {r.name: r for r in parsed if r.marker is None or r.marker.evaluate()}
 
 
-RANGES = requirements(PROJECT["dependencies"])
+RANGES = requirements([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["plot"]])
 PINS = requirements((ROOT / "requirements.txt").read_text().splitlines())
 
 

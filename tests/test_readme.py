@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import zoo
+
+from kernels_ext_npu import sources
+from tests.localhub import LocalHub
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ["README.md", *(str(path.parent.relative_to(ROOT) / "README.md") for path in ROOT.glob("*/build.toml"))]
@@ -16,6 +22,78 @@ KINDS = {
     "qwen3": {"norms", "gated MLPs", "rotary calls", "rotary tables"},
     "qwen3_moe": {"norms", "experts", "routers", "rotary calls", "rotary tables"},
 }
+
+
+READMES = ["README.md", "README.zh.md"]
+# what cannot be run by a test of this machine, and where else it is
+ELSEWHERE = {
+    "make demo": "tests/integration/test_demo.py runs the command that it calls",
+    "make test": "that is what runs this",
+    "source /usr/local/Ascend": "needs CANN",
+    "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",
+}
+PUBLISH = """
+import sys
+from huggingface_hub import HfApi
+api, root = HfApi(), sys.argv[1]
+for name in sys.argv[2:]:
+    repository = "kernels-ext-npu/" + name
+    api.create_repo(repository, repo_type="kernel")
+    api.create_branch(repository, repo_type="kernel", branch="v1")
+    options = dict(repo_type="kernel", revision="v1", allow_patterns="build/**", ignore_patterns="**/__pycache__/**")
+    api.upload_folder(repo_id=repository, folder_path=f"{root}/{name}", **options)
+"""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory):
+    """Runs lines of a shell as on a machine with the package, where the Hub is one on loopback that has the kernels."""
+    folder = tmp_path_factory.mktemp("machine")
+    command = folder / "bin" / "kernels-ext-npu"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'from kernels_ext_npu.cli import app; app()' \"$@\"\n")
+    command.chmod(0o755)
+    (command.parent / "python").symlink_to(sys.executable)
+    (folder / "script.py").write_text("import torch; print(torch.ones(2, device='npu').sum().item())")
+    with LocalHub(folder / "hub") as hub:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
+        environment = inherited | hub.environment(folder / "home") | {"HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+        environment["PATH"] = f"{command.parent}{os.pathsep}{environment['PATH']}"
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "integration"), *sys.path])
+
+        def run(*arguments: str) -> str:
+            result = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+            assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
+            return result.stdout
+
+        run(sys.executable, "-c", PUBLISH, str(sources.root("bundled")), *sources.REPOSITORIES)
+        yield lambda lines: run("bash", "-ec", "\n".join(lines))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(blocks("README.md", "sh"))))
+def test_the_commands_run(number: int, machine) -> None:
+    lines = blocks("README.md", "sh")[number].splitlines()
+    machine([line for line in lines if not line.startswith(tuple(ELSEWHERE))])
+
+
+def test_both_languages_say_the_same() -> None:
+    english, chinese = ((ROOT / page).read_text() for page in READMES)
+    for language in ("sh", "python"):
+        assert blocks("README.md", language) == blocks("README.zh.md", language)
+    for pattern in (r"^#+ ", r"^- ", r"^\|", r"^<!-- "):
+        found = [len(re.findall(pattern, page, re.MULTILINE)) for page in (english, chinese)]
+        assert found[0] == found[1], pattern
+    links = [
+        {link.replace(".zh.md", ".md") for link in re.findall(r"\]\(([^)]+)\)", page)} for page in (english, chinese)
+    ]
+    assert links[0] == links[1]
+    numbers = [sorted(re.findall(r"\d+(?:\.\d+)+", page)) for page in (english, chinese)]
+    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``, ``coverage``, ``verify`` and ``bundle``."""
+"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``verify`` and ``bundle``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 import kernels_ext_npu
 from kernels_ext_npu.bundle_command import bundle
 from kernels_ext_npu.coverage_command import coverage
+from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ def demo(
     raise typer.Exit(0 if agreed else 1)
 
 
+app.command()(inspect)
 app.command()(bundle)
 app.command()(coverage)
 app.command()(verify)

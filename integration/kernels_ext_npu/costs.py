@@ -7,6 +7,7 @@ tensors and for fake ones, whose operators only run torch_npu's meta kernels.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,13 +31,20 @@ class Cost(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        name = operator._schema.name.partition("::")[2]
-        moves = any(isinstance(value, torch.Tensor) for value in tree_leaves(result))
-        if operator.namespace != "prim" and moves and not _is_view(operator) and name not in ALLOCATIONS:
-            self.launches[name] += 1
-            tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, torch.Tensor)]
-            self.bytes[name] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.count(operator, args, kwargs or {}, result)
         return result
+
+    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
+        """Count a call; returns the bytes of a launch, None if it is none."""
+        given = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        name = operator._schema.name.partition("::")[2]
+        if operator.namespace == "prim" or not given or _is_view(operator) or name in ALLOCATIONS:
+            return None
+        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in taken + given)
+        self.launches[name] += 1
+        self.bytes[name] += moved
+        return moved
 
 
 def _is_view(operator: torch._ops.OpOverload) -> bool:

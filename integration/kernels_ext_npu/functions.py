@@ -91,14 +91,16 @@ def remove() -> None:
 
 def rows(model: nn.Module) -> Iterator[Row]:
     """A row for each function that each module of a model calls."""
+    from kernels_ext_npu import registration
     from kernels_ext_npu.reporting import KINDS, Row
 
+    candidate = registration.left_out("RoPE") is None
     for path, module in model.named_modules():
         for use in uses(type(module)):
             reference, reason = find_function_reference(_function(use)), refusal(module, use)
             name = getattr(original_function(_function(use)), "__qualname__", use.name)
             layer = reference.layer if reference else None
-            yield Row(f"{path}.{use.name}".lstrip("."), name, layer, reason is None, reason, kind=KINDS["RoPE"])
+            yield Row(f"{path}.{use.name}".lstrip("."), name, layer, reason is None, reason, candidate, KINDS["RoPE"])
 
 
 def refusal(module: nn.Module, use: Use) -> str | None:
@@ -115,6 +117,8 @@ def refusal(module: nn.Module, use: Use) -> str | None:
         return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
     if kernel is not None:
         return None
+    if (left_out := registration.left_out("RoPE")) is not None:
+        return left_out
     if registration.current is None:
         return "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"
     return "no model of the architecture was loaded with use_kernels=True, or restore() was called: kernelize(model)"

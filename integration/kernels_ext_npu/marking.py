@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels_ext_npu import registration
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 
@@ -97,7 +98,7 @@ def refusal(module: nn.Module) -> str | None:
         return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
     if wrapper(module) is not None:
         return f"another library has wrapped its forward ({wrapper(module)}), and the wrapper must stay"
-    return reference.refuse(module)
+    return registration.left_out(reference.repository) or reference.refuse(module)
 
 
 def wrapper(module: nn.Module) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ class Registration:
     """What register() changed."""
 
     strict: bool
+    kernels: frozenset[str]
     marks: Marks
     entries: dict[str, Any] = field(default_factory=dict)  # layer -> the table's entry before
 
@@ -31,7 +34,7 @@ class Registration:
 current: Registration | None = None
 
 
-def register(source: str | Path = "bundled", strict: bool = False) -> None:
+def register(source: str | Path = "bundled", strict: bool = False, kernels: Collection[str] | None = None) -> None:
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
@@ -41,25 +44,32 @@ def register(source: str | Path = "bundled", strict: bool = False) -> None:
             kernels-ext-npu/* on the Hub; or the path of a clone of the project.
         strict: raise if a norm, gated MLP, rotary function or experts module of a model keeps its own forward, or a
             rotary embedding or router that could be served, instead of only reporting it.
+        kernels: which of "FusedMoE", "RMSNorm", "RoPE" and "SwiGLU", all by default. What the others would serve keeps
+            its forward, so that one can look for the kernel that makes a difference.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
         FileNotFoundError: the source holds no kernels.
+        ValueError: there is no kernel of such a name.
     """
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
     from kernels_ext_npu import experts, saving, sources
     from kernels_ext_npu.marking import LAYERS, Marks
 
-    sources.check(source, set(LAYERS.values()))
+    chosen = _chosen(kernels)
+    sources.check(source, chosen)
     unregister()
-    current = Registration(strict, Marks())
+    current = Registration(strict, chosen, Marks())
     table = _table()
     for layer, repository in LAYERS.items():
         current.entries[layer] = dict(table[layer]) if layer in table else ABSENT
-        table[layer] = table.get(layer, {}) | {"npu": sources.layer_source(source, repository, layer)}
+        table[layer] = {device: kernel for device, kernel in table.get(layer, {}).items() if device != "npu"}
+        if repository in chosen:
+            table[layer]["npu"] = sources.layer_source(source, repository, layer)
     _wrap_set_use_kernels()
-    experts.install(source)
+    if "FusedMoE" in chosen:
+        experts.install(source)
     saving.install()
 
 
@@ -88,13 +98,21 @@ def unregister() -> None:
     _unwrap_set_use_kernels()
 
 
+def left_out(repository: str) -> str | None:
+    """Why nothing is served by a kernel that register() was not to use; None where it is used, or nothing is."""
+    if current is None or repository in current.kernels:
+        return None
+    return f"register(kernels={sorted(current.kernels)}) leaves {repository} out"
+
+
 def prepare(model: nn.Module) -> None:
     """Mark the classes of a model that is about to be kernelized, and the functions that they call."""
     from kernels_ext_npu import functions
 
     assert current is not None
     current.marks.mark(model, _table())
-    functions.prepare(model, _table())
+    if "RoPE" in current.kernels:
+        functions.prepare(model, _table())
 
 
 def finish(model: nn.Module, mode: Mode) -> None:
@@ -109,7 +127,8 @@ def finish(model: nn.Module, mode: Mode) -> None:
     for module in current.marks.choose(model):
         kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
     packing.pack(model)
-    experts.choose(model)
+    if "FusedMoE" in current.kernels:
+        experts.choose(model)
     functions.finish()
     if not current.strict:
         return
@@ -118,6 +137,21 @@ def finish(model: nn.Module, mode: Mode) -> None:
         lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:20])
         more = f"\n  and {len(kept) - 20} more" if len(kept) > 20 else ""
         raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")
+
+
+def _chosen(kernels: Collection[str] | None) -> frozenset[str]:
+    from kernels_ext_npu.sources import REPOSITORIES
+
+    if kernels is None:
+        return frozenset(REPOSITORIES)
+    if isinstance(kernels, str):
+        raise ValueError(f"register: kernels={kernels!r} is one name; give a list, such as [{kernels!r}]")
+    for name in kernels:
+        if name not in REPOSITORIES:
+            near = difflib.get_close_matches(name.lower(), [known.lower() for known in REPOSITORIES], 1)
+            hint = next((f"; did you mean {known}?" for known in REPOSITORIES if [known.lower()] == near), "")
+            raise ValueError(f"register: there is no kernel {name!r}, only {', '.join(REPOSITORIES)}{hint}")
+    return frozenset(kernels)
 
 
 def _table() -> dict[str, dict]:

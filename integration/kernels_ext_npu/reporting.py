@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -52,7 +53,8 @@ class Row:
         kernel: the layer that serves it or would serve it, None if there is none.
         swapped: whether the kernel's forward is in place.
         reason: why not, or why not as fast as it could be; None if there is nothing to say.
-        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
+            nor for what register(kernels=...) leaves out.
         kind: what it is, as the table counts it.
     """
 
@@ -84,12 +86,16 @@ class Report:
 
     def to_json(self) -> str:
         """A list of objects with path, class, kernel, swapped and reason."""
+        return json.dumps(self.as_list(), indent=2)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """The objects of to_json()."""
         rows = []
         for row in self.rows:
             fields = asdict(row)
             fields["class"] = fields.pop("class_name")
             rows.append({key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")})
-        return json.dumps(rows, indent=2)
+        return rows
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
@@ -158,8 +164,10 @@ def _row(path: str, module: nn.Module, kind: str) -> Row:
 
 
 def _is_other(module: nn.Module, kind: str) -> bool:
-    """Whether it makes cos and sin, or routes, in a way that no kernel of ours is meant for."""
+    """Whether no kernel in use is meant for it: it makes cos and sin, or routes, in another way, or none was wanted."""
     reference = find_reference(type(module))
+    if reference is not None and registration.left_out(reference.repository) is not None:
+        return True
     if kind == KINDS["Router"]:
         return reference is None
     return kind == KINDS["RotaryEmbedding"] and (reference is None or reference.refuse(module) is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,7 +34,7 @@ def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource
     return LocalLayerRepository(root(source) / repository, layer_name=layer)
 
 
-def check(source: str | Path, repositories: set[str]) -> None:
+def check(source: str | Path, repositories: Collection[str]) -> None:
     """Raise if a source cannot hold the repositories; the Hub is asked when a kernel is loaded."""
     if source == "hub":
         return

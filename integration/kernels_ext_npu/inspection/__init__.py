@@ -1,0 +1,1 @@
+"""What the kernels do for a model, found without its weights and without an NPU: ``kernels-ext-npu inspect``."""

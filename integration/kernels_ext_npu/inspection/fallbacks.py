@@ -1,0 +1,45 @@
+"""Operators of torch for which torch_npu has no kernel: the device runs a loop over others, fake tensors one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+
+def fallback(operator: OpOverload) -> Callable[..., Tensor] | None:
+    """The loop that runs in the place of an operator; the host waits once, for the sizes of the groups."""
+    if operator is not torch.ops.aten._grouped_mm.default:
+        return None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
+    return None if has_kernel else grouped_mm
+
+
+def grouped_mm(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: object = None
+) -> Tensor:
+    """A product a group, as in ``_grouped_mm_fallback`` of ATen/native/GroupedMMUtils.h; groups of one size."""
+    if offs is None:
+        return torch.bmm(self, mat2)
+    groups = offs.numel()
+    if mat2.dim() == 3:  # rows of the one side in groups, a matrix of the other for each
+        out = self.new_empty(self.shape[0], mat2.shape[2])
+        for rows, matrix, target in zip(_split(self, groups, 0), mat2, _split(out, groups, 0)):
+            torch.mm(rows, matrix, out=target)
+    elif self.dim() == 3:
+        out = self.new_empty(self.shape[1], mat2.shape[1])
+        for matrix, columns, target in zip(self, _split(mat2, groups, 1), _split(out, groups, 1)):
+            torch.mm(matrix, columns, out=target)
+    else:  # the sums that are products go over groups
+        out = self.new_empty(groups, self.shape[0], mat2.shape[1])
+        for columns, rows, target in zip(_split(self, groups, 1), _split(mat2, groups, 0), out):
+            torch.mm(columns, rows, out=target)
+    return out
+
+
+def _split(tensor: Tensor, groups: int, dim: int) -> list[Tensor]:
+    """As evenly as can be: the first ones are larger by one."""
+    size, larger = divmod(tensor.shape[dim], groups)
+    return list(tensor.split([size + (group < larger) for group in range(groups)], dim))

@@ -1,0 +1,171 @@
+"""Inspects a model: which kernel serves which of its modules, and what that changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from transformers import PreTrainedModel
+
+import kernels_ext_npu
+from kernels_ext_npu.inspection import modules
+from kernels_ext_npu.inspection.counting import Counting, Counts, count_forward, count_step
+from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
+from kernels_ext_npu.inspection.roofline import Soc
+from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
+from kernels_ext_npu.reporting import Report
+from kernels_ext_npu.sources import REPOSITORIES
+
+ORIGINAL, ALL = "original", "with kernels"
+PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
+
+
+@dataclass
+class Variant:
+    """A model with some of the kernels.
+
+    Attributes:
+        name: which ones.
+        swapped: how many of each kind of module, in words.
+        counts: what each phase costs; None for what cannot be counted.
+    """
+
+    name: str
+    swapped: str = "nothing"
+    counts: dict[str, Counts | None] = field(default_factory=dict)
+
+
+@dataclass
+class Inspection:
+    """What was found.
+
+    Attributes:
+        subject: what was inspected.
+        inputs: what the model was given, in words.
+        dtype: of the weights.
+        soc: the chip of the estimate.
+        parameters: their number.
+        weights: their bytes.
+        report: the modules, and the kernels that serve them.
+        variants: the original first, all kernels last.
+        remarks: what a reader of the figures has to know.
+    """
+
+    subject: Subject
+    inputs: str
+    dtype: torch.dtype
+    soc: Soc
+    parameters: int
+    weights: int
+    report: Report
+    variants: list[Variant]
+    remarks: list[str]
+
+
+def inspect(
+    subject: Subject,
+    soc: Soc,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    tokens: int = 4096,
+    compare: bool = False,
+    advance: Callable[[str], None] = lambda _: None,
+) -> Inspection:
+    """Build the model on fake tensors, and count it with and without kernels.
+
+    Args:
+        compare: count each kernel alone, too.
+        advance: is called with what comes next; steps() tells how often.
+
+    Raises:
+        CannotInspectError: the model cannot be built, or nothing of it can be counted.
+    """
+    values, remarks = KnownValues(), list(subject.remarks)
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of models, about inputs that mean nothing
+        advance("building the model")
+        model = _build(subject, dtype, values, soc)
+        inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
+        variants, report = [], Report([])
+        for name, kernels in _variants(compare):
+            with _swapped(model, kernels) as found:
+                variant = Variant(name)
+                if found is not None:
+                    report, variant.swapped = found, found.summary()
+                for phase, given in {"forward": inputs, "step": inputs | labels(model, inputs)}.items():
+                    advance(f"{name}: {PHASES[phase]}")
+                    with modules.remark_idle(model, remarks if phase == "forward" and found is None else []):
+                        variant.counts[phase] = _count(model, phase, given, values, soc, f"{name}, {phase}", remarks)
+                variants.append(variant)
+        parameters = list(model.parameters())
+    if not any(counts for variant in variants for counts in variant.counts.values()):
+        raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
+    size = sum(p.numel() for p in parameters)
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    return Inspection(subject, described, dtype, soc, size, weights, report, variants, list(dict.fromkeys(remarks)))
+
+
+def steps(compare: bool) -> int:
+    """How often inspect() says what comes next."""
+    return 1 + len(PHASES) * len(_variants(compare))
+
+
+def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:
+    alone = [(f"{name} alone", (name,)) for name in REPOSITORIES] if compare else []
+    return [(ORIGINAL, ()), *alone, (ALL, REPOSITORIES)]
+
+
+def _build(subject: Subject, dtype: torch.dtype, values: KnownValues, soc: Soc) -> PreTrainedModel:
+    try:
+        with Counting(values, soc):  # for the values of its buffers
+            return build(subject, dtype)
+    except Exception as error:  # sizes that do not fit together, say
+        raise CannotInspectError(
+            f"{subject.name}: no {subject.model_class.__name__} can be built of it: {modules.line(error)}"
+        ) from error
+
+
+@contextmanager
+def _swapped(model: PreTrainedModel, kernels: tuple[str, ...]) -> Iterator[Report | None]:
+    """With these kernels in place; as it is where there are none."""
+    if not kernels:
+        yield None
+        return
+    kernels_ext_npu.register(kernels=kernels)
+    try:
+        kernels_ext_npu.kernelize(model)
+        yield kernels_ext_npu.report(model)
+        kernels_ext_npu.restore(model)
+    finally:
+        kernels_ext_npu.unregister()
+
+
+def _count(
+    model: PreTrainedModel,
+    phase: str,
+    inputs: dict[str, Any],
+    values: KnownValues,
+    soc: Soc,
+    what: str,
+    remarks: list[str],
+) -> Counts | None:
+    """What cannot be counted is remarked, and the rest goes on."""
+    try:
+        return (count_forward if phase == "forward" else count_step)(model, inputs, values, soc)
+    except UnknownValueError as error:
+        remarks.append(
+            f"{what}: not counted, since {modules.culprit(model, error)} lets the host read what follows from weights "
+            f"or chance, by {error}; each time it waits for the device"
+        )
+    except Exception as error:  # of a model's own code, with inputs that it was not made for
+        remarks.append(
+            f"{what}: not counted, since {modules.culprit(model, error)} ended in {type(error).__name__}: "
+            f"{modules.line(error)}"
+        )
+    model.zero_grad(set_to_none=True)
+    return None

@@ -1,0 +1,53 @@
+"""The memory that a computation on fake tensors would take: what was made and still lives, and its largest sum."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+
+class Memory:
+    """Follows storages from the operator that makes them until nothing holds them.
+
+    Attributes:
+        current: bytes that live.
+        peak: the most that lived at once.
+    """
+
+    def __init__(self) -> None:
+        self.current = self.peak = 0
+        self._living: dict[int, int] = {}  # storage -> bytes
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count what was there before, nor what is counted elsewhere."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.current -= self._living.get(storage._cdata, 0)
+            self._follow(storage, 0)
+
+    def exclude_gradients(self, model: nn.Module) -> list:
+        """Do not count the gradients of parameters, as soon as they are complete; returns the hooks that see to it."""
+        return [
+            parameter.register_post_accumulate_grad_hook(lambda p: self.exclude([p.grad]))
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count what an operator gave, unless it is counted."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "npu" and storage._cdata not in self._living:
+                self.current += storage.nbytes()
+                self._follow(storage, storage.nbytes())
+        self.peak = max(self.peak, self.current)
+
+    def _follow(self, storage, size: int) -> None:
+        if storage._cdata not in self._living:
+            weakref.finalize(storage, self._end, storage._cdata).atexit = False
+        self._living[storage._cdata] = size
+
+    def _end(self, storage: int) -> None:
+        self.current -= self._living.pop(storage)

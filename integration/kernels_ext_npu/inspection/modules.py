@@ -1,0 +1,63 @@
+"""Which modules of a model did not run, and in which one an error arose."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+_WORTH_A_REMARK = 0.01  # of all parameters
+
+
+@contextmanager
+def remark_idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
+    """Remark the larger parts of a model that were not called meanwhile."""
+    called: set[nn.Module] = set()
+    hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    try:
+        yield
+    finally:
+        hook.remove()
+    if model in called:
+        remarks += [f"not counted, since these inputs do not reach it: {idle}" for idle in _idle(model, called)]
+
+
+def culprit(model: nn.Module, error: BaseException) -> str:
+    """The innermost module of a model in whose code an error arose."""
+    paths = {module: path for path, module in model.named_modules()}
+    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    found = [paths[owner] for owner in frames if isinstance(owner, nn.Module) and owner in paths]
+    return (found[-1] if found else "") or type(model).__name__
+
+
+def line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+
+
+def _idle(model: nn.Module, called: set[nn.Module]) -> Iterator[str]:
+    """Outermost modules of which no part was called, nor of one in another layer."""
+    whole = _size(model)
+    reached = {_anywhere(path) for path, module in model.named_modules() if module in called}
+    waiting = list(model.named_children())
+    for path, module in waiting:  # grows while it runs
+        size = _size(module)
+        if size < _WORTH_A_REMARK * whole:
+            continue
+        parts = [_anywhere(f"{path}.{name}".rstrip(".")) for name, _ in module.named_modules()]
+        if reached.isdisjoint(parts):
+            yield f"{_anywhere(path)}, {size / 1e9:.2g} of {whole / 1e9:.2g} billion parameters"
+        else:
+            waiting += [(f"{path}.{name}", child) for name, child in module.named_children()]
+
+
+def _anywhere(path: str) -> str:
+    return re.sub(r"\b\d+\b", "*", path)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

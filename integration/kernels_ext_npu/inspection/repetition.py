@@ -1,0 +1,168 @@
+"""Layers of a model that are alike: what a few of them cost tells what all of them cost.
+
+Alike are members of one list of a model with the same classes, shapes and settings. A layer that is not to run hands
+its input on; it stays where it is, so that the model's own code sees as many layers as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformers import PreTrainedModel
+
+_INPUT = object()  # stands for the input in what a layer gives
+
+
+class _Other(NamedTuple):
+    """What a layer gives besides."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class NotRepeatableError(Exception):
+    """A layer does not give what it takes: the next ones cannot do without it."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
+@dataclass(eq=False)
+class Kind:
+    """Layers that are alike, at least three, in the order in which they run."""
+
+    layers: list[nn.Module]
+    output: Any = field(default=None, repr=False)
+
+    @property
+    def left_out(self) -> int:
+        """How many do not run: all but the first and the last one."""
+        return len(self.layers) - 2
+
+    def note(self, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """A hook of the first layer: keep what it gives, with a sign in the place of what has the input's shape."""
+        shape = _first_tensor(args, kwargs).shape
+
+        def leaf(value: Tensor) -> object:
+            return _INPUT if value.shape == shape else _Other(value.shape, value.dtype, value.device)
+
+        self.output = tree_map_only(Tensor, leaf, output)
+
+    def hand_on(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer that is left out."""
+        if not any(leaf is _INPUT for leaf in tree_leaves(self.output, is_leaf=_is_other)):
+            raise NotRepeatableError(self)
+        given = _first_tensor(args, kwargs)
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, _Other):
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            return given if leaf is _INPUT else leaf
+
+        return tree_map(value, self.output, is_leaf=_is_other)
+
+
+def find_kinds(model: PreTrainedModel) -> list[Kind]:
+    """The kinds of layers of which there are at least three; nothing inside such a layer counts by itself."""
+    found: list[Kind] = []
+    inside: set[nn.Module] = set()
+    configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or module in inside:
+            continue
+        alike: dict[str, list[nn.Module]] = {}
+        for layer, signature in zip(module, _signatures(module, configs)):
+            alike.setdefault(signature, []).append(layer)
+        repeated = [Kind(layers) for layers in alike.values() if len(layers) > 2]
+        found += repeated
+        inside |= {inner for kind in repeated for layer in kind.layers for inner in layer.modules()}
+    return found
+
+
+@contextmanager
+def few(kinds: list[Kind], one_more: Kind | None = None) -> Iterator[None]:
+    """Run the first and the last layer of each kind only, and of one kind the second one too."""
+    hooks, left_out = [], []
+    for kind in kinds:
+        hooks.append(kind.layers[0].register_forward_hook(kind.note, with_kwargs=True))
+        for layer in kind.layers[2 if kind is one_more else 1 : -1]:
+            left_out.append((layer, vars(layer).get("forward")))
+            layer.forward = kind.hand_on
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, forward in left_out:
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _signatures(layers: nn.ModuleList, configs: list[Any]) -> list[str]:
+    """Equal for layers that cost the same: in their modules, tensors and settings, and in what configs say of them."""
+    settings = [_settings(layer) for layer in layers]
+    offsets: dict[str, set[int | None]] = {}
+    for position, values in enumerate(settings):
+        for key, value in values.items():
+            offsets.setdefault(key, set()).add(_offset(value, position))
+    indices = {key for key, found in offsets.items() if len(found) == 1 and None not in found}
+    lists = [
+        (name, value)
+        for config in configs
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == len(layers)
+    ]
+    return [
+        repr(
+            (
+                sorted((key, value) for key, value in settings[position].items() if key not in indices),
+                [(path, _shape(tensor)) for path, tensor in [*layer.named_parameters(), *layer.named_buffers()]],
+                [(name, value[position]) for name, value in lists],
+            )
+        )
+        for position, layer in enumerate(layers)
+    ]
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """The classes of the modules of a layer and their simple attributes; of a float only whether it is zero."""
+    settings: dict[str, Any] = {}
+    for path, module in layer.named_modules():
+        settings[path] = type(module).__qualname__
+        for name, value in vars(module).items():
+            if isinstance(value, float):
+                settings[f"{path}.{name}"] = f"float {value == 0}"
+            elif isinstance(value, bool | str):
+                settings[f"{path}.{name}"] = str(value)
+            elif isinstance(value, int):
+                settings[f"{path}.{name}"] = value
+            elif hasattr(value, "__func__"):  # a kernel in the place of a forward
+                settings[f"{path}.{name}"] = value.__func__.__qualname__
+    return settings
+
+
+def _is_other(value: Any) -> bool:
+    return isinstance(value, _Other)
+
+
+def _offset(value: Any, position: int) -> int | None:
+    """Of a number that may be the index of a layer."""
+    return value - position if isinstance(value, int) else None
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
+
+
+def _first_tensor(args: tuple, kwargs: dict) -> Tensor:
+    named = kwargs.get("hidden_states")
+    return next(value for value in tree_leaves((named, args, kwargs)) if isinstance(value, Tensor))

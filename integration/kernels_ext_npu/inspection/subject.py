@@ -1,0 +1,208 @@
+"""What is inspected: a configuration by any of its names, the model it describes on fake tensors, and inputs for it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from kernels_ext_npu.inspection import modules
+from kernels_ext_npu.inspection.known_values import KnownValues
+
+# the classes of a configuration, the whole model before its parts
+_MAPPINGS = (
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    modeling_auto.MODEL_MAPPING,
+)
+
+
+class CannotInspectError(Exception):
+    """There is nothing to inspect. The message says why, and what to give."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A configuration and what else is known of it.
+
+    Attributes:
+        name: as it was given.
+        config: of the whole model.
+        model_class: which is built of it.
+        remarks: what a reader of the figures has to know.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    remarks: list[str]
+
+
+def find(name: str) -> Subject:
+    """The subject that a name means: a checkpoint folder, a config.json, a model id in the cache, or a model type.
+
+    Raises:
+        CannotInspectError: there is none.
+    """
+    path = Path(name).expanduser()
+    remarks: list[str] = []
+    if path.is_file() or (path / "config.json").is_file():
+        config = _read(path)
+    elif name in CONFIG_MAPPING_NAMES:
+        config = CONFIG_MAPPING[name]()
+        remarks.append(f"sizes: what {type(config).__name__} has by default")
+    elif path.exists():
+        raise CannotInspectError(f"{path} is no checkpoint: it has no config.json")
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        config = _cached(name)
+    else:
+        near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 3)
+        hint = f" Near to it: {', '.join(near)}." if near else ""
+        raise CannotInspectError(
+            f"{name} is neither a folder nor a file, nor a model type of transformers {transformers.__version__}.{hint}"
+            " Expected is a checkpoint folder, a config.json, a model id in the local cache, or a model type such as "
+            "qwen3."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        remarks.append("the checkpoint is quantised; counted is the model without quantisation")
+    return Subject(name, config, _model_class(config), remarks)
+
+
+def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the NPU; inside a FakeTensorMode."""
+    with torch.device("npu"), no_init_weights():
+        return subject.model_class._from_config(subject.config, dtype=dtype)
+
+
+def make_inputs(model: PreTrainedModel, batch: int, tokens: int, values: KnownValues) -> tuple[dict[str, Any], str]:
+    """Inputs for a forward, and what they are in words; inside a FakeTensorMode.
+
+    Raises:
+        CannotInspectError: the model takes something else than text or images.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    made: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    text = model.config.get_text_config()
+    if model.main_input_name == "input_ids" or (model.main_input_name == "inputs_embeds" and "input_ids" in parameters):
+        made["input_ids"] = _ids(batch, tokens, text, values)
+        if model.config.is_encoder_decoder:
+            made["decoder_input_ids"] = _ids(batch, tokens, text, values)
+        return made, f"{batch} × {tokens} tokens"
+    if model.main_input_name == "pixel_values":
+        config = getattr(model.config, "vision_config", model.config)
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (batch, getattr(config, "num_channels", 3), height, width)
+        made["pixel_values"] = torch.empty(shape, dtype=model.dtype, device="npu")
+        return made, f"{batch} image{'s' * (batch > 1)} of {height} × {width}"
+    if model.main_input_name == "input_features" and hasattr(model.config, "max_source_positions"):
+        frames = 2 * model.config.max_source_positions  # a convolution halves them
+        features = torch.empty(batch, model.config.num_mel_bins, frames, dtype=model.dtype, device="npu")
+        made |= {"input_features": features, "decoder_input_ids": _ids(batch, tokens, text, values)}
+        return made, f"{batch} × {frames} frames and {tokens} tokens"
+    raise CannotInspectError(
+        f"{type(model).__name__} takes {model.main_input_name}; counted can be what takes text (input_ids), images of "
+        "one size (pixel_values) or spectrograms of one length (input_features)"
+    )
+
+
+def clamp(model: PreTrainedModel, tokens: int, remarks: list[str]) -> int:
+    """As many tokens as a model has places for, where it learns a vector for each place."""
+    text = model.config.get_text_config()
+    names = ("max_target_positions", "max_position_embeddings")
+    places = next((value for name in names if (value := getattr(text, name, None)) is not None), tokens)
+    learned = any(
+        isinstance(module, nn.Embedding) and re.search("position|wpe", path.rpartition(".")[2])
+        for path, module in model.named_modules()
+    )
+    if model.main_input_name == "pixel_values" or not learned or tokens <= places:
+        return tokens
+    remarks.append(f"{places} tokens in place of {tokens}: the model has no more places")
+    return places
+
+
+def labels(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """What makes a forward give a loss; nothing where the model has none for text."""
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    takes = "labels" in inspect.signature(model.forward).parameters
+    generates = model.can_generate() or type(model).__name__.endswith("ForMaskedLM")
+    return {"labels": ids} if takes and generates and ids is not None else {}
+
+
+def _read(path: Path) -> PreTrainedConfig:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        described = json.loads(file.read_text())
+    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise CannotInspectError(f"{file} is no configuration: {error}") from error
+    if not isinstance(described, dict) or "model_type" not in described:
+        raise CannotInspectError(f"{file} is no configuration of a transformers model: it names no model_type")
+    return _described(str(file), described["model_type"], file)
+
+
+def _cached(name: str) -> PreTrainedConfig:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, "config.json")
+    if not isinstance(file, str):
+        raise CannotInspectError(
+            f"{name} is no folder, and the cache in {constants.HF_HUB_CACHE} has no config.json of such a model: "
+            f"`hf download {name} config.json` brings it, without weights; or give a config.json or a model type"
+        )
+    return _read(Path(file))
+
+
+def _described(given: str, model_type: Any, file: Path) -> PreTrainedConfig:
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, 1)
+        hint = f"; near to it is {near[0]}" if near else ""
+        raise CannotInspectError(
+            f"{given} describes a {model_type}, which transformers {transformers.__version__} does not have{hint}. A "
+            "model that brings its own code is not built here: its code would have to be run."
+        )
+    try:
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a configuration class makes of what is written there
+        raise CannotInspectError(
+            f"{given} is no valid configuration of a {model_type}: {modules.line(error)}"
+        ) from error
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    for name in getattr(config, "architectures", None) or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
+            return named
+    for mapping in _MAPPINGS:
+        if type(config) in mapping:
+            found: Any = mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
+    raise CannotInspectError(
+        f"transformers has no model for a {type(config).__name__} alone; give that of a whole model"
+    )
+
+
+def _ids(batch: int, tokens: int, text: PreTrainedConfig, values: KnownValues) -> Tensor:
+    """No padding, no images: tokens that mean nothing."""
+    special = {v for k, v in vars(text).items() if k.endswith("token_id") and isinstance(v, int)}
+    token = next(i for i in range(len(special) + 1) if i not in special)
+    with _disable_current_modes():
+        real = torch.full((batch, tokens), token)
+    return values.learn(torch.empty(batch, tokens, dtype=torch.long, device="npu"), real)

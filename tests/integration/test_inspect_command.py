@@ -1,0 +1,191 @@
+"""``kernels-ext-npu inspect`` as a stranger runs it."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+from transformers import AutoConfig
+from typer.testing import CliRunner, Result
+
+from kernels_ext_npu import cli
+
+pytestmark = pytest.mark.slow
+COMMAND = "import sys; from kernels_ext_npu.cli import app; sys.argv.insert(1, 'inspect'); app()"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+}
+# https://huggingface.co/Qwen/Qwen3-235B-A22B/blob/main/config.json
+QWEN3_235B_A22B = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 94,
+    "vocab_size": 151936,
+}
+
+
+def inspect(*arguments: object, columns: int = 80) -> Result:
+    return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], env={"COLUMNS": str(columns)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    AutoConfig.for_model("qwen3", **SIZES).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_a_checkpoint_without_weights(folder: Path) -> None:
+    result = inspect(folder, "--tokens", 32)
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    assert "Qwen3ForCausalLM" in output
+    assert "17 of 17 norms, 4 of 4 gated MLPs, 4 of 4 rotary calls, 1 of 1 rotary tables swapped" in output
+    for words in ("forward, no gradients", "training step", "1 × 32 tokens", "Counted on fake tensors", "estimate"):
+        assert words in output
+    assert all(len(line) <= 80 for line in result.output.splitlines() if str(folder) not in line)
+
+
+def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_python, tmp_path: Path) -> None:
+    """A folder, its config.json, and an id in the cache."""
+    cached = tmp_path / "hub" / "models--somebody--tiny"
+    (cached / "snapshots" / "0123").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    (cached / "snapshots" / "0123" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    code = (
+        "import sys; from kernels_ext_npu.cli import app; sys.argv = ['x', 'inspect', 'somebody/tiny', '--json']; app()"
+    )
+    by_id = run_python(code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1").stdout
+    reports = [json.loads(inspect(name, "--json").stdout) for name in (folder, folder / "config.json")]
+    reports.append(json.loads(by_id))  # nothing else is on standard output
+    names = [report.pop("model") for report in reports]
+    assert names == [str(folder), str(folder / "config.json"), "somebody/tiny"]
+    assert reports[0] == reports[1] == reports[2]
+
+
+def test_each_kernel_alone_and_all_together(folder: Path) -> None:
+    report = json.loads(inspect(folder, "--tokens", 32, "--compare", "--json").stdout)
+    variants = {variant["name"]: variant for variant in report["variants"]}
+    assert list(variants) == [
+        "original",
+        "FusedMoE alone",
+        "RMSNorm alone",
+        "RoPE alone",
+        "SwiGLU alone",
+        "with kernels",
+    ]
+    launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
+    assert launches["FusedMoE alone"] == launches["original"]
+    saved = [launches["original"] - launches[f"{name} alone"] for name in ("RMSNorm", "RoPE", "SwiGLU")]
+    assert all(saving > 0 for saving in saved)
+    assert launches["with kernels"] == launches["original"] - sum(saved)
+    for variant in variants.values():
+        for phase in ("forward", "step"):
+            counts = variant[phase]
+            assert counts["launches"] == sum(entry["launches"] for entry in counts["operators"].values())
+            assert counts["bytes"] == sum(entry["bytes"] for entry in counts["operators"].values())
+    assert {row["kernel"] for row in report["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
+    assert "not a measurement" in report["estimate"]["what"]
+
+
+def test_a_235b_model_takes_less_than_30_seconds(run_python, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B_A22B))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = json.loads(run_python(COMMAND, str(tmp_path), "--json", OMP_NUM_THREADS="1").stdout)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # of the processor's time: other tests may run beside
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
+    assert report["parameters"] == 235_093_634_560  # what the checkpoint on the Hub has
+    assert sum(row["swapped"] for row in report["modules"]) == len(report["modules"])
+    before, after = report["variants"][0]["step"], report["variants"][-1]["step"]
+    assert after["host_waits"] <= 1 < before["host_waits"]
+    assert after["launches"] < before["launches"] / 10
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
+    plot = tmp_path / f"plot{suffix}"
+    result = inspect(folder, "--tokens", 32, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    if suffix == ".png":
+        height, width, _ = image.imread(plot).shape
+        assert (width, height) == (1920, 1080)
+    else:
+        assert b"<svg" in plot.read_bytes()
+
+
+def test_what_the_inputs_do_not_reach_is_said(tmp_path: Path) -> None:
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "depth": 3, "out_hidden_size": 64}
+    text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    output = " ".join(inspect(tmp_path, "--tokens", 32).output.split())
+    assert "not counted, since these inputs do not reach it: model.visual" in output
+
+
+def test_more_tokens_than_places_are_not_asked_for(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 48, "vocab_size": 100}
+    AutoConfig.for_model("gpt2", **sizes).save_pretrained(tmp_path)
+    output = " ".join(inspect(tmp_path, "--tokens", 64).output.split())
+    assert "48 tokens in place of 64: the model has no more places" in output
+    assert "1 × 48 tokens" in output
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no configuration"),
+        ("[]", "names no model_type"),
+        ('{"hidden_size": 8}', "names no model_type"),
+        ('{"model_type": "qwen33"}', "describes a qwen33, which transformers"),
+        ('{"model_type": "brand-new", "auto_map": {"AutoConfig": "code.Config"}}', "brings its own code"),
+        ('{"model_type": "qwen3", "hidden_size": "many"}', "qwen3"),
+        ('{"model_type": "qwen3", "num_attention_heads": 3, "hidden_size": 64, "head_dim": 0}', "Qwen3ForCausalLM"),
+        ("\0\xff", "is no configuration"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_in_a_sentence(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    result = inspect(tmp_path)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["qwen33"], "Near to it: qwen3"),
+        (["./nowhere"], "neither a folder nor a file"),
+        (["nobody/nothing"], "`hf download nobody/nothing config.json`"),
+        (["."], "it has no config.json"),
+        (["qwen3", "--dtype", "int8"], "bfloat16, float16, float32"),
+        (["qwen3", "--soc", "910"], "910b, 910b-280"),
+        (["qwen3", "--plot", "plot.gif"], ".png, .pdf, .svg"),
+        (["qwen3", "--plot", "/nowhere/plot.png"], "no file can be written there"),
+        (["qwen3", "--tokens", "0"], "--tokens"),
+        (["wav2vec2"], "takes input_values"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_a_sentence(arguments: list[str], words: str, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = inspect(*arguments, columns=300)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,284 @@
+"""What ``kernels-ext-npu inspect`` counts on fake tensors is what happens on the software device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import memory
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoConfig, PreTrainedModel
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.inspection import repetition, roofline
+from kernels_ext_npu.inspection.counting import Counting, Counts, count_forward, count_step
+from kernels_ext_npu.inspection.known_values import KnownValues
+
+pytestmark = pytest.mark.slow
+SOC = roofline.SOCS["910b"]
+BATCH, TOKENS, TOKEN = 2, 16, 5
+# What moves and fills, but computes nothing. Fake tensors see operators of torch, the device what these become: copies
+# in a conversion, a copy and an operator in place, what is filled in the gradient of a slice.
+BOOKKEEPING = {
+    *("local_scalar_dense", "to_copy", "copy", "clone", "fill", "zero", "zeros", "new_zeros", "zeros_like", "new_ones"),
+    *("full_like", "scalar_tensor", "index_put", "index_put_impl", "slice_backward", "select_backward"),
+    *("geglu_grad", "npu_geglu_grad"),  # an operator of our own around that of torch_npu
+}
+
+
+def computing(launches: Counter[str]) -> Counter[str]:
+    """By operator, whether in place or not."""
+    counts: Counter[str] = Counter()
+    for name, count in launches.items():
+        if name.strip("_") not in BOOKKEEPING:
+            counts[{"npu_gather_backward": "scatter_add"}.get(name, name.strip("_"))] += count
+    return counts
+
+
+class Fake:
+    """A model on fake tensors, as inspect() builds it, and what it costs."""
+
+    def __init__(self, cls: type[PreTrainedModel], config: object, dtype: torch.dtype = torch.float32) -> None:
+        self.values = KnownValues()
+        with Counting(self.values, SOC), torch.device("npu"):
+            self.model = cls._from_config(config, dtype=dtype)
+        ids = torch.empty(BATCH, TOKENS, dtype=torch.long, device="npu")
+        with _disable_current_modes():
+            real = torch.full((BATCH, TOKENS), TOKEN)
+        self.inputs = {"input_ids": self.values.learn(ids, real), "use_cache": False}
+
+    def count(self, training: bool) -> Counts:
+        if training:
+            return count_step(self.model, self.inputs | {"labels": self.inputs["input_ids"]}, self.values, SOC)
+        return count_forward(self.model, self.inputs, self.values, SOC)
+
+
+@contextmanager
+def kernels(model: nn.Module, wanted: bool) -> Iterator[None]:
+    if wanted:
+        kernels_ext_npu.register()
+        kernels_ext_npu.kernelize(model)
+    try:
+        yield
+    finally:
+        if wanted:
+            kernels_ext_npu.restore(model)
+            kernels_ext_npu.unregister()
+
+
+def run(model: PreTrainedModel, ids: torch.Tensor, training: bool) -> None:
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        output = model(input_ids=ids, use_cache=False, **({"labels": ids} if training else {}))
+        if training:
+            output.loss.backward()
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen2_5_vl", "deepseek_v3", "mamba2"]
+)
+def test_launches_and_waits_are_those_of_the_device(name: str, training: bool, swapped: bool) -> None:
+    real = zoo.build(name, torch.bfloat16).to("npu")
+    with kernels(real, swapped):
+        ids = torch.full((BATCH, TOKENS), TOKEN).to("npu")
+        softnpu.reset_counters()
+        run(real, ids, training)
+        happened = Counter(softnpu.counters())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = Fake(type(real), real.config, torch.bfloat16)
+        with kernels(fake.model, swapped):
+            counted = fake.count(training)
+    assert counted.waits == happened.pop("stream_syncs")
+    del happened["device_to_host_copies"]
+    assert computing(counted.launches) == computing(happened)
+
+
+TINY = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def config(model_type: str, layers: int, **sizes: object) -> object:
+    return AutoConfig.for_model(model_type, num_hidden_layers=layers, vocab_size=32, **TINY | sizes)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "kinds"),
+    [
+        ("llama", {}, [7]),
+        ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 2}, [5]),
+        (
+            "deepseek_v3",
+            {
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 32,
+            }
+            | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+            | {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 3},
+            [3, 4],
+        ),
+    ],
+)
+def test_a_few_layers_tell_what_all_cost(model_type: str, sizes: dict, kinds: list[int], swapped: bool) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        described = config(model_type, 7, **sizes)
+        fake = Fake(zoo_class(described), described, torch.bfloat16)
+        with kernels(fake.model, swapped):
+            assert [len(kind.layers) for kind in repetition.find_kinds(fake.model)] == kinds
+            few = [fake.count(training) for training in (False, True)]
+            for number, layer in enumerate(fake.model.model.layers):
+                layer.label = f"like no other: {number}"
+            assert repetition.find_kinds(fake.model) == []
+            whole = [fake.count(training) for training in (False, True)]
+    for counted, exact in zip(few, whole):
+        assert +counted.launches == exact.launches
+        assert +counted.bytes == exact.bytes
+        assert counted.waits == exact.waits
+        assert sum(counted.seconds.values()) == pytest.approx(sum(exact.seconds.values()))
+        # tensors that one kind's first layer makes may live beside others of the last: part of one layer's
+        assert counted.peak == pytest.approx(exact.peak, rel=0.02)
+
+
+def zoo_class(described: object) -> type[PreTrainedModel]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(described)]
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
+def test_the_predicted_peak_is_that_of_the_allocator(training: bool, swapped: bool) -> None:
+    described = config("llama", 5)
+    real = zoo_class(described)(described).to("npu")
+    ids = torch.full((BATCH, TOKENS), TOKEN).to("npu")
+    with kernels(real, swapped):
+        for _ in range(2):  # caches fill in the first run
+            real.zero_grad()
+            torch.npu.reset_peak_memory_stats()
+            before = memory.requested("current")
+            run(real, ids, training)
+            happened = memory.requested("peak") - before
+    gradients = sum(p.grad.numel() * 4 for p in real.parameters() if p.grad is not None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = Fake(type(real), described)
+        with kernels(fake.model, swapped):
+            predicted = fake.count(training).peak
+    # Gradients are no activations; at the peak, which is early in the backward, few of them exist. The device may hold
+    # a scalar more or less.
+    assert predicted - 512 <= happened <= predicted + gradients
+    assert training or predicted == happened
+
+
+def test_experts_in_a_loop_of_the_host_get_equal_shares_of_the_tokens() -> None:
+    """Which experts are hit follows from weights; the loop asks the host for each."""
+    layers, experts = 3, 4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        described = config("mixtral", layers, num_local_experts=experts, num_experts_per_tok=2)
+        fake = Fake(zoo_class(described), described, torch.bfloat16)
+        fake.model.set_experts_implementation("eager")
+        counted = fake.count(training=False)
+    others = 1 + 5 * layers  # the head; q, k, v, o and the router
+    assert counted.launches["matmul"] == others + 2 * layers * experts
+    assert counted.waits > layers * experts
+
+
+def test_a_layer_that_gives_something_else_is_not_left_out() -> None:
+    """Layers that all halve their input are alike, and still each of them has to run."""
+
+    class Halving(nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states[:, ::2] * 2
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        described = config("llama", 1)
+        fake = Fake(zoo_class(described), described)
+        fake.model.halving = nn.ModuleList(Halving() for _ in range(4))
+        original = fake.model.forward
+
+        def forward(**inputs: object) -> object:
+            hidden_states = original(**inputs).logits
+            for layer in fake.model.halving:
+                hidden_states = layer(hidden_states)
+            return (hidden_states,)
+
+        assert [len(kind.layers) for kind in repetition.find_kinds(fake.model)] == [4]
+        before = fake.count(training=False).launches["mul"]
+        fake.model.forward = forward
+        assert fake.count(training=False).launches["mul"] == before + 4
+
+
+class TestRoofline:
+    """Products of a known number of operations, and copies of a known number of bytes."""
+
+    def seconds(self, function, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> float:
+        with FakeTensorMode():
+            tensors = [torch.empty(shape, dtype=dtype, device="npu") for shape in shapes]
+            with Counting(KnownValues(), SOC) as counting:
+                function(*tensors)
+        return sum(counting.seconds.values())
+
+    def test_a_large_product_takes_what_its_operations_take(self) -> None:
+        shapes, operations = ((4096, 4096), (4096, 8192)), 2 * 4096 * 4096 * 8192
+        assert self.seconds(torch.matmul, *shapes) == pytest.approx(operations / 294.9e12)
+        assert self.seconds(torch.matmul, *shapes, dtype=torch.float16) == pytest.approx(operations / 313e12)
+
+    def test_a_product_with_one_row_takes_what_its_bytes_take(self) -> None:
+        bytes_moved = 2 * (4096 + 4096 * 8192 + 8192)
+        assert self.seconds(torch.matmul, (1, 4096), (4096, 8192)) == pytest.approx(bytes_moved / SOC.bandwidth)
+
+    def test_an_elementwise_operator_takes_what_its_bytes_take(self) -> None:
+        assert self.seconds(torch.add, (4096, 4096), (4096, 4096)) == pytest.approx(3 * 2 * 4096**2 / SOC.bandwidth)
+
+    def test_grouped_products_count_each_row_once(self) -> None:
+        def product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
+            torch.ops.npu.npu_grouped_matmul(
+                [x], [weight], group_list=counts.long(), split_item=2, group_type=0, group_list_type=1
+            )
+
+        expected = 2 * 65536 * 1024 * 1024 / 294.9e12
+        assert self.seconds(product, (65536, 1024), (8, 1024, 1024), (8,)) == pytest.approx(expected, rel=1e-6)
+
+    def test_causal_attention_takes_half_of_two_products(self) -> None:
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        shape, key = (1, 32, 4096, 128), (1, 8, 4096, 128)
+        expected = 2 * 2 * 32 * 4096 * 4096 * 128 / 2 / 294.9e12
+        assert self.seconds(attention, shape, key, key) == pytest.approx(expected, rel=0.05)  # and a mask is made
+
+
+def test_values_that_follow_from_sizes_are_known_and_others_are_not() -> None:
+    from kernels_ext_npu.inspection.known_values import UnknownValueError
+
+    values = KnownValues()
+    with FakeTensorMode(allow_non_fake_inputs=True), Counting(values, SOC):
+        positions = torch.arange(6, device="npu")
+        assert (positions.view(2, 3).sum(1) == torch.tensor([3, 12], device="npu")).all()
+        assert positions[positions > 3].tolist() == [4, 5]
+        assert torch.randn(6, device="npu")[positions > 3].shape == (2,)
+        assert values.waits == 1 + 1 + 2 + 1  # all(), two masks and the two values of tolist()
+        written = torch.zeros(6, dtype=torch.long, device="npu")
+        view = written[2:]
+        view.add_(1)
+        assert written.tolist() == [0, 0, 1, 1, 1, 1]
+        written.copy_(torch.randn(6, device="npu"))
+        for unknown in (view, torch.randn(1, device="npu")):
+            with pytest.raises(UnknownValueError, match="_local_scalar_dense"):
+                unknown[0].item()
+        with pytest.raises(UnknownValueError, match="nonzero"):
+            torch.randn(6, device="npu").nonzero()
+        scores, experts = torch.randn(4, 8, device="npu").topk(2)
+        assert experts.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        with pytest.raises(UnknownValueError):
+            scores[0, 0].item()

@@ -1,0 +1,69 @@
+"""``register(kernels=...)``: some of the four kernels, so that one can look for the one that makes a difference."""
+
+from __future__ import annotations
+
+import pytest
+import zoo
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.reporting import KINDS
+
+KINDS_OF = {
+    "RMSNorm": {KINDS["RMSNorm"]},
+    "SwiGLU": {KINDS["SwiGLU"]},
+    "RoPE": {KINDS["RoPE"], KINDS["RotaryEmbedding"]},
+    "FusedMoE": {KINDS["FusedMoE"], KINDS["Router"]},
+}
+OPERATOR = {
+    "RMSNorm": "npu_rms_norm",
+    "SwiGLU": "npu_swiglu",
+    "RoPE": "npu_rotary_mul",
+    "FusedMoE": "npu_grouped_matmul",
+}
+
+
+@pytest.mark.parametrize("kernel", KINDS_OF)
+def test_one_kernel_serves_its_kinds_alone(kernel: str) -> None:
+    kernels_ext_npu.register(kernels=[kernel], strict=True)  # what was left out on purpose is no defect
+    try:
+        model = kernels_ext_npu.kernelize(zoo.build("qwen2_moe").to("npu"))
+        rows = list(kernels_ext_npu.report(model))
+        softnpu.reset_counters()
+        model(**{key: value.to("npu") for key, value in zoo.inputs("qwen2_moe", model).items()})
+        calls = softnpu.counters()
+    finally:
+        kernels_ext_npu.unregister()
+    assert {row.kind for row in rows if row.swapped} == KINDS_OF[kernel]
+    assert {row.kind for row in rows} == set(KINDS.values())
+    for row in rows:
+        repository = next(name for name, kinds in KINDS_OF.items() if row.kind in kinds)
+        left_out = f"register(kernels=['{kernel}']) leaves {repository} out"
+        assert row.reason == (None if repository == kernel else left_out)
+    assert calls[OPERATOR[kernel]] > 0
+    # the grouped experts of FusedMoE have a SwiGLU of their own
+    absent = OPERATOR.keys() - {kernel} - ({"SwiGLU"} if kernel == "FusedMoE" else set())
+    assert not [OPERATOR[name] for name in absent if calls.get(OPERATOR[name])]
+
+
+def test_without_any_the_model_is_the_original() -> None:
+    kernels_ext_npu.register(kernels=[])
+    try:
+        model = kernels_ext_npu.kernelize(zoo.build("qwen3_moe").to("npu"))
+        assert not [row for row in kernels_ext_npu.report(model) if row.swapped]
+    finally:
+        kernels_ext_npu.unregister()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ("RMSNorm", r"is one name; give a list, such as \['RMSNorm'\]"),
+        (["RoPe"], "no kernel 'RoPe', only FusedMoE, RMSNorm, RoPE, SwiGLU; did you mean RoPE"),
+        (["FlashAttention"], "no kernel 'FlashAttention', only FusedMoE, RMSNorm, RoPE, SwiGLU$"),
+    ],
+)
+def test_a_name_that_is_none_changes_nothing(registered, kernels, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels_ext_npu.register(kernels=kernels)
+    assert kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu"))  # what was registered before still is

@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow lint build publish clean
+.PHONY: help demo test test-fast test-slow lint build docs publish clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
 	@echo "make lint        ruff and mypy"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
+	@echo "make docs        write the generated parts of the documents anew"
 	@echo "make publish     publish the kernel repositories to the Hub [KERNELS=RMSNorm ARGS=--dry-run]"
 	@echo "make clean       remove .venv"
 
@@ -38,6 +39,9 @@ lint: $(READY)
 
 build: $(READY)
 	@$(BIN)/python scripts/build.py
+
+docs: $(READY)
+	@$(BIN)/python scripts/docs.py
 
 publish: build
 	@for kernel in $(KERNELS); do $(BIN)/python scripts/publish.py $$kernel $(ARGS) || exit; done

@@ -9,6 +9,7 @@ import typer
 
 import kernels_ext_npu
 from kernels_ext_npu.bundle_command import bundle
+from kernels_ext_npu.coverage_command import coverage
 from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
 
@@ -48,25 +49,9 @@ def demo(
     raise typer.Exit(0 if agreed else 1)
 
 
-@app.command()
-def coverage() -> None:
-    """Count what of the installed transformers has a kernel, and why the rest has none."""
-    try:
-        import softnpu  # noqa: F401  before torch
-    except ImportError as error:
-        raise _refusal(error) from error
-    from rich.console import Console
-
-    from kernels_ext_npu import coverage
-
-    console = Console()
-    with console.status("reading the modeling files of transformers"):
-        entries = coverage.survey()
-    console.print(coverage.table(entries))
-
-
 app.command()(inspect)
 app.command()(bundle)
+app.command()(coverage)
 app.command()(verify)
 
 

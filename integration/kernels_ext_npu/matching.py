@@ -36,7 +36,7 @@ _found_functions: dict[FunctionType, FunctionReference | None] = {}
 def find_reference(cls: type) -> Reference | None:
     """The reference that computes what ``cls`` computes, or None."""
     if cls not in _found:
-        _found[cls] = _patterns().get(fingerprint(cls))
+        _found[cls] = _patterns().get(fingerprint(cls)) if _words(cls) in _words_of_references() else None
     return _found[cls]
 
 
@@ -50,7 +50,8 @@ def find_function_reference(function: object) -> FunctionReference | None:
     if original is None:
         return None
     if original not in _found_functions:
-        _found_functions[original] = _function_patterns().get(function_fingerprint(function))
+        known = _function_words(original) in _words_of_function_references()
+        _found_functions[original] = _function_patterns().get(function_fingerprint(function)) if known else None
     return _found_functions[original]
 
 
@@ -76,6 +77,32 @@ def is_experts_class(cls: type) -> bool:
     if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
         return False
     return _cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+
+
+@cache
+def _words_of_references() -> frozenset[tuple[str, ...]]:
+    return frozenset(_words(reference.module) for reference in REFERENCES)
+
+
+@cache
+def _words_of_function_references() -> frozenset[tuple[str, ...]]:
+    originals = (original_function(reference.function) for reference in FUNCTION_REFERENCES)
+    return frozenset(_function_words(original) for original in originals if original is not None)
+
+
+def _words(cls: type) -> tuple[str, ...]:
+    """The attributes and global names in the byte code of a forward.
+
+    They are equal where the trees are, and known without reading the source, which takes far longer.
+    """
+    forward = getattr(cls, "forward", None)
+    return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+
+
+def _function_words(function: FunctionType) -> tuple[str, ...]:
+    """The same of a function, but for the functions of its file, whose names do not count."""
+    known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    return tuple(n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__)
 
 
 @cache

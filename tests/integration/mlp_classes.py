@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.coverage import is_served_by
+from kernels_ext_npu.matching import find_reference
 
 SIZE, INNER = 32, 64
 
@@ -46,7 +46,8 @@ class Config:
 
 
 def is_served(cls: type[nn.Module]) -> bool:
-    return is_served_by(cls, "SwiGLU")
+    reference = find_reference(cls)
+    return reference is not None and reference.repository == "SwiGLU"
 
 
 def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False) -> nn.Module:

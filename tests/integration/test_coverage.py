@@ -1,47 +1,297 @@
-"""``kernels-ext-npu coverage``: what of transformers has a kernel, and why the rest has none."""
+"""What ``kernels-ext-npu coverage`` counts, against transformers' source and against models that were kernelized."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import Counter
+from functools import cache
+from pathlib import Path
 
 import pytest
+import transformers
+import zoo
 from counted import counted
-from typer.testing import CliRunner
 
-from kernels_ext_npu import cli, coverage
+import kernels_ext_npu
+from kernels_ext_npu import coverage, kinds, model_types
+from kernels_ext_npu.coverage import Entry, Row
 
 pytestmark = pytest.mark.slow
+SOURCE = Path(transformers.__path__[0]) / "models"
+
+
+@cache
+def survey() -> list[Row]:
+    return coverage.survey()
+
+
+def entries() -> list[Entry]:
+    return [entry for row in survey() for entry in row.entries]
+
+
+def in_source(pattern: str) -> set[tuple[str, str]]:
+    """(file, name) of what a pattern finds in the text of the modeling files that can be imported."""
+    missing = {file for row in survey() for file in row.missing}
+    paths = [path for path in SOURCE.glob("*/modeling_*.py") if path.name not in missing]
+    files = {path.stem.removeprefix("modeling_"): path.read_text() for path in paths}
+    return {(file, name) for file, text in files.items() for name in re.findall(pattern, text, re.MULTILINE)}
 
 
 @counted
 def test_the_figures_are_these() -> None:
-    entries = coverage.survey()
-    assert Counter((entry.kind, entry.layer is not None) for entry in entries) == {
+    assert Counter((entry.kind, entry.layer is not None) for entry in entries()) == {
         ("norms", True): 205,
         ("norms", False): 8,
         ("gated MLPs", True): 160,
         ("gated MLPs", False): 32,
+        ("rotary functions", True): 219,
+        ("rotary functions", False): 14,
+        ("rotary tables", True): 152,
+        ("rotary tables", False): 69,
         ("experts", True): 63,
         ("experts", False): 8,
         ("routers", True): 14,
         ("routers", False): 58,
-        ("rotary functions", True): 219,
-        ("rotary functions", False): 17,
     }
-    assert not [entry for entry in entries if entry.reason == coverage.UNKNOWN]
-    assert all((entry.layer is None) != (entry.reason is None) for entry in entries)
+    assert all((entry.layer is None) != (entry.reason is None) for entry in entries())
 
 
-def test_the_command_prints_layers_and_reasons() -> None:
-    result = CliRunner().invoke(cli.app, ["coverage"], env={"COLUMNS": "100"})
-    assert result.exit_code == 0, result.output
-    for words in (
-        "norms, served",
-        "gated MLPs, kept",
-        "experts, served",
-        "SwiGLUMLP",
-        "MoEExperts",
-        "RotaryPosEmb",
-        "clamps gate and up",
-    ):
-        assert words in result.output
+@counted
+def test_every_reason_is_written_down_and_about_something() -> None:
+    kept = [(e.kind, e.name if e.kind != kinds.ROTARY else f"{e.file}:{e.name}") for e in entries() if e.reason]
+    assert not [entry for entry in entries() if entry.reason == kinds.UNKNOWN]
+    written = [(kind, name) for kind, reasons in kinds.KEPT.items() for names in reasons.values() for name in names]
+    assert sorted(written) == sorted(kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "is_served"),
+    [
+        (kinds.NORMS, r"^class (\w*RMSNorm\w*)\(nn\.Module\)", None),
+        (kinds.NORMS, r'^@use_kernel_forward_from_hub\("RMSNorm\w*"\)\nclass (\w+)', True),
+        (kinds.ROTARY, r'^@use_kernel_forward_from_hub\("rotary_pos_emb"\)\ndef (\w+)', True),
+        (kinds.ROTARY, r"^def (apply_rotary_pos_emb\w*)\(", None),
+        (kinds.TABLES, r"^class (\w*Rotary\w*Embedding)\(", None),
+        (kinds.EXPERTS, r"^@use_experts_implementation.*\nclass (\w+)", True),
+        (kinds.ROUTERS, r"^class (\w*Router)\(nn\.Module\)", None),
+    ],
+)
+def test_what_the_source_shows_is_counted(kind: str, pattern: str, is_served: bool | None) -> None:
+    found = {(entry.file, entry.name): entry.layer is not None for entry in entries() if entry.kind == kind}
+    expected = in_source(pattern)
+    assert len(expected) > 60
+    assert expected <= found.keys()
+    assert is_served is None or {found[name] for name in expected} == {is_served}
+
+
+def test_model_types_are_in_the_folder_whose_configs_name_them() -> None:
+    declared: dict[str, set[str]] = {}
+    for path in SOURCE.glob("*/configuration_*.py"):
+        for name in re.findall(r'^    model_type(?:: ?\w+)? = "([^"]+)"', path.read_text(), re.MULTILINE):
+            declared.setdefault(name, set()).add(path.parent.name)
+    folder = {name: row.folder for row in survey() for name in row.folder.model_types}
+    known = {name: folders for name, folders in declared.items() if name in folder}
+    assert len(known) > 0.98 * len(folder)
+    with_files = {name for name in known if folder[name].files}
+    own = {name for name in with_files if any(list((SOURCE / path).glob("modeling_*.py")) for path in known[name])}
+    assert {name: known[name] for name in own if folder[name].name not in known[name]} == {}
+    assert {(name, folder[name].name) for name in with_files - own} == {
+        ("glmga", "glm46v"),
+        ("pp_chart2table", "got_ocr2"),
+        ("pp_chart2table_vision", "got_ocr2"),
+    }
+    assert folder["gpt-sw3"] == folder["gpt2"]  # without a config of its own
+    assert not [row for row in survey() if set(row.parts).intersection(row.folder.model_types)]
+
+
+def test_no_modeling_file_is_left_out() -> None:
+    read = [file.rpartition(".")[2] + ".py" for row in survey() for file in row.folder.files]
+    assert sorted([*read, "modeling_auto.py"]) == sorted(path.name for path in SOURCE.glob("*/modeling_*.py"))
+
+
+MODELS = (
+    "qwen3_moe",
+    "qwen2_5_vl",
+    "qwen3_next",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v4",
+    "llama4",
+    "nemotron_h",
+    "zamba2",
+    "falcon_h1",
+    "jetmoe",
+    "cohere2",
+    "olmo2",
+    "seed_oss",
+    "mistral3",
+    "t5",
+    "bert",
+)
+SWAPPED = {"t5": 1, "bert": 0, "cohere2": 2, "nemotron_h": 2}  # classes and functions, at least
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_kernelized_model_has_what_its_model_types_are_said_to_have(registered, name: str) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    types = {config.model_type for module in model.modules() if (config := getattr(module, "config", None))}
+    folders = [row for row in survey() if types.intersection(row.folder.model_types)]
+    known = {(entry.file, entry.name): entry for row in folders for entry in row.entries}
+    rows = {row.path: row for row in kernels_ext_npu.report(model)}
+
+    def entry_of(path: str) -> Entry | None:
+        module, _, function = path.rpartition(".")
+        owner = model.get_submodule(module if is_function(path) else path)
+        file = type(owner).__module__.rpartition("modeling_")[2]
+        return known.get((file, function if is_function(path) else type(owner).__name__))
+
+    def is_function(path: str) -> bool:
+        return rows[path].kind == "rotary calls"
+
+    swapped = set()
+    for path, row in rows.items():
+        entry = entry_of(path)
+        layers = entry.layer.split(" or ") if entry and entry.layer else [None]
+        assert row.kernel in layers, path  # also where something of the instance stands in the way
+        assert row.swapped <= (row.kernel is not None)
+        if row.swapped:
+            swapped.add((entry.file, entry.name))
+    for path, module in model.named_modules():
+        file = type(module).__module__.rpartition("modeling_")[2]
+        entry = known.get((file, type(module).__name__))
+        assert entry is None or entry.layer is None or path in rows, path
+    assert len(swapped) >= SWAPPED.get(name, 3)
+
+
+TOY = """
+import math
+import torch
+from torch import nn
+from torch.nn import functional as F
+{imports}
+
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+def turn(q, cos, sin):
+    return q * cos - rotate_half(q) * sin
+
+def apply_rotary_to_all(qs, ks, cos, sin):
+    return [apply_rotary_pos_emb(q, k, cos, sin) for q, k in zip(qs, ks)]
+
+class Normalisation(nn.Module):
+    def forward(self, x):
+        kind = x.dtype
+        x = x.to(torch.float32)
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(mean_square + self.variance_epsilon)
+        return self.weight * x.to(kind)
+
+class ToyRMSNorm(nn.Module):
+    def forward(self, x):
+        return x / x.abs().mean(-1, keepdim=True)
+
+class Block(nn.Module):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+class ToyMLP(nn.Module):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)).clamp(max=7) * self.up(x))
+
+class PlainMLP(nn.Module):
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+class ToyRotaryEmbedding(nn.Module):
+    def forward(self, position_ids):
+        angles = position_ids * self.inv_freq * math.pi
+        return angles.cos(), angles.sin()
+
+class ToyRouter(nn.Module):
+    def forward(self, x):
+        return self.gate(x).sigmoid().topk(2)
+
+class ToyExperts(nn.Module):
+    def forward(self, x):
+        return x
+
+class ToyAttention(nn.Module):
+    @staticmethod
+    def apply_rotary(q):
+        return q
+"""
+
+
+class ToyConfig(transformers.PreTrainedConfig):
+    model_type = "coverage_toy"
+    sub_configs = {"text_config": transformers.AutoConfig}  # noqa: RUF012  as transformers writes it
+
+    def __post_init__(self, **kwargs):
+        self.text_config = transformers.LlamaConfig()
+        super().__post_init__(**kwargs)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a folder of transformers with the toy models."""
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    transformers.AutoConfig.register(ToyConfig.model_type, ToyConfig)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(imports: str = "") -> Row:
+        monkeypatch.delitem(sys.modules, "modeling_toy", raising=False)
+        (tmp_path / "modeling_toy.py").write_text(TOY.replace("{imports}", imports))
+        (row,) = coverage.survey([model_types.Folder("toy", (ToyConfig.model_type,), ("modeling_toy",))])
+        return row
+
+    yield make
+    sys.modules.pop("modeling_toy", None)
+
+
+# not so PlainMLP, which has no gate, the helper rotate_half, and apply_rotary_to_all, which only calls what is served
+def test_toy_models_are_counted_by_what_they_compute_and_the_rest_by_name(toy) -> None:
+    row = toy()
+    assert row.parts == ("llama",)
+    assert row.missing == {}
+    assert {(entry.kind, entry.name): entry.layer for entry in row.entries} == {
+        ("norms", "Normalisation"): "RMSNorm",
+        ("norms", "ToyRMSNorm"): None,
+        ("gated MLPs", "Block"): "SwiGLUMLP or GeGLUMLP",
+        ("gated MLPs", "ToyMLP"): None,
+        ("rotary functions", "apply_rotary_pos_emb"): "RotaryPosEmb",
+        ("rotary functions", "turn"): None,
+        ("rotary functions", "ToyAttention.apply_rotary"): None,
+        ("rotary tables", "ToyRotaryEmbedding"): None,
+        ("experts", "ToyExperts"): None,
+        ("routers", "ToyRouter"): None,
+    }
+    assert {entry.reason for entry in row.entries if not entry.layer} == {kinds.UNKNOWN}
+    assert [len(row.of(kernel)) for kernel in kinds.KERNELS] == [2, 2, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("imports", "reason"),
+    [
+        ("import a_package_that_is_nowhere", "needs a_package_that_is_nowhere, which is not installed"),
+        ("raise ImportError('a\\nb')", "cannot be imported: ImportError: a b"),
+        ("raise OSError('libtoy.so: no such file')", "cannot be imported: OSError: libtoy.so: no such file"),
+    ],
+)
+def test_what_cannot_be_imported_is_listed_with_the_reason(toy, imports: str, reason: str) -> None:
+    row = toy(imports)
+    assert row.entries == ()
+    assert row.missing == {"modeling_toy.py": reason}

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.coverage import KEPT, MLPS, mlp_classes
+from kernels_ext_npu.coverage import classes
+from kernels_ext_npu.kinds import KEPT, MLPS
 from kernels_ext_npu.matching import find_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in mlp_classes() if is_served(cls)]
+SERVED = [cls for cls in classes(MLPS) if is_served(cls)]
 
 
 def swapped(module: nn.Module) -> nn.Module:
@@ -45,7 +46,7 @@ def error(found: list[Tensor], truth: list[Tensor]) -> float:
 @counted
 def test_every_gated_mlp_is_served_or_kept_with_a_reason() -> None:
     kept = {name for names in KEPT[MLPS].values() for name in names}
-    assert {cls.__name__ for cls in mlp_classes() if not is_served(cls)} == kept
+    assert {cls.__name__ for cls in classes(MLPS) if not is_served(cls)} == kept
 
 
 @counted

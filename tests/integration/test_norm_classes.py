@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.coverage import COUNTED, KEPT, NORMS, norm_classes
+from kernels_ext_npu.coverage import classes
+from kernels_ext_npu.kinds import COUNTED, KEPT, NORMS
 from kernels_ext_npu.matching import find_reference
 
 pytestmark = pytest.mark.slow
@@ -52,13 +53,13 @@ def test_the_counted_release_is_the_pinned_one() -> None:
 
 @counted
 def test_every_norm_class_is_served_or_refused_with_a_reason() -> None:
-    refused = {cls.__name__ for cls in norm_classes() if find_reference(cls) is None}
+    refused = {cls.__name__ for cls in classes(NORMS) if find_reference(cls) is None}
     assert refused == REFUSED
 
 
 @counted
 def test_all_that_transformers_decorates_is_served() -> None:
-    decorated = [cls for cls in norm_classes() if "kernel_layer_name" in vars(cls)]
+    decorated = [cls for cls in classes(NORMS) if "kernel_layer_name" in vars(cls)]
     found = Counter(cls.kernel_layer_name for cls in decorated)
     assert found == {"RMSNorm": 137, "RMSNormZeroCentered": 2, "RMSNormGated": 8}
     assert all(find_reference(cls) for cls in decorated)
@@ -68,7 +69,7 @@ def test_all_that_transformers_decorates_is_served() -> None:
 def test_the_undecorated_families_are_served() -> None:
     found = Counter(
         find_reference(c).module.__name__
-        for c in norm_classes()
+        for c in classes(NORMS)
         if find_reference(c) and "kernel_layer_name" not in vars(c)
     )
     assert found == {
@@ -91,7 +92,7 @@ def test_the_undecorated_families_are_served() -> None:
 
 def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
     """To 1e-6 of the norm: the same formula in float32, sums in another order."""
-    for cls in norm_classes():
+    for cls in classes(NORMS):
         if cls.__name__ in REFUSED:
             continue
         with subtests.test(cls.__name__):
@@ -116,7 +117,7 @@ def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
 )
 def test_bfloat16_is_no_further_from_float64_than_the_original(subtests, dtypes) -> None:
     """In root mean square, with the dtype of the original. 1e-3 for sums in float32, whose order differs."""
-    for cls in norm_classes():
+    for cls in classes(NORMS):
         if cls.__name__ in REFUSED:
             continue
         with subtests.test(cls.__name__):

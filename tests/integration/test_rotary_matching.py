@@ -17,7 +17,8 @@ from rotary_functions import calls, modeling
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
-from kernels_ext_npu.coverage import KEPT, ROTARY, rotary_functions
+from kernels_ext_npu.coverage import rotary_functions
+from kernels_ext_npu.kinds import KEPT, ROTARY
 from kernels_ext_npu.matching import find_function_reference, is_kernel_function
 
 TESTS = Path(__file__).resolve().parent.parent

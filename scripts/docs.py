@@ -1,0 +1,32 @@
+"""Write the generated parts of the documents anew: ``python scripts/docs.py``, which is ``make docs``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from documents import DocumentError, generated
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main() -> None:
+    """Write what is generated in the documents of this clone, and name the files that changed."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        stale = generated.stale(root)
+    except DocumentError as error:
+        typer.echo(f"docs: {error}", err=True)
+        raise typer.Exit(2) from error
+    for path, content in stale.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        typer.echo(f"wrote {path.relative_to(root)}")
+    if not stale:
+        typer.echo("nothing changed")
+
+
+if __name__ == "__main__":
+    app()

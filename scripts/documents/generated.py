@@ -1,0 +1,46 @@
+"""The generated parts of the documents, and the documents that are generated as a whole.
+
+A part stands between ``<!-- name:start ... -->`` and ``<!-- name:end -->`` on lines of their own, in any document in
+Markdown. What stands there comes from PARTS, in Chinese in a document that is called ``*.zh.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from documents import DocumentError, coverage
+
+# name -> language, "en" or "zh" -> lines
+PARTS: dict[str, Callable[[str], str]] = {"coverage": coverage.summary}
+# path -> content
+FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page}
+
+_DOCUMENTS = ("*.md", "docs/**/*.md")
+_PART = re.compile(r"^(<!-- ([\w-]+):start\b[^\n]*-->\n)(.*?)^(?=<!-- \2:end -->$)", re.MULTILINE | re.DOTALL)
+_MARKER = re.compile(r"^<!-- [\w-]+:(?:start|end)\b", re.MULTILINE)
+
+
+def stale(root: Path) -> dict[Path, bytes]:
+    """What the files of a clone have to become that are not what they have to be.
+
+    Raises:
+        DocumentError: a marker lacks its other half, or nothing generates what it is called.
+    """
+    wanted = {root / path: generate() for path, generate in FILES.items()}
+    for path in {path for pattern in _DOCUMENTS for path in root.glob(pattern)} - wanted.keys():
+        if _MARKER.search(text := path.read_text("utf-8")):
+            wanted[path] = rewrite(text, path).encode()
+    return {path: wanted[path] for path in sorted(wanted) if not path.is_file() or path.read_bytes() != wanted[path]}
+
+
+def rewrite(text: str, path: Path) -> str:
+    """A document with its generated parts as they have to be."""
+    language = "zh" if path.name.endswith(".zh.md") else "en"
+    parts = list(_PART.finditer(text))
+    if 2 * len(parts) != len(_MARKER.findall(text)):
+        raise DocumentError(f"{path}: every <!-- name:start --> needs a <!-- name:end -->, each alone on its line")
+    for name in {part[2] for part in parts} - PARTS.keys():
+        raise DocumentError(f"{path}: nothing generates <!-- {name}:start -->, only {', '.join(PARTS)}")
+    return _PART.sub(lambda part: part[1] + PARTS[part[2]](language), text)

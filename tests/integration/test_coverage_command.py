@@ -1,0 +1,168 @@
+"""``kernels-ext-npu coverage`` as it is called: tables, JSON, a page, and what it says of a model type that is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from kernels_ext_npu import cli
+from kernels_ext_npu.kinds import KERNELS
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 90  # what a scan may take on two cores
+
+
+def run(*arguments: str, columns: int = 80, **environment: str):
+    return CliRunner().invoke(cli.app, ["coverage", *arguments], env={"COLUMNS": str(columns)} | environment)
+
+
+def cells(line: str) -> list[str]:
+    return re.findall(r"(?<!\S)(\d+/\d+|–)(?!\S)", line)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Standard output of a process of its own, and what appears on its terminal. The terminal gets standard error."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    output = tmp_path_factory.mktemp("coverage") / "output"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'integration'}", "COLUMNS": "80", "TERM": "xterm"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with output.open("wb") as stdout:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from kernels_ext_npu.cli import app; app(['coverage'])"],
+            env=environment,
+            stdout=stdout,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        terminal = b""
+        while chunk := _read(ours):
+            terminal += chunk
+        os.close(ours)
+    assert process.wait() == 0, terminal.decode()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # of one core: a machine where other tests run gives it less than that
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    return output.read_text("utf-8"), terminal.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_the_table_has_every_model_type_and_fits_a_terminal(whole: tuple[str, str]) -> None:
+    output, _ = whole
+    lines = output.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = set(re.findall(r"[\w.-]+(?<!\.)", output))
+    assert set(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES) <= words
+    (qwen3,) = [line for line in lines if line.split()[:1] == ["qwen3"]]
+    assert cells(qwen3) == ["1/1", "1/1", "2/2", "–"]
+    (moe,) = [line for line in lines if line.split()[:1] == ["deepseek_v3"]]
+    assert cells(moe) == ["1/1", "1/1", "3/3", "1/2"]
+    (llava,) = [number for number, line in enumerate(lines) if line.split()[:1] == ["llava"]]
+    assert lines[llava + 1].split() == ["with", "clip_vision_model,", "llama"]
+    missing = importlib.util.find_spec("torchaudio") is None
+    assert ("needs torchaudio, which is not installed" in " ".join(output.split())) == missing
+    assert "4 clamps gate and up: DeepseekV4MLP, Glm5NextTextMLP" in output
+
+
+def test_a_terminal_shows_progress_which_is_gone_in_the_end(whole: tuple[str, str]) -> None:
+    output, terminal = whole
+    assert "reading transformers" in terminal
+    assert "reading transformers" not in output
+    assert terminal.rindex("\x1b[2K") > terminal.rindex("reading transformers")  # the line was erased
+
+
+def test_json_has_the_sums_and_every_model_type(whole: tuple[str, str]) -> None:
+    result = run("--json", FORCE_COLOR="1")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""  # no progress where there is no terminal
+    report = json.loads(result.stdout)
+    assert report["transformers"] == transformers.__version__
+    folders = {entry["folder"]: entry for entry in report["model_types"].values()}
+    for kernel in KERNELS:
+        for side in ("served", "kept"):
+            assert report["kernels"][kernel][side] == sum(entry["kernels"][kernel][side] for entry in folders.values())
+    text, vision = (report["model_types"][name] for name in ("qwen3_vl_text", "qwen3_vl_vision"))
+    assert text == vision
+    assert text["kernels"]["RoPE"] == {"served": 2, "kept": 2}
+    kept = [entry for entry in text["entries"] if entry["layer"] is None]
+    assert {entry["name"] for entry in kept} == {"Qwen3VLTextRotaryEmbedding", "Qwen3VLVisionRotaryEmbedding"}
+    assert all(entry["reason"] for entry in kept)
+
+
+def test_one_model_type_in_detail() -> None:
+    result = run("qwen3_moe", "gemma3", columns=100)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["norms", "Qwen3MoeRMSNorm", "RMSNorm"] in lines
+    assert ["experts", "Qwen3MoeExperts", "MoEExperts"] in lines
+    assert ["routers", "Qwen3MoeTopKRouter", "SoftmaxTopKRouter"] in lines
+    assert ["rotary", "functions", "apply_rotary_pos_emb", "RotaryPosEmb"] in lines
+    assert "siglip_vision_model" in result.stdout
+    assert "Qwen3RMSNorm" not in result.stdout
+
+
+def test_reasons_are_in_the_details_and_two_types_of_a_folder_are_there_once() -> None:
+    result = run("falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=120)
+    assert "kept: norms groups of the last dimension, with a weight for each" in result.stdout
+    assert result.stdout.count("Qwen3VLTextMLP") == result.stdout.count("models/qwen3_vl") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("llava", "It has parts of other model types, unless a config names others: clip_vision_model, llama."),
+        ("layoutxlm", "It has no modeling file."),
+        ("gpt-sw3", "gpt-sw3, gpt2: models/gpt2"),
+        ("bert", "It defines nothing that is counted."),
+    ],
+)
+def test_model_types_without_anything_say_so(name: str, sentence: str) -> None:
+    assert sentence in run(name, columns=120).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("qwen3-mo", "qwen3_moe"),
+        ("Gemma3", "gemma3"),
+        ("deepseekv3", "deepseek_v3"),
+        ("@", "coverage` lists"),
+    ],
+)
+def test_an_unknown_model_type_gets_near_misses(name: str, near: str) -> None:
+    result = run("qwen3", name)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"has no model type {name}, which is the model_type of a config.json" in result.stderr
+    assert near in result.stderr
+
+
+def test_a_page_is_about_all_model_types() -> None:
+    result = run("--markdown", "qwen3")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "give it alone" in result.stderr
+
+
+def test_no_torch_npu_is_needed(run_python) -> None:
+    code = "import sys; sys.modules['torch_npu'] = None\n"  # as if it were not installed
+    code += "from kernels_ext_npu.cli import app; app(['coverage', 'qwen3'])"
+    assert "Qwen3RMSNorm" in run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout

@@ -1,0 +1,74 @@
+"""The documents: what is generated in them is what the code gives now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from counted import counted
+
+from documents import DocumentError, generated
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part, and one document, that take no time."""
+    monkeypatch.setattr(generated, "PARTS", {"words": lambda language: f"\nnew {language}\n\n"})
+    monkeypatch.setattr(generated, "FILES", {"docs/bytes.png": lambda: b"\x89new"})
+
+
+@pytest.mark.slow
+@counted
+def test_the_documents_are_what_make_docs_writes() -> None:
+    stale = [str(path.relative_to(ROOT)) for path in generated.stale(ROOT)]
+    assert not stale, f"`make docs` changes {', '.join(stale)}: run it and commit them"
+
+
+@pytest.mark.slow
+@counted
+def test_headings_are_in_the_language_of_the_document() -> None:
+    english, chinese = (generated.PARTS["coverage"](language) for language in ("en", "zh"))
+    assert english in (ROOT / "README.md").read_text()
+    assert "| kernel | for | served | kept |" in english
+    assert "| 算子 | 对象 | 已支持 | 保留原实现 |" in chinese
+    for word in ("served", "kept", "norms", "routers", "with", "model type"):
+        assert word not in chinese
+    figures = [re.findall(r"(\d+/\d+|–|\d+) \|", text) for text in (english, chinese)]
+    assert figures[0] == figures[1]
+    assert len(figures[0]) > 100
+
+
+def test_what_is_between_markers_is_written_and_nothing_else(parts, tmp_path: Path) -> None:
+    text = "# Title\n<!-- words:start (by make) -->\nold\nolder\n<!-- words:end -->\nrest `<!-- words:start -->`\n"
+    (tmp_path / "README.md").write_text(text)
+    (tmp_path / "README.zh.md").write_text(text)
+    (tmp_path / "CONTRIBUTING.md").write_text("without markers\n")
+    stale = generated.stale(tmp_path)
+    assert {str(path.relative_to(tmp_path)) for path in stale} == {"README.md", "README.zh.md", "docs/bytes.png"}
+    for path, content in stale.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    written = "# Title\n<!-- words:start (by make) -->\n\nnew {}\n\n<!-- words:end -->\nrest `<!-- words:start -->`\n"
+    assert (tmp_path / "README.md").read_text() == written.format("en")
+    assert (tmp_path / "README.zh.md").read_text() == written.format("zh")
+    assert (tmp_path / "docs/bytes.png").read_bytes() == b"\x89new"
+    assert generated.stale(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- words:start -->\n", "needs a <!-- name:end -->"),
+        ("<!-- words:end -->\n", "needs a <!-- name:end -->"),
+        ("<!-- words:start -->\n<!-- other:end -->\n", "needs a <!-- name:end -->"),
+        ("<!-- other:start -->\n<!-- other:end -->\n", "nothing generates <!-- other:start -->, only words"),
+    ],
+)
+def test_markers_that_cannot_be_understood_are_named(parts, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(DocumentError, match=message) as error:
+        generated.stale(tmp_path)
+    assert "README.md" in str(error.value)

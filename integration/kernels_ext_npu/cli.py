@@ -9,6 +9,7 @@ import typer
 
 import kernels_ext_npu
 from kernels_ext_npu.bundle_command import bundle
+from kernels_ext_npu.doctor_command import doctor
 from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
 
@@ -67,6 +68,7 @@ def coverage() -> None:
 
 app.command()(inspect)
 app.command()(bundle)
+app.command()(doctor)
 app.command()(verify)
 
 

@@ -1,0 +1,248 @@
+"""Python, torch, torch_npu, and what a plain `import torch` does."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+from packaging.version import Version
+
+from kernels_ext_npu import __file__ as package_file
+from kernels_ext_npu import __version__
+from kernels_ext_npu.doctor import use_probe
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.known_errors import CPU_INDEX, explain
+from kernels_ext_npu.doctor.observations import Observations
+from kernels_ext_npu.doctor.packages import Package
+
+PYTHON = ((3, 10), (3, 15))
+ARCHITECTURES = ("x86_64", "aarch64")
+WRONG_BUILD = "Two accelerators cannot be used at the same time"
+
+
+def python(_: Observations) -> Finding:
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    facts = {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file}
+    if not PYTHON[0] <= sys.version_info[:2] < PYTHON[1]:
+        return problem(
+            "Python", found, advice="Use Python 3.10 to 3.14: make an environment with one of these.", facts=facts
+        )
+    if platform.system() != "Linux" or platform.machine() not in ARCHITECTURES:
+        return problem(
+            "Python",
+            found,
+            advice="torch_npu exists for Linux on x86_64 and aarch64: use such a machine, or a container.",
+            facts=facts,
+        )
+    return ok("Python", found, facts=facts)
+
+
+def torch(seen: Observations) -> Finding:
+    package, outcome = seen.packages["torch"], seen.torch
+    facts = {"version": package.version and str(package.version), "build": seen.torch_build}
+    install = (f"pip install --force-reinstall --no-deps torch=={_wanted(seen)} --index-url {CPU_INDEX}",)
+    if not package.installed:
+        return problem(
+            "torch",
+            "not installed",
+            advice="Install its CPU build, in the release that fits torch_npu and CANN.",
+            commands=(f"pip install torch=={_wanted(seen)} --index-url {CPU_INDEX}",),
+            facts=facts,
+        )
+    if seen.torch_build is not None:
+        return problem(
+            "torch",
+            f"{package.version or outcome.facts.get('torch')} is a build for {seen.torch_build}",
+            details=(f"what is imported calls itself {outcome.facts['torch']}: two installations lie over one another",)
+            if _contradiction(package, outcome.facts)
+            else (),
+            advice="torch_npu extends CPU builds of torch and refuses all others. On PyPI plain torch is a CUDA build, "
+            "on aarch64 too since 2.11. Install the CPU build.",
+            commands=install,
+            see=WRONG_BUILD,
+            facts=facts,
+        )
+    if not seen.torch_works:
+        known = explain(outcome.errors)
+        return problem(
+            "torch",
+            f"{package.version} cannot be imported: {outcome.failure}",
+            details=(known.meaning,) if known else (),
+            advice=known.advice if known else "Install it again.",
+            commands=(known.commands if known else None) or install,
+            facts=facts | {"errors": outcome.errors, "output": outcome.output},
+        )
+    imported = outcome.facts["torch"]
+    if _contradiction(package, outcome.facts) or package.trouble:
+        told = package.trouble or f"its metadata says {package.version}"
+        return warning(
+            "torch",
+            f"{imported} is imported, but {told}",
+            advice="One installation lies over another, and pip no longer knows which. Install it again.",
+            commands=install,
+            facts=facts,
+        )
+    return ok("torch", f"{imported}, a CPU build", facts=facts)
+
+
+def torch_npu(seen: Observations) -> Finding:
+    package, outcome = seen.packages["torch_npu"], seen.torch
+    install = _install(seen)
+    facts = {"version": package.version and str(package.version), "errors": outcome.errors}
+    if not package.installed:
+        return problem(
+            "torch_npu",
+            "not installed",
+            advice="Install the release that fits torch and CANN: with --no-deps, or pip may take another torch. The "
+            "software device runs on it too.",
+            commands=install,
+            see="torch_npu is not installed",
+            facts=facts,
+        )
+    if not seen.torch_works or seen.torch_build is not None:
+        return not_checked(
+            "torch_npu", f"{package.version}, but torch does not work with it: see torch above", facts=facts
+        )
+    unfit = _unfit(seen)
+    if seen.torch_npu_works:
+        if unfit:
+            return warning("torch_npu", f"{package.version} {unfit}", advice=FIT, commands=install, facts=facts)
+        return ok("torch_npu", f"{outcome.facts['torch_npu']}", facts=facts)
+    if seen.only_cann_is_missing and not seen.expects_a_card and _runs_on_software(seen):
+        return ok(
+            "torch_npu",
+            f"{package.version}, on the software device",
+            details=(f"alone it ends in {outcome.cause}: there is no CANN here",),
+            facts=facts,
+        )
+    if seen.only_cann_is_missing and not seen.expects_a_card and seen.software_failed_by_itself:
+        return not_checked(
+            "torch_npu", f"{package.version}; the software device does not start: see device", facts=facts
+        )
+    known = explain(outcome.errors)
+    details = [known.meaning] if known else []
+    if seen.only_cann_is_missing and seen.use is not None and not seen.software_failed_by_itself:
+        details.append(
+            "the software device has them; " + ("it works here" if _runs_on_software(seen) else "no help here")
+        )
+    if unfit:
+        details.append(f"{package.version} {unfit}")
+    if known and known.see == WRONG_BUILD:
+        return problem(
+            "torch_npu",
+            f"{package.version} cannot be imported: {outcome.cause}",
+            details=tuple(details),
+            advice=known.advice,
+            commands=(f"pip install --force-reinstall --no-deps torch=={_wanted(seen)} --index-url {CPU_INDEX}",),
+            see=known.see,
+            facts=facts,
+        )
+    cann = _scripts(seen) if seen.only_cann_is_missing else ()
+    return problem(
+        "torch_npu",
+        f"{package.version} cannot be imported: {outcome.cause}",
+        details=tuple(details),
+        advice=FIT if unfit else SOURCE if cann else known.advice if known else _advice_for(outcome.hung),
+        commands=install if unfit else cann or (known.commands if known else ()) or install,
+        see=known.see if known else None,
+        facts=facts | {"failure": outcome.failure, "output": outcome.output},
+    )
+
+
+FIT = "Install the releases of torch and torch_npu that belong together; torch_npu names its torch in its own metadata."
+
+SOURCE = "CANN is on this machine: source its script in the shell that starts Python, or in the script of the job."
+
+
+def autoload(seen: Observations) -> Finding:
+    """torch imports torch_npu by itself, and cannot be imported where torch_npu cannot."""
+    switch = seen.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    facts = {"TORCH_DEVICE_BACKEND_AUTOLOAD": switch}
+    if not seen.packages["torch"].installed or not seen.torch_works:
+        return not_checked("autoload", "torch cannot be imported at all", facts=facts)
+    if switch != "1":  # torch takes everything else for off
+        loads = "import torch_npu" if seen.torch_npu_works else "import softnpu"
+        return ok(
+            "autoload",
+            f"off, by TORCH_DEVICE_BACKEND_AUTOLOAD={switch}",
+            details=(f"a program has no NPU before `{loads}`",),
+            facts=facts,
+        )
+    if seen.autoload is None or seen.autoload.failure is None:
+        return ok("autoload", "on: `import torch` works and brings what extends it", facts=facts)
+    cause = seen.autoload.cause
+    alone = seen.packages["torch_npu"].installed and not seen.torch_npu_works
+    return warning(
+        "autoload",
+        f"`import torch` alone fails here: {cause}",
+        details=("torch imports torch_npu by itself" if alone else "torch imports what extends it by itself",),
+        advice="Put `import softnpu` before torch, run programs with `python -m softnpu`, or switch autoload off for "
+        "those that need no NPU."
+        if not seen.expects_a_card
+        else "It works again when torch_npu does. Until then programs that need no NPU work with autoload off.",
+        commands=("export TORCH_DEVICE_BACKEND_AUTOLOAD=0",),
+        see="Failed to load the backend extension",
+        facts=facts | {"errors": seen.autoload.errors},
+    )
+
+
+def _wanted(seen: Observations) -> str:
+    """The release of torch to install: what torch_npu asks for, or the one that is there."""
+    for requirement in seen.packages["torch_npu"].requires:
+        if requirement.name == "torch":
+            for specifier in requirement.specifier:
+                if specifier.operator in ("==", "~="):
+                    return specifier.version.removesuffix(".*")
+    for name in ("torch_npu", "torch"):
+        version = seen.packages[name].version
+        if version is not None:
+            return version.base_version
+    return "2.13.0"
+
+
+def _install(seen: Observations) -> tuple[str, ...]:
+    torch = seen.packages["torch"].version
+    return (
+        f"pip install --no-deps torch_npu=={torch.base_version if torch else _wanted(seen)}",
+        "pip install numpy pyyaml",
+    )
+
+
+def _unfit(seen: Observations) -> str | None:
+    """How torch_npu's metadata disagrees with torch."""
+    package, found = seen.packages["torch_npu"], seen.torch.facts.get("torch")
+    if package.trouble:
+        return f"is installed badly: {package.trouble}"
+    if found is None or package.version is None:
+        return None
+    for requirement in package.requires:
+        if requirement.name == "torch" and not requirement.specifier.contains(Version(found), prereleases=True):
+            return f"asks for torch{requirement.specifier}, and torch is {found}"
+    if package.version.release[:2] != Version(found).release[:2]:
+        return f"is for torch {package.version.major}.{package.version.minor}, and torch is {found}"
+    return None
+
+
+def _runs_on_software(seen: Observations) -> bool:
+    return seen.use is not None and seen.software and seen.use.passed(use_probe.TORCH_NPU)
+
+
+def _scripts(seen: Observations) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"source {place['set_env']}" for place in seen.cann_places if place["set_env"]))
+
+
+def _advice_for(hung: bool) -> str:
+    if hung:
+        return (
+            "Its import does not end. Look whether the driver answers (npu-smi info), whether ASCEND_HOME_PATH lies "
+            "on a slow disk, and start Python with `-X importtime` to see where it stays."
+        )
+    return "Look at the error, and install torch_npu again in the release that fits torch and CANN."
+
+
+def _contradiction(package: Package, facts: dict) -> bool | str | None:
+    """Older wheels leave `+cpu` out of the metadata."""
+    if "torch" not in facts or package.version is None:
+        return False
+    imported, named = Version(facts["torch"]), package.version
+    return imported.public != named.public or (imported.local and named.local and imported.local != named.local)

@@ -39,7 +39,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for check in sorted(asking, key=lambda check: check["verdict"] != "problem"):
         console.print()
         console.print(_title(check))
-        console.print(Text(check["advice"] or "Look at the error."), highlight=False)
+        if check["advice"]:
+            console.print(Text(check["advice"]), highlight=False)
         for line in check["commands"]:
             console.print(f"    {line}", soft_wrap=True, highlight=False, markup=False)
         if check["see"]:

@@ -84,7 +84,8 @@ class Observations:
     @property
     def software_is_possible(self) -> bool:
         """Whether `import softnpu` gives a software device; on a machine with a card it changes nothing."""
-        return not self.nodes and self.torch_works and self.torch_build is None and self.devices == 0
+        works = self.torch_works and self.torch_build is None and not self.torch.hung
+        return works and not self.torch_npu_works and not self.nodes
 
     @property
     def software_failed_by_itself(self) -> bool:
@@ -131,5 +132,5 @@ class Observations:
 
     @property
     def software(self) -> bool:
-        """Whether the software device was used."""
-        return self.use is not None and bool(self.use.facts.get("software"))
+        """Whether the software device was used, for want of another one."""
+        return self.use is not None and bool(self.use.facts.get("software")) and not self.devices

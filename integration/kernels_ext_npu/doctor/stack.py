@@ -66,7 +66,7 @@ def torch(seen: Observations) -> Finding:
         known = explain(outcome.errors)
         return problem(
             "torch",
-            f"{package.version} cannot be imported: {outcome.failure}",
+            f"{package.version} cannot be imported: {outcome.cause}",
             details=(known.meaning,) if known else (),
             advice=known.advice if known else "Install it again.",
             commands=(known.commands if known else None) or install,
@@ -103,7 +103,7 @@ def torch_npu(seen: Observations) -> Finding:
         return not_checked(
             "torch_npu", f"{package.version}, but torch does not work with it: see torch above", facts=facts
         )
-    unfit = _unfit(seen)
+    unfit, summary = _unfit(seen), f"{package.version} cannot be imported: {outcome.cause}"
     if seen.torch_npu_works:
         if unfit:
             return warning("torch_npu", f"{package.version} {unfit}", advice=FIT, commands=install, facts=facts)
@@ -130,17 +130,20 @@ def torch_npu(seen: Observations) -> Finding:
     if known and known.see == WRONG_BUILD:
         return problem(
             "torch_npu",
-            f"{package.version} cannot be imported: {outcome.cause}",
+            summary,
             details=tuple(details),
             advice=known.advice,
             commands=(f"pip install --force-reinstall --no-deps torch=={_wanted(seen)} --index-url {CPU_INDEX}",),
             see=known.see,
             facts=facts,
         )
+    if seen.only_cann_is_missing and seen.expects_a_card and not unfit and _cann_tells(seen):
+        details.append("see CANN below for what to do")
+        return problem("torch_npu", summary, details=tuple(details), see=known and known.see, facts=facts)
     cann = _scripts(seen) if seen.only_cann_is_missing else ()
     return problem(
         "torch_npu",
-        f"{package.version} cannot be imported: {outcome.cause}",
+        summary,
         details=tuple(details),
         advice=FIT if unfit else SOURCE if cann else known.advice if known else _advice_for(outcome.hung),
         commands=install if unfit else cann or (known.commands if known else ()) or install,
@@ -229,6 +232,12 @@ def _runs_on_software(seen: Observations) -> bool:
 
 def _scripts(seen: Observations) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"source {place['set_env']}" for place in seen.cann_places if place["set_env"]))
+
+
+def _cann_tells(seen: Observations) -> bool:
+    """Whether CANN is a problem of its own: not there, or not set up."""
+    named = seen.disk.facts.get("ASCEND_HOME_PATH")
+    return named is None or named["software"] or not named["exists"]
 
 
 def _advice_for(hung: bool) -> str:

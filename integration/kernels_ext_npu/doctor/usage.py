@@ -72,5 +72,5 @@ def _taken(taken: dict[str, str]) -> list[str]:
 def _told_elsewhere(seen: Observations) -> bool:
     """What fails before register() is told with the device, torch_npu, kernels or transformers."""
     assert seen.use is not None
-    by_device = seen.use.step == use_probe.SOFTNPU or not seen.expects_a_card
+    by_device = seen.use.step == use_probe.SOFTNPU or (seen.software and not seen.expects_a_card)
     return by_device or seen.use.step in (use_probe.KERNELS, use_probe.TRANSFORMERS)

@@ -22,8 +22,10 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "torch_npu" and "torch" in sys.modules:
             import torch
-            torch.version.cuda = "13.0"
             torch._C._get_accelerator = lambda *check: torch.device("cuda")
+        if name == "torch.version":
+            from importlib.util import spec_from_file_location
+            return spec_from_file_location(name, {version!r})
 
 sys.meta_path.insert(0, Finder())
 """
@@ -50,7 +52,11 @@ def dist_info(site: Path, name: str, version: str, metadata: str = "") -> Path:
 def cuda_torch(site: Path) -> Path:
     """torch as a CUDA build, in its metadata and for torch_npu."""
     dist_info(site, "torch", "2.13.0+cu130")
-    (site / "sitecustomize.py").write_text(CUDA)
+    version = site / "cuda_version.py"
+    version.write_text(
+        "__version__ = '2.13.0+cu130'\ndebug = False\ncuda = '13.0'\nhip = rocm = xpu = git_version = None\n"
+    )
+    (site / "sitecustomize.py").write_text(CUDA.format(version=str(version)))
     return site
 
 
@@ -76,9 +82,7 @@ def played_cann(folder: Path, version: str, devices: int) -> dict[str, str]:
         (home / name).mkdir()
     source = f"int aclrtGetDeviceCount(unsigned *n) {{ *n = {devices}; return 0; }}"
     preloaded = folder / "devices.so"
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-xc", "-", "-o", str(preloaded)], input=source, text=True, check=True
-    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", str(preloaded)], input=source, text=True, check=True)
     return {
         "ASCEND_HOME_PATH": str(home),
         "ASCEND_OPP_PATH": str(home / "opp"),

@@ -12,8 +12,12 @@ from typing import Any
 import doctor_faults as faults
 import pytest
 from rich.console import Console
+from test_bundle_hub import PUBLISH
 
-from kernels_ext_npu.doctor import display
+from kernels_ext_npu import sources
+from kernels_ext_npu.doctor import copies, display
+from kernels_ext_npu.doctor.findings import Finding, Verdict
+from kernels_ext_npu.doctor.probing import run
 from tests.localhub import LocalHub
 
 pytestmark = pytest.mark.slow
@@ -84,11 +88,7 @@ def shown(report: dict[str, Any], width: int) -> str:
     return console.file.getvalue()
 
 
-def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub, tmp_path: Path) -> None:
-    from test_bundle_hub import PUBLISH
-
-    from kernels_ext_npu import sources
-
+def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:
     localhub.settings.trusted.add("kernels-ext-npu")
     code = PUBLISH.format(names=sources.REPOSITORIES, root=str(ROOT), card="x", changes={})
     hub = localhub.environment(tmp_path / "publisher")
@@ -100,21 +100,25 @@ def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub
     assert report["Hub"]["summary"] == f"{localhub.url} answers and has the four kernels"
     assert all(str(tmp_path / "user") in folder for folder in report["register()"]["facts"]["taken"].values())
     assert report["autoload"]["summary"] == "off, by TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    # kernels has downloaded one variant of each now, which is not enough offline
-    report = doctor("--source", "hub", **hub | OFFLINE, CC="/nonexistent", XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert report.exit_code == 1
-    assert report["Hub cache"]["verdict"] == "problem"
-    assert "incomplete: FusedMoE, RMSNorm, RoPE, SwiGLU" in report["Hub cache"]["summary"]
-    assert "kernels-ext-npu bundle --install kernels.zip" in report["Hub cache"]["commands"]
-    assert report["Hub"]["verdict"] == "not checked"
-    # and a missing compiler is told once, with the device
-    assert report.problems() == {"Hub cache", "device"}
-    assert "no C compiler ('/nonexistent')" in report["device"]["summary"]
-    assert "apt-get install gcc" in report["device"]["commands"][0]
+    # kernels has downloaded one variant of each, which is not enough offline
+    found = cached(monkeypatch, hub | OFFLINE)
+    assert found.verdict is Verdict.PROBLEM
+    assert "incomplete: FusedMoE, RMSNorm, RoPE, SwiGLU" in found.summary
+    assert "kernels-ext-npu bundle --install kernels.zip" in found.commands
+
+
+def cached(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Finding:
+    """The check of the cache alone, for kernels from the Hub."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = run("repositories_probe", 30, source="hub", torch="2.13", cann="9.1", arch="x86_64")
+    seen = faults.observed(repositories=found)
+    seen.source = "hub"
+    return copies.cache(seen)
 
 
 def test_a_cuda_build_of_torch_is_named(doctor, tmp_path: Path) -> None:
-    report = doctor(site=faults.cuda_torch(tmp_path / "site"), **OFFLINE)
+    report = doctor(site=faults.cuda_torch(tmp_path / "site"), TORCH_DEVICE_BACKEND_AUTOLOAD="0", **OFFLINE)
     assert report.exit_code == 1
     assert report.problems() == {"torch"}
     assert "2.13.0+cu130 is a build for CUDA 13.0" in report["torch"]["summary"]
@@ -127,17 +131,18 @@ def test_a_cuda_build_of_torch_is_named(doctor, tmp_path: Path) -> None:
 
 
 def test_torch_npu_without_the_libraries_of_cann_is_told_to_source_its_script(doctor, tmp_path: Path) -> None:
-    """The real wheel on a machine with CANN on disk, for which no script was sourced, and with a version for nobody."""
+    """The real wheel on a machine with CANN on disk, for which no script was sourced."""
     home = faults.cann(tmp_path / "home" / "Ascend" / "ascend-toolkit" / "8.2.RC1", "8.2.RC1")
-    environment = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(Path.home() / ".cache"), **OFFLINE}
-    report = doctor(**environment)
+    compiler = {"CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache")}  # no software device either
+    report = doctor(HOME=str(tmp_path / "home"), TORCH_DEVICE_BACKEND_AUTOLOAD="0", **compiler, **OFFLINE)
     assert report.exit_code == 1
     assert report.problems() == {"torch_npu", "CANN", "device"}
     assert faults.NO_CANN in report["torch_npu"]["summary"]
     assert report["CANN"]["summary"] == "8.2.RC1 on disk, but its environment is not set up"
     assert report["CANN"]["commands"] == [f"source {home.parent}/set_env.sh"]
     assert report["CANN"]["facts"]["kernels_reads"] == "8.2"
-    assert report["device"]["details"] == ["the software device works here"]
+    assert "unset the variables that begin with ASCEND_" in report["device"]["advice"]
+    assert report["register()"]["verdict"] == "not checked"
 
 
 def test_torch_that_kills_its_process_is_a_finding(doctor, tmp_path: Path) -> None:

@@ -64,11 +64,8 @@ def observe(source: str) -> Observations:
         installed = {name: packages.read(name) for name in STACK}
         seen = Observations(source, installed, disk.result(), torch.result(), hub.result())
         later = []
-        if (
-            seen.torch_works
-            and not seen.torch_npu_works
-            and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
-        ):
+        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+        if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
             later.append(("autoload", pool.submit(run, "autoload_probe", LIMITS["autoload"], _without_softnpu())))
         if _is_usable(seen):
             later.append(("use", pool.submit(run, "use_probe", LIMITS["use"], source=source)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def read(name: str) -> Package:
 def module_folder(name: str) -> Path | None:
     """The folder of a package of Python, None where there is none."""
     try:
-        spec = importlib.util.find_spec(name)
+        # what stands on the path comes before what this process has imported
+        spec = PathFinder.find_spec(name) or importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
     if spec is None or not spec.origin:

@@ -146,7 +146,7 @@ def torch_npu(seen: Observations) -> Finding:
         summary,
         details=tuple(details),
         advice=FIT if unfit else SOURCE if cann else known.advice if known else _advice_for(outcome.hung),
-        commands=install if unfit else cann or (known.commands if known else ()) or install,
+        commands=() if outcome.hung else install if unfit else cann or (known.commands if known else ()) or install,
         see=known.see if known else None,
         facts=facts | {"failure": outcome.failure, "output": outcome.output},
     )
@@ -171,6 +171,8 @@ def autoload(seen: Observations) -> Finding:
             details=(f"a program has no NPU before `{loads}`",),
             facts=facts,
         )
+    if seen.torch.hung:
+        return not_checked("autoload", "on, and torch_npu does not end: nor does `import torch`", facts=facts)
     if seen.autoload is None or seen.autoload.failure is None:
         return ok("autoload", "on: `import torch` works and brings what extends it", facts=facts)
     cause = seen.autoload.cause

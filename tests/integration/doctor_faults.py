@@ -53,9 +53,7 @@ def cuda_torch(site: Path) -> Path:
     """torch as a CUDA build, in its metadata and for torch_npu."""
     dist_info(site, "torch", "2.13.0+cu130")
     version = site / "cuda_version.py"
-    version.write_text(
-        "__version__ = '2.13.0+cu130'\ndebug = False\ncuda = '13.0'\nhip = rocm = xpu = git_version = None\n"
-    )
+    version.write_text("__version__, cuda = '2.13.0+cu130', '13.0'\ndebug = hip = rocm = xpu = git_version = None\n")
     (site / "sitecustomize.py").write_text(CUDA.format(version=str(version)))
     return site
 

@@ -222,6 +222,18 @@ def test_a_tool_of_the_driver_that_fails(monkeypatch, tmp_path: Path) -> None:
     assert finding.summary == "npu-smi info: it ended with 255: dcmi model initialized failed. ret is -8005"
 
 
+def test_a_machine_without_a_compiler_has_no_software_device(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "/nonexistent")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failed = Outcome({"passed": ["import torch"]}, failure="x", errors=(f"ImportError: {faults.NO_CANN}",))
+    seen = faults.observed(torch=failed, use=run("use_probe", 60, source="bundled"))
+    finding = devices.device(seen)
+    assert finding.verdict is Verdict.PROBLEM
+    assert "no software device: ImportError: softnpu builds a small library" in finding.summary
+    assert "apt-get install gcc" in finding.commands[0]
+    assert stack.torch_npu(seen).verdict is usage.usage(seen).verdict is Verdict.NOT_CHECKED  # told once
+
+
 # ---- the kernels on disk ---------------------------------------------------------------------------------------------
 def test_changed_kernels_and_a_source_that_is_none(tmp_path: Path) -> None:
     import shutil

@@ -67,7 +67,7 @@ def _title(check: dict[str, Any]) -> Text:
 def _verdict(report: dict[str, Any]) -> str:
     counts = {kind: sum(check["verdict"] == kind for check in report["checks"]) for kind in ("problem", "warning")}
     if report["healthy"]:
-        software = any(check["facts"].get("software") for check in report["checks"])
+        software = any(check["check"] == "device" and check["facts"].get("software") for check in report["checks"])
         what = "Healthy, on the software device" if software else "Healthy"
         return f"{what}: {_counted(counts['warning'], 'warning')}."
     return f"Not healthy: {_counted(counts['problem'], 'problem')}, {_counted(counts['warning'], 'warning')}."

@@ -138,8 +138,7 @@ def torch_npu(seen: Observations) -> Finding:
             facts=facts,
         )
     if seen.only_cann_is_missing and seen.expects_a_card and not unfit and _cann_tells(seen):
-        details.append("see CANN below for what to do")
-        return problem("torch_npu", summary, details=tuple(details), see=known and known.see, facts=facts)
+        return problem("torch_npu", summary, details=tuple(details), advice="See CANN below.", facts=facts)
     cann = _scripts(seen) if seen.only_cann_is_missing else ()
     return problem(
         "torch_npu",

@@ -12,7 +12,8 @@ from kernels_ext_npu.doctor.repositories_probe import COPIES
 from kernels_ext_npu.sources import REPOSITORIES
 
 OFFLINE = "is not available in the local cache and Hugging Face Hub is in offline mode"
-TILDE, CHANGED = "KERNELS_CACHE is", "changed, its digest differs"
+CHANGED = "changed, its digest differs"
+TILDE = "KERNELS_CACHE is …: kernels would look for a version in one folder, for its files in another"
 NO_VARIANT = "Cannot find a build variant for this system"
 
 

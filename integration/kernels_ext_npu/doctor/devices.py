@@ -10,7 +10,7 @@ from kernels_ext_npu.doctor.known_errors import explain
 from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.doctor.torch_probe import DEVICES
 
-NAME, INVISIBLE = "device", "No NPU device is visible"
+NAME, INVISIBLE = "device", "none visible to torch_npu"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 

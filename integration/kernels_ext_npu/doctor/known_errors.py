@@ -60,7 +60,7 @@ KNOWN = [
         r"version `(GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found",
         "the system's C or C++ library is older than the one that the wheel was built for",
         "Use a newer system or container image, or a wheel that was built for this one.",
-        see="version `GLIBC_… not found",
+        see="version `…' not found",
     ),
     Known(
         r"ASCEND_(HOME|OPP|RUNTIME|COMPILER)_PATH",
@@ -88,7 +88,7 @@ KNOWN = [
         "the software device is built once, into a folder that this user cannot write to",
         "Set XDG_CACHE_HOME to a folder that you may write to.",
         ('export XDG_CACHE_HOME="$HOME/cache"',),
-        "softnpu keeps its libraries in",
+        "softnpu keeps its libraries in … and cannot write there",
     ),
     Known(
         "softnpu could not build",
@@ -135,7 +135,7 @@ KNOWN = [
         "the runtime of CANN or the driver could not start the device",
         "Look at what npu-smi says of it, and whether another process holds it.",
         ("npu-smi info",),
-        "No NPU device is visible",
+        "none visible to torch_npu",
     ),
     Known(
         "out of memory|OutOfMemory",

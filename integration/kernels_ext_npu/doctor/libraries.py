@@ -14,7 +14,7 @@ from kernels_ext_npu.environment import TESTED
 
 # what kernels_ext_npu itself asks for, beside transformers and kernels
 REQUIRED = {"huggingface-hub": SpecifierSet(">=2.4,<3"), "accelerate": SpecifierSet(">=1.10.1,<2")}
-WINDOW = "takes kernels >= … and ignores the installed …"
+WINDOW = "takes kernels >= … and ignores the installed"
 TRUE = {"1", "ON", "YES", "TRUE"}  # as transformers reads USE_HUB_KERNELS
 
 

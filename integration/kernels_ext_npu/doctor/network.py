@@ -13,7 +13,7 @@ from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.sources import ORGANISATION, REPOSITORIES, VERSION
 
 NAME, PUBLISHER = "Hub", "publisher"
-UNREACHABLE, UNTRUSTED = "ConnectError", "is not from a trusted publisher"
+UNREACHABLE, UNTRUSTED = "ConnectError: …", "is not from a trusted publisher"
 UNTOLD = "could not verify publisher trust status"
 NEEDLESS = "register() needs no network, the models that you download do."
 STATUS = re.compile(r"\b(?:Client|Server) error '(\d{3})|^\w+: (\d{3}) |\((\d{3})\)|\b(401|403|404|407|429|5\d\d)\b")

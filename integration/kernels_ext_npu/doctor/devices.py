@@ -147,9 +147,10 @@ def _software(seen: Observations, facts: dict[str, Any]) -> Finding:
             facts=facts,
         )
     known = explain(seen.use.errors)
+    said = seen.use.errors[0].splitlines()[0] if seen.software_failed_by_itself else seen.use.cause
     return problem(
         NAME,
-        f"no NPU here, and no software device: {seen.use.cause}",
+        f"no NPU here, and no software device: {said}",
         details=(known.meaning,) if known else (),
         advice=known.advice if known else "Look at the error.",
         commands=known.commands if known else (),

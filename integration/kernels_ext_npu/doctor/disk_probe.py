@@ -41,7 +41,7 @@ def hardware(root: Path) -> dict[str, Any]:
         and _read(root / "sys/bus/pci/devices" / slot / "class").startswith(ACCELERATOR)
     ]
     driver = _value(root / "usr/local/Ascend/driver/version.info", "version")
-    if driver is None and (root / "etc/ascend_install.info").is_file():
+    if driver is None and os.path.isfile(root / "etc/ascend_install.info"):
         driver = "unknown"
     return {"nodes": [f"/dev/{name}" for name in nodes], "closed": closed, "cards": cards, "driver": driver}
 
@@ -49,7 +49,7 @@ def hardware(root: Path) -> dict[str, Any]:
 def installed(root: Path) -> list[dict[str, Any]]:
     """The releases of CANN below a folder such as /usr/local/Ascend, once each."""
     patterns = ("ascend-toolkit/*", "cann", "cann-*", "latest", "nnae/*")
-    homes = sorted({home.resolve() for pattern in patterns for home in root.glob(pattern) if home.is_dir()})
+    homes = sorted({home.resolve() for pattern in patterns for home in root.glob(pattern) if os.path.isdir(home)})
     return [place for home in homes if (place := described(home, deep=False))["version"] is not None]
 
 
@@ -64,10 +64,10 @@ def described(home: Path, deep: bool = True) -> dict[str, Any]:
         found = _value(path, "version", like_torch_npu=True)
         if found is not None:
             version, info = found, path
-    scripts = [script for folder in (home, home.parent) if (script := folder / "set_env.sh").is_file()]
+    scripts = [script for folder in (home, home.parent) if os.path.isfile(script := folder / "set_env.sh")]
     return {
         "path": str(home),
-        "exists": home.is_dir(),
+        "exists": os.path.isdir(home),
         "readable": os.access(home, os.R_OK | os.X_OK),
         "version": version,
         "info": info and str(info),
@@ -78,7 +78,7 @@ def described(home: Path, deep: bool = True) -> dict[str, Any]:
 
 def _roots() -> list[Path]:
     """Where CANN's installers put it: for root, for a user, and in an environment of conda."""
-    return [Path("/usr/local/Ascend"), Path.home() / "Ascend", Path(sys.prefix) / "Ascend"]
+    return [Path("/usr/local/Ascend"), Path(os.path.expanduser("~/Ascend")), Path(sys.prefix) / "Ascend"]
 
 
 def _infos(home: Path, deep: bool) -> Iterator[Path]:

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor import cann, copies, devices, libraries, network, packages, stack, usage, use_probe
+from kernels_ext_npu.doctor import adapter, cann, copies, devices, libraries, network, packages, stack, usage, use_probe
 from kernels_ext_npu.doctor.findings import Diagnosis, Finding, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations
-from kernels_ext_npu.doctor.probing import Outcome, run
+from kernels_ext_npu.doctor.probing import Outcome, run, stopped_at_an_interrupt
 
 # Seconds after which a probe is ended. torch and torch_npu take a minute on slow disks; a card starts in some seconds.
 # The probes of the first line run side by side, then those of the second.
 LIMITS = {"disk": 30.0, "torch": 60.0, "hub": 15.0} | {
     "autoload": 60.0,
     "use": 120.0,
-    "transformers": 60.0,
+    "transformers": 30.0,
     "repositories": 30.0,
 }
 HUB_TIMEOUT = 5.0  # of one request
@@ -27,7 +27,7 @@ Check = Callable[[Observations], "Finding | list[Finding]"]
 CHECKS: dict[str, Check] = {
     "Python": stack.python,
     "torch": stack.torch,
-    "torch_npu": stack.torch_npu,
+    "torch_npu": adapter.torch_npu,
     "CANN": cann.cann,
     "device": devices.device,
     "autoload": stack.autoload,
@@ -57,7 +57,7 @@ def examine(source: str = "bundled") -> Diagnosis:
 
 def observe(source: str) -> Observations:
     """Run the probes."""
-    with ThreadPoolExecutor(4) as pool:
+    with stopped_at_an_interrupt(), ThreadPoolExecutor(4) as pool:
         disk = pool.submit(run, "disk_probe", LIMITS["disk"])
         torch = pool.submit(run, "torch_probe", LIMITS["torch"], _without_softnpu())
         hub = pool.submit(_ask_hub)

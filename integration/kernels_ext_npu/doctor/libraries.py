@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from kernels_ext_npu.doctor import packages, use_probe
-from kernels_ext_npu.doctor.findings import Finding, ok, problem, warning
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import explain
-from kernels_ext_npu.doctor.observations import Observations
+from kernels_ext_npu.doctor.observations import STACK, Observations
 from kernels_ext_npu.doctor.packages import Package
 from kernels_ext_npu.environment import TESTED
 
@@ -82,14 +83,16 @@ def helpers(seen: Observations) -> list[Finding]:
 
 def requirements(seen: Observations) -> Finding:
     """What the packages ask of others in their metadata, as `pip check` looks at it."""
-    lines, commands = [], []
+    lines: list[str] = []
+    asked: dict[str, SpecifierSet] = {}
     for package in seen.packages.values():
         for requirement, there in packages.unmet(package):
-            if requirement.name == "torch" and package.name == "torch_npu":
-                continue  # told with torch_npu
+            name = canonicalize_name(requirement.name)
+            if name == "torch" or (name in STACK and not there.installed):
+                continue  # told by itself, and pip would take a CUDA build of torch
             found = f"found {there.version}" if there.version else there.trouble or "not installed"
-            lines.append(f"{package.name} asks for {requirement.name}{requirement.specifier}: {found}")
-            commands.append(f"pip install '{requirement.name}{requirement.specifier}'")
+            lines.append(f"{package.name} asks for {name}{requirement.specifier}: {found}")
+            asked[name] = asked.get(name, SpecifierSet()) & requirement.specifier
     if not lines:
         return ok("requirements", f"{', '.join(name for name in seen.packages)} have what they ask for")
     return warning(
@@ -97,7 +100,7 @@ def requirements(seen: Observations) -> Finding:
         f"{len(lines)} of what packages ask for {'is' if len(lines) == 1 else 'are'} not there",
         details=tuple(lines),
         advice="Install it; look that pip takes neither torch nor torch_npu away.",
-        commands=tuple(dict.fromkeys(commands)),
+        commands=tuple(f"pip install '{name}{specifier}'" for name, specifier in asked.items()),
     )
 
 
@@ -135,8 +138,10 @@ def _unusable(seen: Observations, package: Package, step: str) -> Finding | None
             advice="Its installation is incomplete or damaged. Install it again.",
             commands=(f"pip install --force-reinstall --no-deps '{name}{asked}'",),
         )
-    for outcome in (seen.use, seen.imports):
+    for outcome in (seen.use, seen.imports, seen.hub):
         if outcome is not None and outcome.failure and outcome.step == step:
+            if (missing := seen.missing(outcome)) is not None:
+                return not_checked(name, f"{package.version}, but {missing} is not installed")
             known = explain(outcome.errors)
             return problem(
                 name,

@@ -43,6 +43,8 @@ def reachable(seen: Observations) -> Finding:
             see=known.see if known else None,
             facts=facts | {"errors": outcome.errors},
         )
+    if outcome.failure and "endpoint" not in outcome.facts:
+        return not_checked(NAME, f"{outcome.cause}: see huggingface-hub above", facts=facts)
     if outcome.failure and "versions" not in outcome.facts:
         return _unreachable(seen, facts)
     missing = [name for name, commit in outcome.facts["versions"].items() if commit is None]
@@ -103,8 +105,6 @@ def _unreachable(seen: Observations, facts: dict) -> Finding:
     commands: tuple[str, ...] = HOW
     if outcome.hung or "Timeout" in errors:
         said = "does not answer in time"
-    elif outcome.step not in (hub_probe.CONNECT, hub_probe.TRUST):
-        said, advice, commands = str(outcome.failure), "Install huggingface_hub again.", ()
     elif status == 401:
         said, advice = "refuses the token: 401", "Log in again, or unset HF_TOKEN: reading needs none."
         commands = ("hf auth login", "unset HF_TOKEN")

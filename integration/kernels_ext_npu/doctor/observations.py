@@ -71,6 +71,14 @@ class Observations:
         """Whether torch_npu would work, were CANN's libraries there: the software device has them."""
         return any(known_errors.NO_CANN.search(error) for error in self.torch.errors)
 
+    def missing(self, outcome: Outcome) -> str | None:
+        """The package of the stack for want of which a probe failed; None if it did not, or for another reason."""
+        for name, package in self.packages.items():
+            module = f"No module named '{name.replace('-', '_')}"
+            if not package.installed and any(module in error for error in outcome.errors):
+                return name
+        return None
+
     # ---- the device --------------------------------------------------------------------------------------------------
     @property
     def devices(self) -> int:
@@ -88,10 +96,17 @@ class Observations:
         return works and not self.torch_npu_works and not self.nodes
 
     @property
+    def runs_on_software(self) -> bool:
+        """Whether torch_npu was imported by the software device."""
+        return self.use is not None and self.software and self.use.passed(use_probe.TORCH_NPU)
+
+    @property
     def software_failed_by_itself(self) -> bool:
         """For want of a compiler, say, and not because torch_npu cannot be imported with it either."""
-        failed = self.use is not None and self.use.step == use_probe.SOFTNPU and bool(self.use.failure)
-        return failed and self.use is not None and not any("softnpu" not in error for error in self.use.errors[-1:])
+        if self.use is None or self.use.step != use_probe.SOFTNPU or not self.use.errors:
+            return False
+        first = self.use.errors[0]
+        return first.startswith("ImportError: softnpu ") and "softnpu runs the real torch_npu wheel" not in first
 
     @property
     def signs_of_hardware(self) -> list[str]:

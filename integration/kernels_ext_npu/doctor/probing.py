@@ -10,12 +10,15 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 # after a kill: a process that waits for a broken driver cannot be ended, and is left behind
 PATIENCE = 2.0
+
+_running: set[subprocess.Popen] = set()
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def run(probe: str, limit: float, environment: dict[str, str] | None = None, **a
     except OSError as error:  # no memory, no more processes
         return Outcome(failure=f"Python could not be started: {error}")
     hung = False
+    _running.add(process)
     try:
         notes, output = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired as late:
@@ -82,7 +86,25 @@ def run(probe: str, limit: float, environment: dict[str, str] | None = None, **a
     except BaseException:
         _kill(process)
         raise
+    finally:
+        _running.discard(process)
     return _outcome(notes, output.decode(errors="replace"), process.poll(), limit if hung else None)
+
+
+@contextmanager
+def stopped_at_an_interrupt() -> Iterator[None]:
+    """Ends the probes of other threads where this one is interrupted: a pool would wait for them."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        for process in list(_running):
+            _kill(process)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -55,7 +55,7 @@ def _cache() -> dict[str, Any]:
         return facts | {"refused": str(error)}
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     trouble = None
-    if not nearest.is_dir():
+    if not os.path.isdir(nearest):
         trouble = f"{nearest} is not a folder"
     elif folder == nearest and not os.access(folder, os.R_OK | os.X_OK):
         trouble = f"{folder} may not be read by this user"

@@ -1,4 +1,4 @@
-"""Python, torch, torch_npu, and what a plain `import torch` does."""
+"""Python, torch, and what a plain `import torch` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from packaging.version import Version
 
 from kernels_ext_npu import __file__ as package_file
 from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor import use_probe
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import CPU_INDEX, explain
 from kernels_ext_npu.doctor.observations import Observations
@@ -40,13 +39,13 @@ def python(_: Observations) -> Finding:
 def torch(seen: Observations) -> Finding:
     package, outcome = seen.packages["torch"], seen.torch
     facts = {"version": package.version and str(package.version), "build": seen.torch_build}
-    install = (f"pip install --force-reinstall --no-deps torch=={_wanted(seen)} --index-url {CPU_INDEX}",)
+    install = (cpu_build(seen),)
     if not package.installed:
         return problem(
             "torch",
             "not installed",
             advice="Install its CPU build, in the release that fits torch_npu and CANN.",
-            commands=(f"pip install torch=={_wanted(seen)} --index-url {CPU_INDEX}",),
+            commands=(f"pip install torch=={wanted_torch(seen)} --index-url {CPU_INDEX}",),
             facts=facts,
         )
     if seen.torch_build is not None:
@@ -85,77 +84,6 @@ def torch(seen: Observations) -> Finding:
     return ok("torch", f"{imported}, a CPU build", facts=facts)
 
 
-def torch_npu(seen: Observations) -> Finding:
-    package, outcome = seen.packages["torch_npu"], seen.torch
-    install = _install(seen)
-    facts = {"version": package.version and str(package.version), "errors": outcome.errors}
-    if not package.installed:
-        return problem(
-            "torch_npu",
-            "not installed",
-            advice="Install the release that fits torch and CANN: with --no-deps, or pip may take another torch. The "
-            "software device runs on it too.",
-            commands=install,
-            see="torch_npu is not installed",
-            facts=facts,
-        )
-    if not seen.torch_works or seen.torch_build is not None:
-        return not_checked(
-            "torch_npu", f"{package.version}, but torch does not work with it: see torch above", facts=facts
-        )
-    unfit, summary = _unfit(seen), f"{package.version} cannot be imported: {outcome.cause}"
-    if seen.torch_npu_works:
-        if unfit:
-            return warning("torch_npu", f"{package.version} {unfit}", advice=FIT, commands=install, facts=facts)
-        return ok("torch_npu", f"{outcome.facts['torch_npu']}", facts=facts)
-    if seen.only_cann_is_missing and not seen.expects_a_card and _runs_on_software(seen):
-        return ok(
-            "torch_npu",
-            f"{package.version}, on the software device",
-            details=(f"alone it ends in {outcome.cause}: there is no CANN here",),
-            facts=facts,
-        )
-    if seen.only_cann_is_missing and not seen.expects_a_card and seen.software_failed_by_itself:
-        return not_checked(
-            "torch_npu", f"{package.version}; the software device does not start: see device", facts=facts
-        )
-    known = explain(outcome.errors)
-    details = [known.meaning] if known else []
-    if seen.only_cann_is_missing and seen.use is not None and not seen.software_failed_by_itself:
-        details.append(
-            "the software device has them; " + ("it works here" if _runs_on_software(seen) else "no help here")
-        )
-    if unfit:
-        details.append(f"{package.version} {unfit}")
-    if known and known.see == WRONG_BUILD:
-        return problem(
-            "torch_npu",
-            summary,
-            details=tuple(details),
-            advice=known.advice,
-            commands=(f"pip install --force-reinstall --no-deps torch=={_wanted(seen)} --index-url {CPU_INDEX}",),
-            see=known.see,
-            facts=facts,
-        )
-    if seen.only_cann_is_missing and seen.expects_a_card and not unfit and _cann_tells(seen):
-        return problem("torch_npu", summary, details=tuple(details), advice="See CANN below.", facts=facts)
-    cann = _scripts(seen) if seen.only_cann_is_missing else ()
-    return problem(
-        "torch_npu",
-        summary,
-        details=tuple(details),
-        advice=FIT if unfit else SOURCE if cann else known.advice if known else _advice_for(outcome.hung),
-        commands=() if outcome.hung else install if unfit else cann or (known.commands if known else ()) or install,
-        see=known.see if known else None,
-        facts=facts | {"failure": outcome.failure, "output": outcome.output},
-    )
-
-
-FIT = "Install the releases of torch and torch_npu that belong together; torch_npu names its torch in its own metadata."
-
-SOURCE = "CANN is on this machine: source its script in the shell that starts Python, or in the script of the job."
-
-
 def autoload(seen: Observations) -> Finding:
     """torch imports torch_npu by itself, and cannot be imported where torch_npu cannot."""
     switch = seen.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
@@ -190,7 +118,11 @@ def autoload(seen: Observations) -> Finding:
     )
 
 
-def _wanted(seen: Observations) -> str:
+def cpu_build(seen: Observations) -> str:
+    return f"pip install --force-reinstall --no-deps torch=={wanted_torch(seen)} --index-url {CPU_INDEX}"
+
+
+def wanted_torch(seen: Observations) -> str:
     """The release of torch to install: what torch_npu asks for, or the one that is there."""
     for requirement in seen.packages["torch_npu"].requires:
         if requirement.name == "torch":
@@ -202,52 +134,6 @@ def _wanted(seen: Observations) -> str:
         if version is not None:
             return version.base_version
     return "2.13.0"
-
-
-def _install(seen: Observations) -> tuple[str, ...]:
-    torch = seen.packages["torch"].version
-    return (
-        f"pip install --no-deps torch_npu=={torch.base_version if torch else _wanted(seen)}",
-        "pip install numpy pyyaml",
-    )
-
-
-def _unfit(seen: Observations) -> str | None:
-    """How torch_npu's metadata disagrees with torch."""
-    package, found = seen.packages["torch_npu"], seen.torch.facts.get("torch")
-    if package.trouble:
-        return f"is installed badly: {package.trouble}"
-    if found is None or package.version is None:
-        return None
-    for requirement in package.requires:
-        if requirement.name == "torch" and not requirement.specifier.contains(Version(found), prereleases=True):
-            return f"asks for torch{requirement.specifier}, and torch is {found}"
-    if package.version.release[:2] != Version(found).release[:2]:
-        return f"is for torch {package.version.major}.{package.version.minor}, and torch is {found}"
-    return None
-
-
-def _runs_on_software(seen: Observations) -> bool:
-    return seen.use is not None and seen.software and seen.use.passed(use_probe.TORCH_NPU)
-
-
-def _scripts(seen: Observations) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"source {place['set_env']}" for place in seen.cann_places if place["set_env"]))
-
-
-def _cann_tells(seen: Observations) -> bool:
-    """Whether CANN is a problem of its own: not there, or not set up."""
-    named = seen.disk.facts.get("ASCEND_HOME_PATH")
-    return named is None or named["software"] or not named["exists"]
-
-
-def _advice_for(hung: bool) -> str:
-    if hung:
-        return (
-            "Its import does not end. Look whether the driver answers (npu-smi info), whether ASCEND_HOME_PATH lies "
-            "on a slow disk, and start Python with `-X importtime` to see where it stays."
-        )
-    return "Look at the error, and install torch_npu again in the release that fits torch and CANN."
 
 
 def _contradiction(package: Package, facts: dict) -> bool | str | None:

@@ -19,6 +19,8 @@ def usage(seen: Observations) -> Finding:
     facts = {name: outcome.facts.get(name) for name in ("software", "device", "summary", "kept", "difference", "taken")}
     if outcome.failure and outcome.step in EARLIER and _told_elsewhere(seen):
         return not_checked(NAME, f"{outcome.step} fails: see above", facts=facts)
+    if (missing := seen.missing(outcome)) is not None:
+        return not_checked(NAME, f"{missing} is not installed: see above", facts=facts)
     if outcome.failure:
         known = explain(outcome.errors)
         return problem(

@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``verify`` and ``bundle``."""
+"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``doctor``, ``verify`` and ``bundle``."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def coverage() -> None:
 
 
 app.command()(inspect)
-app.command()(bundle)
 app.command()(doctor)
+app.command()(bundle)
 app.command()(verify)
 
 

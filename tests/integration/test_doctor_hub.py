@@ -45,6 +45,9 @@ def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> 
     assert (hub.verdict, publisher.verdict) == (Verdict.OK, Verdict.WARNING)
     assert publisher.summary == "kernels-ext-npu is not trusted by the Hub"
     assert 'trust_remote_code=["kernels-ext-npu/FusedMoE"]' in str(publisher.advice)
+    localhub.faults.add("status", path="*/overview", status=404)
+    _, publisher, _ = ask(monkeypatch)
+    assert (publisher.verdict, publisher.see) == (Verdict.WARNING, network.UNTOLD)
     _, _, quiet = ask(monkeypatch, DO_NOT_TRACK="1")
     assert "kernels cannot ask it: LocalProtocolError: Illegal header value" in quiet.summary
     assert quiet.commands == ("unset HF_HUB_DISABLE_TELEMETRY DISABLE_TELEMETRY DO_NOT_TRACK",)
@@ -76,6 +79,7 @@ def test_a_proxy_that_is_no_url_is_named_without_its_password(monkeypatch) -> No
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     finding, _, _ = ask(monkeypatch, HTTPS_PROXY="http://me:sec/ret@127.0.0.1:9")
     assert finding.summary == "HTTPS_PROXY: not a URL that can be used"
+    assert examination._ask_hub().failure == "not asked"  # the client would tell the password
     assert "sec" not in str(finding.facts) + str(finding.summary)
 
 

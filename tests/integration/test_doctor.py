@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = "import sys; from kernels_ext_npu.cli import app; app(['doctor', *sys.argv[1:]])"
-NOBODY = "http://127.0.0.1:9"  # refuses every connection
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
@@ -86,6 +85,13 @@ def shown(report: dict[str, Any], width: int) -> str:
     console = Console(width=width, file=io.StringIO())
     display.show(console, report)
     return console.file.getvalue()
+
+
+def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) -> None:
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    report = doctor("--source", "hub", **hub)
+    assert (report.exit_code, report.problems()) == (1, {"Hub"})
+    assert report["register()"]["summary"].startswith("everything else works on the software device")
 
 
 def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +22,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, padding=(0, 1), pad_edge=False)
+    table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -33,6 +32,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             found.append(f"\n{detail}", style="dim")
         table.add_row(Text(check["verdict"], style=STYLES[check["verdict"]]), check["check"], found)
     console.print(table)
+    console.print()
     asking = [check for check in report["checks"] if check["verdict"] in ("problem", "warning")]
     if asking:
         console.print("What to do", style="bold")

@@ -67,8 +67,9 @@ def observe(source: str) -> Observations:
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
         if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
             later.append(("autoload", pool.submit(run, "autoload_probe", LIMITS["autoload"], _without_softnpu())))
+        dead = source == "hub" and seen.hub.failure is not None
         if _is_usable(seen):
-            later.append(("use", pool.submit(run, "use_probe", LIMITS["use"], source=source)))
+            later.append(("use", pool.submit(run, "use_probe", LIMITS["use"], source=None if dead else source)))
         later.append(("repositories", pool.submit(_look_at_repositories, seen)))
         for name, future in later:
             setattr(seen, name, future.result())
@@ -78,9 +79,7 @@ def observe(source: str) -> Observations:
 
 
 def _is_usable(seen: Observations) -> bool:
-    """Whether there is a device to try, the card's or the software one, and a source that can be had."""
-    if seen.source == "hub" and seen.hub.failure:
-        return False
+    """Whether there is a device to try, the card's or the software one."""
     return seen.packages["torch_npu"].installed and (seen.devices > 0 or seen.software_is_possible)
 
 

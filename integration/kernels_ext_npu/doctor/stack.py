@@ -110,7 +110,7 @@ def autoload(seen: Observations) -> Finding:
         details=("torch imports torch_npu by itself" if alone else "torch imports what extends it by itself",),
         advice="Put `import softnpu` before torch, run programs with `python -m softnpu`, or switch autoload off for "
         "those that need no NPU."
-        if not seen.expects_a_card
+        if seen.runs_on_software and not seen.expects_a_card
         else "It works again when torch_npu does. Until then programs that need no NPU work with autoload off.",
         commands=("export TORCH_DEVICE_BACKEND_AUTOLOAD=0",),
         see="Failed to load the backend extension",

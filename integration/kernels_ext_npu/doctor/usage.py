@@ -36,6 +36,8 @@ def usage(seen: Observations) -> Finding:
             see=known.see if known else None,
             facts=facts | {"failure": outcome.failure, "errors": outcome.errors, "output": outcome.output},
         )
+    if "kept" not in outcome.facts:
+        return not_checked(NAME, f"everything else works {where}, but the Hub cannot be reached", facts=facts)
     kept = outcome.facts["kept"]
     if not outcome.facts["agrees"]:
         return problem(

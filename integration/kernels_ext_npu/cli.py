@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``verify`` and ``bundle``."""
+"""The command line ``kernels-ext-npu``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 import kernels_ext_npu
 from kernels_ext_npu.bundle_command import bundle
 from kernels_ext_npu.coverage_command import coverage
+from kernels_ext_npu.doctor_command import doctor
 from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
 
@@ -50,6 +51,7 @@ def demo(
 
 
 app.command()(inspect)
+app.command()(doctor)
 app.command()(bundle)
 app.command()(coverage)
 app.command()(verify)

@@ -68,15 +68,21 @@ def _check_cann() -> None:
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` before Python; without one put `import softnpu` on "
             "the first line of the program."
         ) from error
-    found = get_cann_version()
+    refusal = refuse_cann(get_cann_version())
+    if refusal is not None:
+        raise UnsupportedEnvironmentError(refusal)
+
+
+def refuse_cann(found: str) -> str | None:
+    """Why `kernels` cannot work with a version of CANN, as torch_npu tells it; None if it can."""
     if re.match(r"\d\.\d", found):
-        return
+        return None
     if re.match(r"\d\d", found):
-        raise UnsupportedEnvironmentError(
+        return (
             f"kernels {_version('kernels')} cannot read the version of CANN {found}: it expects one digit before the "
             "dot, and would end in InvalidVersion. Use CANN 8 or 9, or a release of kernels that can."
         )
-    raise UnsupportedEnvironmentError(
+    return (
         f"torch_npu reports CANN's version as {found!r}, and kernels cannot choose a variant without one: loading a "
         "kernel would end in InvalidVersion. The version is read from ascend_*_install.info below "
         "$ASCEND_HOME_PATH: run `source /usr/local/Ascend/ascend-toolkit/set_env.sh` (from CANN 8.5 on "

@@ -1,0 +1,10 @@
+"""What a plain `import torch` does here."""
+
+from __future__ import annotations
+
+from kernels_ext_npu.doctor.probe import step
+
+
+def probe() -> None:
+    step("import torch")
+    import torch  # noqa: F401

@@ -1,0 +1,77 @@
+"""Findings for people: a list, and what to do at its end, with commands that can be copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checked": "dim"}
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Print a report, as `Diagnosis.to_dict` gives it."""
+    with console.capture() as capture:
+        _print(console, report)
+    lines = capture.get().splitlines()
+    # the padding of a table's cells is of no use in a file
+    print(*(lines if console.is_terminal else map(str.rstrip, lines)), sep="\n", file=console.file)
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in report["checks"]:
+        found = Text(check["summary"])
+        for detail in check["details"]:
+            found.append(f"\n{detail}", style="dim")
+        table.add_row(Text(check["verdict"], style=STYLES[check["verdict"]]), check["check"], found)
+    console.print(table)
+    console.print()
+    asking = [check for check in report["checks"] if check["verdict"] in ("problem", "warning")]
+    if asking:
+        console.print("What to do", style="bold")
+    for check in sorted(asking, key=lambda check: check["verdict"] != "problem"):
+        console.print()
+        console.print(_title(check))
+        if check["advice"]:
+            console.print(Text(check["advice"]), highlight=False)
+        for line in check["commands"]:
+            console.print(f"    {line}", soft_wrap=True, highlight=False, markup=False)
+        if check["see"]:
+            console.print(Text(f'More: {page()}, "{check["see"]}"', style="dim"), soft_wrap=True)
+    if asking:
+        console.print()
+    console.print(Text(_verdict(report), style="bold green" if report["healthy"] else "bold red"))
+
+
+def page() -> str:
+    """Where the page on errors is: inside the installed package, or in the clone that this is."""
+    package = Path(__file__).parent.parent
+    for path in (package / "troubleshooting.md", package.parent.parent / "docs" / "troubleshooting.md"):
+        if path.is_file():
+            return str(path)
+    return "docs/troubleshooting.md"
+
+
+def _title(check: dict[str, Any]) -> Text:
+    title = Text(f"{check['verdict']}: ", style=STYLES[check["verdict"]])
+    return title.append(f"{check['check']}: {check['summary']}")
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    counts = {kind: sum(check["verdict"] == kind for check in report["checks"]) for kind in ("problem", "warning")}
+    if report["healthy"]:
+        software = any(check["check"] == "device" and check["facts"].get("software") for check in report["checks"])
+        what = "Healthy, on the software device" if software else "Healthy"
+        return f"{what}: {_counted(counts['warning'], 'warning')}."
+    return f"Not healthy: {_counted(counts['problem'], 'problem')}, {_counted(counts['warning'], 'warning')}."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

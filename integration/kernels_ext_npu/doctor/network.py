@@ -1,0 +1,157 @@
+"""The Hub: can it be reached, does it hold the kernels, and does it trust their publisher."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from urllib.parse import urlsplit
+
+from kernels_ext_npu.doctor import hub_probe
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.known_errors import explain
+from kernels_ext_npu.doctor.observations import Observations
+from kernels_ext_npu.sources import ORGANISATION, REPOSITORIES, VERSION
+
+NAME, PUBLISHER = "Hub", "publisher"
+UNREACHABLE, UNTRUSTED = "ConnectError: …", "is not from a trusted publisher"
+UNTOLD = "could not verify publisher trust status"
+NEEDLESS = "register() needs no network, the models that you download do."
+STATUS = re.compile(r"\b(?:Client|Server) error '(\d{3})|^\w+: (\d{3}) |\((\d{3})\)|\b(401|403|404|407|429|5\d\d)\b")
+
+
+def reachable(seen: Observations) -> Finding:
+    outcome, severe = seen.hub, problem if seen.source == "hub" else warning
+    facts = {"endpoint": outcome.facts.get("endpoint"), "proxy": _proxy(outcome.facts.get("endpoint"))}
+    unusable = unusable_urls(seen.environment)
+    if unusable:
+        return severe(
+            NAME,
+            f"{', '.join(unusable)}: not a URL that can be used",
+            advice="It begins with http:// or https://, and a name or password in it has to be percent-encoded.",
+            commands=(f"unset {' '.join(unusable)}",),
+        )
+    if outcome.facts.get("offline"):
+        return not_checked(NAME, "HF_HUB_OFFLINE=1 (or TRANSFORMERS_OFFLINE): nothing is asked", facts=facts)
+    if outcome.step == hub_probe.HEADERS and outcome.failure:
+        known = explain(outcome.errors)
+        return severe(
+            NAME,
+            f"{_where(facts)} answers, but kernels cannot ask it: {_first(outcome.errors)}",
+            details=(known.meaning,) if known else (),
+            advice=known.advice if known else "Look at the error.",
+            commands=known.commands if known else (),
+            see=known.see if known else None,
+            facts=facts | {"errors": outcome.errors},
+        )
+    if outcome.failure and "endpoint" not in outcome.facts:
+        return not_checked(NAME, f"{outcome.cause}: see huggingface-hub above", facts=facts)
+    if outcome.failure and "versions" not in outcome.facts:
+        return _unreachable(seen, facts)
+    missing = [name for name, commit in outcome.facts["versions"].items() if commit is None]
+    if missing:
+        names = "the four kernels" if len(missing) == len(REPOSITORIES) else ", ".join(missing)
+        return severe(
+            NAME,
+            f"{_where(facts)} answers, but has no version {VERSION} of {names}",
+            details=("a mirror has to serve repositories of the type kernel",),
+            advice="Use the copies in the package, register() without source, or a bundle. " + NEEDLESS,
+            commands=("kernels-ext-npu bundle --install kernels.zip",),
+            facts=facts | {"versions": outcome.facts["versions"]},
+        )
+    return ok(NAME, f"{_where(facts)} answers and has the four kernels", facts=facts | outcome.facts)
+
+
+def publisher(seen: Observations) -> Finding:
+    """`kernels` loads code of trusted publishers, and of repositories that are named to it."""
+    facts = seen.hub.facts
+    if "trusted" not in facts:
+        reason = "offline, kernels does not ask either" if facts.get("offline") else "the Hub could not be asked"
+        return not_checked(PUBLISHER, reason)
+    if facts["trusted"]:
+        return ok(PUBLISHER, f"{ORGANISATION} is trusted by the Hub")
+    repo_id = f"{ORGANISATION}/{REPOSITORIES[0]}"
+    told = facts["trusted"] is not None
+    return warning(
+        PUBLISHER,
+        f"{ORGANISATION} is {'not trusted by the Hub' if told else 'trusted or not: the Hub does not say'}",
+        details=() if told else (facts["untold"],),
+        advice='register() and register(source="hub") work: they name the repositories. For get_kernel name them: '
+        f'get_kernel("{repo_id}", version={VERSION}, trust_remote_code=["{repo_id}"])',
+        see=UNTRUSTED if told else UNTOLD,
+        facts={"trusted": facts["trusted"]},
+    )
+
+
+def unusable_urls(environment: dict[str, str]) -> list[str]:
+    """Variables that are meant to be URLs. Their values are not told: a password may be what is wrong with one."""
+    names = [name for name in environment if name.upper() in ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")]
+    return [name for name in names if environment[name] and not _is_url(environment[name])]
+
+
+def _is_url(value: str) -> bool:
+    try:
+        parts = urlsplit(value if "://" in value else f"http://{value}")  # a proxy may be host:port
+        return bool(parts.hostname) and parts.port != 0 and "@" not in parts.path + parts.query + parts.fragment
+    except ValueError:
+        return False
+
+
+def _unreachable(seen: Observations, facts: dict) -> Finding:
+    outcome, severe = seen.hub, problem if seen.source == "hub" else warning
+    errors = " ".join(outcome.errors)
+    match = STATUS.search(errors)
+    status = int(next(group for group in match.groups() if group)) if match else None
+    said, advice = f"cannot be reached: {_first(outcome.errors) or outcome.failure}", REACH
+    commands: tuple[str, ...] = HOW
+    if outcome.hung or "Timeout" in errors:
+        said = "does not answer in time"
+    elif status == 401:
+        said, advice = "refuses the token: 401", "Log in again, or unset HF_TOKEN: reading needs none."
+        commands = ("hf auth login", "unset HF_TOKEN")
+    elif status == 407:
+        said, advice, commands = "the proxy wants a login: 407", "Put name and password into the proxy's URL.", ()
+    elif status is not None and (status >= 500 or status == 429):
+        said, advice = f"answers {status}: it is overloaded or down", "Wait, and try again. " + NEEDLESS
+        commands = ()
+    elif "CERTIFICATE_VERIFY_FAILED" in errors:
+        said = "shows a certificate that is not trusted here, as proxies that look into connections do"
+        advice, commands = "Name your organisation's certificates.", ("export SSL_CERT_FILE=/path/to/ca-bundle.pem",)
+    elif "JSONDecodeError" in errors or "Expecting value" in errors:
+        said, advice = "answers, but not as a Hub does", "Look at HF_ENDPOINT and at the proxy: a login page perhaps."
+        commands = ()
+    return severe(
+        NAME,
+        f"{_where(facts)} {said}",
+        advice=advice,
+        commands=commands,
+        see=UNREACHABLE,
+        facts=facts | {"errors": outcome.errors, "failure": outcome.failure},
+    )
+
+
+REACH = (
+    "Where there is internet look at HF_ENDPOINT and the proxy. Where there is none, set HF_HUB_OFFLINE=1 and use the "
+    "copies in the package, register() without source, or a bundle."
+)
+HOW = (
+    "export HF_ENDPOINT=https://your.mirror  # where there is a mirror",
+    "export HF_HUB_OFFLINE=1  # where there is no internet",
+)
+
+
+def _where(facts: dict) -> str:
+    proxy = f" through the proxy {facts['proxy']}" if facts["proxy"] else ""
+    return f"{facts['endpoint'] or 'the Hub'}{proxy}"
+
+
+def _proxy(endpoint: str | None) -> str | None:
+    """The proxy that is used for an endpoint."""
+    parts = urlsplit(endpoint or "")
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    proxies = urllib.request.getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def _first(errors: tuple[str, ...]) -> str:
+    return errors[0].splitlines()[0] if errors else ""

@@ -1,0 +1,151 @@
+"""What doctor looks at, before anything is concluded from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kernels_ext_npu.doctor import known_errors, packages, torch_probe, use_probe
+from kernels_ext_npu.doctor.packages import Package
+from kernels_ext_npu.doctor.probing import Outcome
+
+# what softnpu says as the version of CANN: importing it would import torch
+_RUNTIME = (packages.module_folder("softnpu") or Path()) / "runtime.py"
+SOFTWARE_CANN = str(packages.constants(_RUNTIME).get("CANN_VERSION"))
+STACK = ("torch", "torch_npu", "transformers", "kernels", "huggingface-hub", "accelerate")
+
+
+@dataclass
+class Observations:
+    """The packages and the outcomes of the probes; None where a probe was not run.
+
+    Attributes:
+        source: where the kernels are to come from, as register() takes it.
+        packages: of `STACK`, by name.
+        disk: signs of hardware and of CANN.
+        torch: torch and torch_npu without the software device.
+        hub: what the Hub answered.
+        autoload: a plain `import torch`.
+        use: a model that was run with kernels.
+        imports: transformers and kernels, where `use` did not get as far.
+        repositories: the kernels on disk and in the cache.
+    """
+
+    source: str
+    packages: dict[str, Package]
+    disk: Outcome
+    torch: Outcome
+    hub: Outcome
+    autoload: Outcome | None = None
+    use: Outcome | None = None
+    imports: Outcome | None = None
+    repositories: Outcome | None = None
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    # ---- torch -------------------------------------------------------------------------------------------------------
+    @property
+    def torch_build(self) -> str | None:
+        """Of which kind torch is, such as "CUDA 13.0"; None for a CPU build, or where it cannot be told."""
+        facts = self.torch.facts
+        if "xpu" not in facts and self.packages["torch"].folder is not None:  # it cannot be imported
+            facts = packages.constants(self.packages["torch"].folder / "version.py")
+        for kind, name in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+            if facts.get(kind):
+                return f"{name} {facts[kind]}"
+        local = self.packages["torch"].version.local if self.packages["torch"].version else None
+        return local if local and local.startswith(("cu", "rocm", "xpu")) else None
+
+    @property
+    def torch_works(self) -> bool:
+        return self.torch.passed(torch_probe.TORCH)
+
+    @property
+    def torch_npu_works(self) -> bool:
+        """Without the software device: with CANN."""
+        return self.torch.passed(torch_probe.TORCH_NPU)
+
+    @property
+    def only_cann_is_missing(self) -> bool:
+        """Whether torch_npu would work, were CANN's libraries there: the software device has them."""
+        return any(known_errors.NO_CANN.search(error) for error in self.torch.errors)
+
+    def missing(self, outcome: Outcome) -> str | None:
+        """The package of the stack for want of which a probe failed; None if it did not, or for another reason."""
+        for name, package in self.packages.items():
+            module = f"No module named '{name.replace('-', '_')}"
+            if not package.installed and any(module in error for error in outcome.errors):
+                return name
+        return None
+
+    # ---- the device --------------------------------------------------------------------------------------------------
+    @property
+    def devices(self) -> int:
+        """Those that torch_npu sees without the software device."""
+        return self.torch.facts.get("devices", 0)
+
+    @property
+    def nodes(self) -> list[str]:
+        return self.disk.facts.get("nodes", [])
+
+    @property
+    def software_is_possible(self) -> bool:
+        """Whether `import softnpu` gives a software device; on a machine with a card it changes nothing."""
+        works = self.torch_works and self.torch_build is None and not self.torch.hung
+        return works and not self.torch_npu_works and not self.nodes
+
+    @property
+    def runs_on_software(self) -> bool:
+        """Whether torch_npu was imported by the software device."""
+        return self.use is not None and self.software and self.use.passed(use_probe.TORCH_NPU)
+
+    @property
+    def software_failed_by_itself(self) -> bool:
+        """For want of a compiler, say, and not because torch_npu cannot be imported with it either."""
+        if self.use is None or self.use.step != use_probe.SOFTNPU or not self.use.errors:
+            return False
+        first = self.use.errors[0]
+        return first.startswith("ImportError: softnpu ") and "softnpu runs the real torch_npu wheel" not in first
+
+    @property
+    def signs_of_hardware(self) -> list[str]:
+        """Why one would expect a card here."""
+        facts, signs = self.disk.facts, []
+        if self.nodes:
+            signs.append(", ".join(self.nodes))
+        if facts.get("cards"):
+            signs.append(f"{len(facts['cards'])} on the PCI bus ({', '.join(facts['cards'])})")
+        if facts.get("driver"):
+            signs.append(f"the driver ({facts['driver']})")
+        if facts.get("npu_smi"):
+            signs.append(facts["npu_smi"]["program"])
+        return signs
+
+    @property
+    def cann_places(self) -> list[dict[str, Any]]:
+        """Releases of CANN on disk: what the environment names first."""
+        named = [self.disk.facts.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
+        places = [place for place in named if place and place["version"] is not None]
+        return [place for place in [*places, *self.disk.facts.get("found", [])] if not place["software"]]
+
+    @property
+    def expects_a_card(self) -> bool:
+        """Whether a software device would not be what this machine is for."""
+        named = self.disk.facts.get("ASCEND_HOME_PATH")
+        return bool(self.signs_of_hardware or self.cann_places or (named and not named["software"]) or self.devices)
+
+    @property
+    def cann(self) -> str | None:
+        """CANN's version, as torch_npu tells it or, where that cannot be imported, as it would."""
+        if "cann" in self.torch.facts:
+            return self.torch.facts["cann"]
+        named = self.disk.facts.get("ASCEND_HOME_PATH")
+        if named and not named["software"]:
+            return named["version"]
+        return self.cann_places[0]["version"] if self.cann_places else None
+
+    @property
+    def software(self) -> bool:
+        """Whether the software device was used, for want of another one."""
+        return self.use is not None and bool(self.use.facts.get("software")) and not self.devices

@@ -1,0 +1,112 @@
+"""What is installed, read from metadata and sources: nothing is imported, so that nothing can crash."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of the stack.
+
+    Attributes:
+        name: as pip knows it.
+        version: None where there is none, or none that can be read.
+        requires: what it asks of others in this environment.
+        folder: where its module is, None where it has none.
+        trouble: what is wrong with its installation, None if nothing is.
+    """
+
+    name: str
+    version: Version | None
+    requires: tuple[Requirement, ...] = ()
+    folder: Path | None = None
+    trouble: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.version is not None or self.folder is not None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version or '(version unknown)'}"
+
+
+def read(name: str) -> Package:
+    """What the metadata says; whatever is wrong with it is told in `trouble`."""
+    folder = module_folder(name.replace("-", "_"))
+    try:
+        found = list(distributions(name=name))
+        if not found:
+            trouble = f"its module is in {folder}, but no metadata names its version" if folder else None
+            return Package(name, None, folder=folder, trouble=trouble)
+        written = found[0].metadata["Version"] if found[0].metadata else None
+        requires = tuple(_requirements(found[0].requires or ()))
+    except Exception as error:  # any file of the metadata may be damaged
+        return Package(name, None, folder=folder, trouble=f"its metadata cannot be read: {error}")
+    if not written:
+        return Package(name, None, requires, folder, "its metadata names no version")
+    try:
+        version = Version(written)
+    except InvalidVersion:
+        return Package(name, None, requires, folder, f"its metadata names the version {written!r}, which is none")
+    trouble = None if folder else "it has metadata, but no module"
+    return Package(name, version, requires, folder, trouble)
+
+
+def module_folder(name: str) -> Path | None:
+    """The folder of a package of Python, None where there is none."""
+    try:
+        # what stands on the path comes before what this process has imported
+        spec = PathFinder.find_spec(name) or importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin:
+        return None
+    return Path(spec.origin).parent
+
+
+def constants(path: Path) -> dict[str, Any]:
+    """What a source file assigns to names at its top: numbers, strings and the like."""
+    try:
+        tree = ast.parse(path.read_text())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    found = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                found[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value)):
+                found[name] = value
+    return found
+
+
+def unmet(package: Package) -> list[tuple[Requirement, Package]]:
+    """The requirements of a package that this environment does not meet, with what is there."""
+    found = []
+    for requirement in package.requires:
+        there = read(requirement.name)
+        if there.version is None or not requirement.specifier.contains(there.version, prereleases=True):
+            found.append((requirement, there))
+    return found
+
+
+def _requirements(lines: Any) -> list[Requirement]:
+    parsed = []
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            parsed.append(requirement)
+    return parsed

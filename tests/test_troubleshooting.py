@@ -1,0 +1,118 @@
+"""The page on errors: every message in it is one that somebody gives, and doctor names headings that are there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kernels_ext_npu.doctor import known_errors
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+SITE = Path(sysconfig.get_path("purelib"))
+LOADERS = [*Path("/lib64").glob("ld-linux-*.so*"), *Path("/lib").glob("ld-linux-*.so*")]
+
+DOCTOR = ROOT / "integration/kernels_ext_npu/doctor"
+
+# who an entry says it is from -> where its messages are written
+SOURCES = {
+    "kernels-ext-npu": [(ROOT, ("integration/**/*.py", "*/torch-ext/**/*.py"))],
+    "doctor": [(DOCTOR, ("*.py",))],
+    "softnpu": [(ROOT, ("softnpu/**/*.py",))],
+    "kernels": [(SITE, ("kernels/**/*.py",))],
+    "packaging": [(SITE, ("packaging/*.py",))],
+    "h11": [(SITE, ("h11/*.py",))],
+    "httpx2": [(SITE, ("httpx2/*.py",))],
+    "torch": [(SITE, ("torch/__init__.py",))],
+    "torch_npu": [(SITE, ("torch_npu/__init__.py", "torch_npu/_init/**/*.py"))],
+    "transformers": [(SITE, ("transformers/integrations/*.py",))],
+    "the loader": [(path.parent, (path.name,)) for path in LOADERS],
+}
+ENTRIES = re.findall(r"^### (.+)\n(From .+)$", PAGE, re.MULTILINE)
+
+
+def message(heading: str) -> str:
+    return heading.strip().strip("`").strip() if not heading.startswith("``") else heading.strip("`").lstrip(" ")
+
+
+HEADINGS = [message(heading) for heading, _ in ENTRIES]
+
+
+@functools.cache
+def written(source: str) -> str:
+    """What a source holds, with the parts of a message that stands in several literals put together."""
+    paths = [path for folder, patterns in SOURCES[source] for pattern in patterns for path in folder.glob(pattern)]
+    # doctor quotes the messages of others
+    texts = [
+        path.read_bytes().decode(errors="replace") for path in paths if source == "doctor" or path.parent != DOCTOR
+    ]
+    return re.sub(r"""["']\s*\n\s*[rf]*["']""", "", "\n".join(texts)).replace('\\"', '"')
+
+
+def sources(origin: str) -> list[str]:
+    names = sorted(SOURCES, key=len, reverse=True)
+    return re.findall("|".join(names), origin)
+
+
+def parts(text: str) -> Iterator[str]:
+    """Between what differs from case to case; a name and what is said of it may come from two places."""
+    for part in re.split("…|: ", text):
+        if len(part.strip(" `'")) > 2:
+            yield part.strip()
+
+
+@pytest.mark.parametrize(("heading", "origin"), ENTRIES, ids=HEADINGS)
+def test_every_message_is_given_by_whom_the_page_says(heading: str, origin: str) -> None:
+    names = sources(origin)
+    assert names, origin
+    for part in parts(message(heading)):
+        assert any(part in written(name) for name in names), (part, names)
+
+
+def test_every_entry_says_whose_message_it_is() -> None:
+    assert len(ENTRIES) == PAGE.count("\n### ")
+    assert len(set(HEADINGS)) == len(HEADINGS)
+
+
+def test_reasons_of_packing_are_those_of_the_kernel() -> None:
+    table = PAGE[PAGE.index("| reason |") :].split("\n\n")[0]
+    quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    source = (ROOT / "SwiGLU/torch-ext/swiglu/packing.py").read_text()
+    given = [re.sub(r"\{.*?\}", "…", text) for text in re.findall(r'return f?"([^"]+)"', source)]
+    assert {re.sub("….*", "…", text) for text in given} == set(quoted)
+
+
+def test_doctor_refers_to_headings_that_are_there() -> None:
+    named = {known.see for known in known_errors.KNOWN if known.see}
+    for path in DOCTOR.glob("*.py"):
+        module = importlib.import_module(f"kernels_ext_npu.doctor.{path.stem}") if path.stem != "__init__" else None
+        for call in ast.walk(ast.parse(path.read_text())):
+            for keyword in getattr(call, "keywords", []):
+                if keyword.arg == "see":
+                    for node in ast.walk(keyword.value):
+                        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                            named.add(node.value)
+                        elif (
+                            isinstance(node, ast.Name)
+                            and node.id.isupper()
+                            and isinstance(getattr(module, node.id), str)
+                        ):
+                            named.add(getattr(module, node.id))
+    assert len(named) > 15
+    assert named <= set(HEADINGS)
+
+
+def test_links_within_the_page_lead_somewhere() -> None:
+    titles = re.findall("^#+ (.+)$", PAGE, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+    for target in re.findall(r"\]\(#([^)]+)\)", PAGE):
+        assert target in anchors
+    for target in re.findall(r"\]\((?!#)([^)]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists()

@@ -1,4 +1,4 @@
-"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``verify`` and ``bundle``."""
+"""The command line: ``kernels-ext-npu demo``, ``inspect``, ``coverage``, ``benchmark``, ``verify`` and ``bundle``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import kernels_ext_npu
+from kernels_ext_npu.benchmark_command import benchmark
 from kernels_ext_npu.bundle_command import bundle
 from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
@@ -66,6 +67,7 @@ def coverage() -> None:
 
 
 app.command()(inspect)
+app.command()(benchmark)
 app.command()(bundle)
 app.command()(verify)
 

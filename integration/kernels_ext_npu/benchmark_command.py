@@ -103,8 +103,9 @@ def _run(
             else:
                 console.print(f"{model.name} has nothing of {', '.join(kernels)}", highlight=False)
             results += measured
-    if not results:
-        raise choices.CannotRunError(f"none of the models has a call of {', '.join(kernels)}")
+    if not any(result.figures for result in results):
+        nothing = f"none of the models has a call of {', '.join(kernels)}"
+        raise choices.CannotRunError(next((str(result.refused) for result in results), nothing))
     if plot is not None:
         showing.plot(plot, results, names, f"{report['device']}, {dtypes[0]}, {tokens} tokens{_shrunk(shrink)}")
         console.print(f"drawn into {plot}", highlight=False, soft_wrap=True)

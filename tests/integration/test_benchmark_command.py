@@ -252,6 +252,29 @@ def test_the_table_has_every_kind_of_kernel() -> None:
     assert wanted | {"SoftmaxTopKRouter", "RotaryPosEmb", "RotaryPosEmbPartial", "RotaryPosEmbHalfWidth"} <= layers
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text", "bamba", "llama4_text", "glm4_moe", "mistral"])
+def test_a_config_of_any_model_keeps_a_layer_of_each_kind(config, model_type) -> None:
+    path = config(model_type, num_hidden_layers=12)
+
+    def classes(loaded) -> set[str]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(loaded)
+        return {type(module).__name__ for module in model.modules()}
+
+    reduced = models.load(str(path), 2).config
+    assert classes(reduced) == classes(AutoConfig.from_pretrained(path))
+    assert reduced.num_hidden_layers < 12
+
+
+def test_calls_of_one_module_with_other_shapes_are_told_apart(config) -> None:
+    """The norm of Llama 4's queries is that of its keys."""
+    options = ["--dtype", "bf16", "--tokens", TOKENS, "--kernel", "RMSNorm", "--json", "--shrink", 1]
+    result = run("--model", config("llama4_text", num_local_experts=4), *options)
+    assert result.exit_code == 0, result.output
+    norms = rows(json.loads(result.stdout), name="Llama4TextL2Norm", phase="prefill", provider="kernels-ext-npu")
+    assert sorted(row["shapes"] for row in norms) == [[[1, TOKENS, 1, 64]], [[1, TOKENS, 2, 64]]]
+
+
 def test_no_choice_of_experts_is_a_matter_of_rounding(config) -> None:
     """Every token chooses the same experts in bfloat16 as in float32: otherwise layers could not be compared."""
     model = models.load(str(config("qwen3_moe", **EXPERTS)), 1)
@@ -366,6 +389,14 @@ def test_a_kernel_that_a_model_has_no_use_for_is_named(config) -> None:
     result = run("--model", config("llama"), "--kernel", "FusedMoE", "--dtype", "bf16", "--tokens", TOKENS)
     assert result.exit_code == 2
     assert "none of the models has a call of FusedMoE" in result.stderr
+
+
+def test_sizes_that_do_not_fit_each_other_are_explained(config) -> None:
+    path = config("falcon_h1")  # mamba_d_ssm is the product of what is divided and of what is not
+    result = run("--model", path, "--kernel", "layer", "--dtype", "bf16", "--tokens", TOKENS, "--shrink", 2)
+    assert result.exit_code == 2
+    assert "kernels-ext-npu: raised RuntimeError" in result.stderr
+    assert "try another one, or 1" in result.stderr
 
 
 def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:

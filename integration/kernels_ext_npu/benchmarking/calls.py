@@ -46,7 +46,7 @@ def phases(tokens: int) -> list[Phase]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One call of a module, or of a rotary function, with the arguments that the model gave.
 

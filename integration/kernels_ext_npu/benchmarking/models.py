@@ -18,7 +18,10 @@ SEED = 0
 VOCABULARY = 64  # the embedding is nobody's kernel
 # what --shrink divides, to a multiple of 64: the operators want rows and halves of rows of whole 64 bytes
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+HEADS = (
+    *("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
+    *("num_heads", "mamba_n_heads", "mamba_num_heads"),
+)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # how far a token stands from the centre that its experts share, and the logit of the experts of a centre
 NOISE, LOGIT = 0.5, 3.0
@@ -44,7 +47,8 @@ class Model:
             with torch.device("npu"):
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CannotRunError(f"{self.name}: no model for text can be built of its config: {error}") from error
+            reason = str(error).splitlines()[0]
+            raise CannotRunError(f"{self.name}: no model for text can be built of its config: {reason}") from error
         model.config.architectures = [type(model).__name__]  # as in a checkpoint
         with torch.no_grad():
             for parameter in model.parameters():
@@ -83,10 +87,7 @@ def load(name: str, shrink: int) -> Model:
 
 def _reduce(config: Any, shrink: int) -> PretrainedConfig:
     """A layer of each kind, few tokens, and sizes divided; a head and the choices of a token stay what they are."""
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ["one"]))
-    if getattr(config, "layer_types", None):
-        config.layer_types = kinds
-    config.num_hidden_layers = len(kinds)
+    _keep_layers(config)
     config.vocab_size = VOCABULARY
     config.pad_token_id = None
     if shrink == 1:
@@ -96,8 +97,31 @@ def _reduce(config: Any, shrink: int) -> PretrainedConfig:
     for name in HEADS:
         _divide(config, name, lambda heads: max(1, heads // shrink))
     for name in EXPERTS:
-        _divide(config, name, lambda experts: min(experts, max(4 * config.num_experts_per_tok, experts // shrink)))
+        _divide(config, name, lambda experts: min(experts, max(4 * _choices(config), experts // shrink)))
     return config
+
+
+def _keep_layers(config: Any) -> None:
+    """One layer of each kind, where lists in the config tell kinds; where it derives them, up to the last new kind."""
+    count, dense = config.num_hidden_layers, getattr(config, "first_k_dense_replace", None)
+    lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+    lists = {key: value for key, value in lists.items() if len(set(map(str, value))) < count}  # no list of numbers
+    derived = getattr(config, "layer_types", None) or ["one"] * count
+    kinds = list(
+        zip(
+            *(map(str, value) for value in lists.values()),
+            [dense is not None and i < dense for i in range(count)],
+            derived,
+        )
+    )
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    if len(derived) == count and "layer_types" not in vars(config):
+        first = list(range(max(first) + 1)) if len(set(derived)) > 1 else first
+    for name, value in lists.items():
+        setattr(config, name, [value[i] for i in first])
+    if dense:
+        config.first_k_dense_replace = sum(i < dense for i in first)
+    config.num_hidden_layers = len(first)
 
 
 def _divide(config: Any, name: str, divided: Any) -> None:
@@ -106,10 +130,14 @@ def _divide(config: Any, name: str, divided: Any) -> None:
         setattr(config, name, divided(value))
 
 
+def _choices(config: Any) -> int:
+    return getattr(config, "num_experts_per_tok", None) or 1
+
+
 def _centres(config: Any) -> torch.Tensor:
     """``[C, H]`` of ones and minus ones: as many as there are groups of experts that a token can choose."""
     experts = next((value for name in EXPERTS if (value := getattr(config, name, None))), 1)
-    groups = max(1, experts // (getattr(config, "num_experts_per_tok", None) or 1))
+    groups = max(1, experts // _choices(config))
     generator = torch.Generator().manual_seed(SEED)
     return (torch.randint(2, (groups, config.hidden_size), generator=generator) * 2.0 - 1).to("npu")
 
@@ -125,7 +153,7 @@ def _set_routers(model: PreTrainedModel) -> None:
         weight = getattr(model.get_submodule(row.path), "weight", None) if row.kind == KINDS["Router"] else None
         if weight is None or weight.shape[1] != centres.shape[1]:
             continue
-        choices = model.config.num_experts_per_tok
+        choices = _choices(model.config)
         with torch.no_grad():
             weight.mul_(1e-3)
             for expert in range(len(centres) * choices):

@@ -18,8 +18,8 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.benchmarking import agreement, measuring
 from kernels_ext_npu.benchmarking.agreement import DisagreementError, Distances
-from kernels_ext_npu.benchmarking.calls import Phase, phases, record
-from kernels_ext_npu.benchmarking.choices import DTYPES, CannotRunError
+from kernels_ext_npu.benchmarking.calls import Call, Phase, phases, record
+from kernels_ext_npu.benchmarking.choices import DTYPES
 from kernels_ext_npu.benchmarking.measuring import Work
 from kernels_ext_npu.benchmarking.models import Model
 from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
@@ -75,22 +75,27 @@ def _run_phase(
     try:
         calls = record(source, plain, phase, kernels)
     except Exception as error:
-        raise CannotRunError(f"{source.name} does not run as it is: {_sentence(error)}") from error
-    exact = {call.path: _exact(Work(call, plain.float(), torch.float32, phase.training), dtype) for call in calls}
+        yield _no_calls(source, dtype_name, phase, error)
+        return
+    exact = [_exact(Work(call, plain.float(), torch.float32, phase.training), dtype) for call in calls]
     del plain
-    originals: dict[str, Distances] = {}
+    originals: dict[Call, Distances] = {}
     for provider in found:
         candidate = model if provider.name == ORIGINAL else copy.deepcopy(model)
         with provider.applied(candidate) as refuse:
-            for call in calls:
-                work = Work(call, candidate, dtype, phase.training, exact[call.path].gradients)
+            for call, reference in zip(calls, exact):
+                work = Work(call, candidate, dtype, phase.training, reference.gradients)
                 reason = refuse(call)
-                outcomes = (
-                    [_nothing(work, reason)] if reason else _outcomes(work, exact[call.path], originals, provider)
-                )
+                outcomes = [_nothing(work, reason)] if reason else _outcomes(work, reference, originals, provider)
                 for outcome in outcomes:
                     identity = (source.name, dtype_name, str(phase), call.kernel, call.name, call.path, call.shapes())
                     yield Result(*identity, provider.name, **outcome)
+
+
+def _no_calls(source: Model, dtype: str, phase: Phase, error: Exception) -> Result:
+    reason = f"{_sentence(error)}. If --shrink divided what has to fit, try another one, or 1"
+    call = ("layer", "the whole model", "", [])
+    return Result(source.name, dtype, str(phase), *call, ORIGINAL, "forward", refused=reason, wrong=True)
 
 
 @dataclass(frozen=True)
@@ -111,16 +116,15 @@ def _exact(work: Work, dtype: torch.dtype) -> Exact:
 
 
 def _outcomes(
-    work: Work, exact: Exact, originals: dict[str, Distances], provider: Provider
+    work: Work, exact: Exact, originals: dict[Call, Distances], provider: Provider
 ) -> Iterator[dict[str, Any]]:
     """What a provider makes of a call, by direction; compared first, then counted and timed."""
-    path = work.call.path
-    if exact.failed or (path not in originals and provider.name != ORIGINAL):
+    if exact.failed or (work.call not in originals and provider.name != ORIGINAL):
         yield _nothing(work, exact.failed or "there is nothing to compare with: the original failed")
         return
     try:
         distances = agreement.distances(work.results(), exact.results)
-        agreement.check(distances, originals.get(path, distances), work.dtype)
+        agreement.check(distances, originals.get(work.call, distances), work.dtype)
         distance = max((distance.norm for distance in distances.values()), default=0.0)
         for direction, (before, measured) in work.directions().items():
             yield {"direction": direction, "distance": distance, "figures": _figures(before, measured)}
@@ -129,7 +133,7 @@ def _outcomes(
     except Exception as error:  # whatever an operator raises: the others go on
         yield _nothing(work, _sentence(error)) | {"wrong": True}
     else:
-        originals.setdefault(path, distances)
+        originals.setdefault(work.call, distances)
 
 
 def _nothing(work: Work, reason: str) -> dict[str, Any]:

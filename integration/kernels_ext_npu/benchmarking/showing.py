@@ -33,16 +33,18 @@ def comparisons(results: Iterable[Result]) -> list[Comparison]:
     found: dict[tuple, Comparison] = {}
     refused: list[Result] = []
     for result in results:
-        key = (result.model, result.dtype, result.phase, result.path)
         if result.refused is not None:
             refused.append(result)
-        found.setdefault((*key, result.direction), {})[result.provider] = result
+        found.setdefault((*_call(result), result.direction), {})[result.provider] = result
     for result in refused:
-        key = (result.model, result.dtype, result.phase, result.path)
-        for other, comparison in found.items():
-            if other[:-1] == key:
+        for key, comparison in found.items():
+            if key[:-1] == _call(result):
                 comparison.setdefault(result.provider, result)
     return list(found.values())
+
+
+def _call(result: Result) -> tuple:
+    return result.model, result.dtype, result.phase, result.path, str(result.shapes)
 
 
 def show(console: Console, results: list[Result], names: list[str]) -> None:
@@ -84,7 +86,7 @@ def _order(comparison: Comparison) -> tuple:
     phases = ("prefill", "decode", "training")
     directions = ("forward", "backward", "both")
     phase = phases.index(one.phase.split(",")[0])
-    return phase, KERNELS.index(one.kernel), one.path, directions.index(one.direction)
+    return phase, KERNELS.index(one.kernel), one.path, str(one.shapes), directions.index(one.direction)
 
 
 def _cell(result: Result | None, figure: str, unit: float, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy
@@ -55,6 +56,15 @@ def test_the_spread_is_median_and_quartiles(times) -> None:
 # --- counts
 
 
+def test_what_comes_before_a_run_takes_no_time_of_it() -> None:
+    """Of a device that works at once; the numbers are those of the two sleeps."""
+    events = measuring.record(lambda: time.sleep(0.05), lambda _: time.sleep(0.005), warm_up=0, repeats=3)
+    for start, end in events:
+        assert start.elapsed_time(end) >= 5
+    for (_, end), (start, _) in pairwise(events):
+        assert end.elapsed_time(start) >= 50
+
+
 def test_what_is_counted_is_the_run() -> None:
     def before() -> torch.Tensor:
         return torch.ones(1024, device="npu") + 1
@@ -72,6 +82,7 @@ def test_what_is_counted_is_the_run() -> None:
 
 def test_what_was_held_before_does_not_count() -> None:
     def before() -> torch.Tensor:
+        torch.ones(1 << 22, device="npu").add_(1)  # and gone
         return torch.ones(1 << 20, device="npu")
 
     assert measuring.count(before, lambda x: x.add_(1))["peak_memory_bytes"] == 0

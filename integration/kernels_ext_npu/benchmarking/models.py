@@ -145,8 +145,8 @@ def _centres(config: Any) -> torch.Tensor:
 def _set_routers(model: PreTrainedModel) -> None:
     """Let a group of experts share a centre, so that no choice is a matter of the last bit.
 
-    With random weights, one token in twenty would choose other experts in bfloat16 than in float32, and whoever rounds
-    otherwise would seem wrong.
+    With random weights, one or two tokens in a hundred choose other experts in bfloat16 than in float32, and whoever
+    rounds otherwise might seem wrong.
     """
     centres = _centres(model.config)
     for row in report(model):

@@ -94,8 +94,9 @@ def _run_phase(
 
 def _no_calls(source: Model, dtype: str, phase: Phase, error: Exception) -> Result:
     reason = f"{_sentence(error)}. If --shrink divided what has to fit, try another one, or 1"
-    call = ("layer", "the whole model", "", [])
-    return Result(source.name, dtype, str(phase), *call, ORIGINAL, "forward", refused=reason, wrong=True)
+    shapes: list[list[int]] = []
+    whole = (source.name, dtype, str(phase), "layer", "the whole model", "", shapes, ORIGINAL, "forward")
+    return Result(*whole, refused=reason, wrong=True)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def benchmark(
     model: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(MODELS)}, or the path of a config.json; repeatable. All by default."),
+        typer.Option(help=f"{', '.join(MODELS)}, or what `inspect` takes; repeatable. By default all of these."),
     ] = None,
     kernel: Annotated[
         list[str] | None, typer.Option(help="RMSNorm, SwiGLU, RoPE, FusedMoE, or layer for whole ones; repeatable.")

@@ -353,7 +353,7 @@ def test_llama_factory_is_compared_where_it_is_installed(run_python, tmp_path: P
     ("arguments", "said"),
     [
         (["--model", "Qwen3-8"], "--model Qwen3-8: did you mean Qwen3-8B? there are Qwen3-8B, Llama-3.1-8B"),
-        (["--model", "/nowhere/config.json"], "or give the path of a config.json"),
+        (["--model", "/nowhere/config.json"], "is neither a folder nor a file"),
         (["--kernel", "RMSnrom"], "--kernel RMSnrom: did you mean RMSNorm? there are RMSNorm, SwiGLU"),
         (["--dtype", "float32"], "--dtype float32: there are bf16, fp16"),
         (["--plot", "/nowhere/plot.png"], "--plot /nowhere/plot.png cannot be written: No such file or directory"),

@@ -80,6 +80,15 @@ def test_what_is_counted_is_the_run() -> None:
     assert 2 * 4096 > counted["peak_memory_bytes"] - 1024 >= 4096 - 1024  # the product is gone before the sum is
 
 
+def test_a_loop_in_the_place_of_an_operator_is_counted_as_what_the_device_runs() -> None:
+    """torch_npu has no kernel for grouped_mm: torch runs a product for each group."""
+    offsets = torch.tensor([4, 4, 16], dtype=torch.int32, device="npu")
+    rows, matrices = torch.ones(16, 32, device="npu"), torch.ones(3, 32, 8, device="npu")
+    softnpu.reset_counters()
+    counted = measuring.count(lambda: None, lambda _: torch.nn.functional.grouped_mm(rows, matrices, offs=offsets))
+    assert counted["launches"] == softnpu.counters()["mm"] == 3
+
+
 def test_what_was_held_before_does_not_count() -> None:
     def before() -> torch.Tensor:
         torch.ones(1 << 22, device="npu").add_(1)  # and gone

@@ -33,18 +33,17 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str]) -> list[str]
 
 
 def choose_models(asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """As `choose`; a path of a config.json, or of a folder with one, is a model too."""
-    known, chosen = tuple(known), []
-    for name in asked:
-        path = Path(name).expanduser()
-        if path.is_file() or (path / "config.json").is_file():
-            chosen.append(name)
-            continue
-        try:
-            chosen += choose("--model", [name], known)
-        except CannotRunError as error:
-            raise CannotRunError(f"{error}, or give the path of a config.json") from None
-    return list(dict.fromkeys(chosen)) or list(known)
+    """Those of the table by their names there, all if none was asked for; what others mean shows when they are read."""
+    by_name = {name.lower(): name for name in known}
+    return list(dict.fromkeys(by_name.get(name.lower(), name) for name in asked)) or list(by_name.values())
+
+
+def unknown_model(name: str, known: Iterable[str], reason: str) -> CannotRunError:
+    try:
+        choose("--model", [name], known)
+    except CannotRunError as error:
+        return CannotRunError(f"{error}. Of others: {reason}")
+    raise AssertionError(f"{name} is known")
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:

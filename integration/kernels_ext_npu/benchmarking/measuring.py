@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import softnpu
 from kernels_ext_npu.benchmarking.calls import Call
 from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.inspection.fallbacks import fallback
 
 WARM_UP, REPEATS = 10, 50
 NO_TIMES = (
@@ -99,6 +100,16 @@ def _random_like(outputs: list[Tensor]) -> list[Tensor]:
     return [torch.randn(output.shape, device=output.device).to(output.dtype) for output in outputs]
 
 
+class _Loops(Cost):
+    """Counts the products of a loop that the device runs in the place of one operator."""
+
+    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        if offsets is not None and fallback(operator) is not None:
+            self.launches["mm"] += offsets.numel() - 1
+        return super().count(operator, args, kwargs, result)
+
+
 def count(before: Before, run: Run) -> dict[str, int]:
     """Launches, bytes that go in and out of them, memory beyond what was held before, and waits of the host.
 
@@ -110,7 +121,7 @@ def count(before: Before, run: Run) -> dict[str, int]:
     try:
         torch_npu.npu.reset_peak_memory_stats()
         held, waited = _requested("current"), softnpu.counters().get("stream_syncs", 0)
-        with Cost() as cost:
+        with _Loops() as cost:
             result = run(prepared)
     finally:
         gc.enable()

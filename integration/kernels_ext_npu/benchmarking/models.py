@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kernels_ext_npu.benchmarking.choices import CannotRunError
+from kernels_ext_npu.benchmarking.choices import CannotRunError, unknown_model
 from kernels_ext_npu.benchmarking.published import MODELS
+from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.reporting import KINDS, report
 
 SEED = 0
@@ -67,22 +67,22 @@ class Model:
 
 
 def load(name: str, shrink: int) -> Model:
-    """A model of the table, or of the config at a path, with its sizes divided.
+    """A model of the table, or whatever `inspect` takes, with its sizes divided.
 
     Raises:
-        CannotRunError: there is no config at the path, or transformers cannot read it.
+        CannotRunError: there is no such model, or transformers cannot read its config.
     """
     if name in MODELS:
         published = MODELS[name]
         layers = len(published.sizes.get("layer_types", ["one"]))
         config: Any = AutoConfig.for_model(published.model_type, num_hidden_layers=layers, **published.sizes)
         return Model(name, published.source, _reduce(config, shrink))
-    path = Path(name).expanduser()
     try:
-        config = AutoConfig.from_pretrained(path.parent if path.is_file() else path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CannotRunError(f"{name}: {error}") from error
-    return Model(name, str(path), _reduce(config.get_text_config(decoder=True), shrink))
+        found = subject.find(name)
+    except subject.CannotInspectError as error:
+        raise unknown_model(name, MODELS, str(error)) from error
+    source = "; ".join([name, *found.remarks])
+    return Model(name, source, _reduce(found.config.get_text_config(decoder=True), shrink))
 
 
 def _reduce(config: Any, shrink: int) -> PretrainedConfig:

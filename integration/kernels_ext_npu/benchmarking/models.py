@@ -80,7 +80,8 @@ def load(name: str, shrink: int) -> Model:
     try:
         found = subject.find(name)
     except subject.CannotInspectError as error:
-        raise unknown_model(name, MODELS, str(error)) from error
+        is_path = "/" in name
+        raise (CannotRunError(f"--model: {error}") if is_path else unknown_model(name, MODELS, str(error))) from error
     source = "; ".join([name, *found.remarks])
     return Model(name, source, _reduce(found.config.get_text_config(decoder=True), shrink))
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import kernels_ext_npu
+from kernels_ext_npu.benchmark_command import benchmark
 from kernels_ext_npu.bundle_command import bundle
 from kernels_ext_npu.coverage_command import coverage
 from kernels_ext_npu.doctor_command import doctor
@@ -52,6 +53,7 @@ def demo(
 
 app.command()(inspect)
 app.command()(doctor)
+app.command()(benchmark)
 app.command()(bundle)
 app.command()(coverage)
 app.command()(verify)

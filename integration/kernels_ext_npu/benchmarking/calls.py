@@ -1,0 +1,188 @@
+"""The calls that are measured: what a model gave its modules and rotary functions while it ran, and its last layer."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kernels_ext_npu import functions
+from kernels_ext_npu.benchmarking.models import Model
+from kernels_ext_npu.marking import LAYERS
+from kernels_ext_npu.reporting import KINDS, report
+
+SEQUENCES = 32  # in decoding
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How a model is used."""
+
+    name: str
+    batch: int
+    tokens: int
+    context: int = 0  # tokens that are in the cache already
+    training: bool = False
+
+    def __str__(self) -> str:
+        after = f" after {self.context}" if self.context else ""
+        return f"{self.name}, {self.batch} × {self.tokens}{after}"
+
+
+def phases(tokens: int) -> list[Phase]:
+    return [
+        Phase("prefill", 1, tokens),
+        Phase("decode", SEQUENCES, 1, context=tokens // 8),
+        Phase("training", 1, tokens, training=True),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module, or of a rotary function, with the arguments that the model gave.
+
+    Attributes:
+        kernel: the repository of the kernel for it, or "layer".
+        name: of the class or function.
+        path: of the module in the model; of a function ``path.name``, as in a report.
+        use: where the function stands in its modeling file.
+    """
+
+    kernel: str
+    name: str
+    path: str
+    use: functions.Use | None = None
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def target(self, model: nn.Module) -> Callable:
+        """What is called, as it stands there now."""
+        return model.get_submodule(self.path) if self.use is None else vars(sys.modules[self.use.file])[self.use.name]
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return {} if self.use else dict(model.get_submodule(self.path).named_parameters())
+
+    def arguments(self, dtype: torch.dtype) -> tuple[tuple, dict[str, Any], list[Tensor]]:
+        """Fresh ones in a dtype: args, kwargs, and those of the tensors in them that take a gradient."""
+        leaves: list[Tensor] = []
+
+        def fresh(value: Any) -> Any:
+            if isinstance(value, Cache):
+                return _copy_of_cache(value, dtype)
+            if not isinstance(value, Tensor):
+                return value
+            tensor = value.detach()
+            if not value.requires_grad:
+                return _cast(tensor, dtype)
+            leaves.append(_cast(tensor, dtype).requires_grad_())
+            return leaves[-1]
+
+        is_leaf = lambda value: isinstance(value, Cache)  # noqa: E731
+        args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=is_leaf)
+        return args, kwargs, leaves
+
+    def shapes(self) -> list[list[int]]:
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda value: isinstance(value, Cache))
+        return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
+
+
+def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[str]) -> list[Call]:
+    """Run a model as it is, and keep a call of every kind that a kernel serves, and that of the last layer.
+
+    Calls of equal classes with equal shapes are one.
+    """
+    found: dict[Any, Call] = {}
+
+    def keep(call: Call) -> None:
+        found.setdefault((call.kernel, call.name, str(call.shapes())), call)
+
+    base, dtype = model.base_model, model.dtype
+    model.train(phase.training)
+    context = source.hidden_states(phase.batch, phase.context, dtype) if phase.context else None
+    inputs = source.hidden_states(phase.batch, phase.tokens, dtype).requires_grad_(phase.training)
+    with torch.set_grad_enabled(phase.training):
+        cache = base(inputs_embeds=context, use_cache=True).past_key_values if phase.context else None
+        with _recording(model, kernels, keep):
+            base(inputs_embeds=inputs, past_key_values=cache, use_cache=bool(phase.context))
+    return list(found.values())
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
+    calls = [call for call in _calls(model) if call.kernel in kernels]
+    originals = {call.use: call.target(model) for call in calls if call.use}
+    hooks = []
+
+    def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
+        is_leaf = lambda value: isinstance(value, Cache)  # noqa: E731
+        args, kwargs = tree_map(_kept, (args, kwargs), is_leaf=is_leaf)
+        keep(Call(call.kernel, call.name, call.path, call.use, args, kwargs))
+
+    for call in calls:
+        if call.use is None:
+            before = lambda module, args, kwargs, call=call: record_arguments(call, args, kwargs)  # noqa: E731
+            hooks.append(model.get_submodule(call.path).register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            vars(sys.modules[call.use.file])[call.use.name] = _listening(call, originals[call.use], record_arguments)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for use, original in originals.items():
+            vars(sys.modules[use.file])[use.name] = original
+
+
+def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        listen(call, args, kwargs)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _calls(model: PreTrainedModel) -> Iterator[Call]:
+    """Without arguments."""
+    for row in report(model):
+        if row.kernel is None or not row.is_candidate:
+            continue
+        use = None
+        if row.kind == KINDS["RoPE"]:
+            path, _, name = row.path.rpartition(".")
+            use = next(use for use in functions.uses(type(model.get_submodule(path))) if use.name == name)
+        yield Call(LAYERS[row.kernel], row.class_name, row.path, use)
+    count = model.config.num_hidden_layers
+    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
+    for path, layers in list(lists.items())[:1]:
+        yield Call("layer", type(layers[-1]).__name__, f"{path}.{count - 1}")
+
+
+def _kept(value: Any) -> Any:
+    """An argument as it was: what comes after the call changes neither a cache nor keeps a graph."""
+    if isinstance(value, Cache):
+        return _copy_of_cache(value)
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _copy_of_cache(cache: Cache, dtype: torch.dtype | None = None) -> Cache:
+    """With tensors of its own: layers replace theirs when they grow, or write into them."""
+    fresh = copy.copy(cache)
+    fresh.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in fresh.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor):
+                setattr(layer, name, _cast(value, dtype or value.dtype).clone())
+    return fresh
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype.itemsize == 2 else tensor

@@ -1,0 +1,84 @@
+"""What can be asked of the benchmark, and what is said to those who ask for something else."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+KERNELS = ("RMSNorm", "SwiGLU", "RoPE", "FusedMoE", "layer")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class CannotRunError(ValueError):
+    """What was asked for cannot be measured. The message says what can."""
+
+
+def choose(option: str, asked: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Those of the known names that were asked for, all if none was; capital letters or not.
+
+    Raises:
+        CannotRunError: a name is unknown; the message says which one may have been meant.
+    """
+    by_name = {name.lower(): name for name in known}
+    chosen = []
+    for name in asked:
+        if name.lower() not in by_name:
+            near = difflib.get_close_matches(name.lower(), by_name, n=1)
+            hint = f"did you mean {by_name[near[0]]}? " if near else ""
+            raise CannotRunError(f"{option} {name}: {hint}there are {', '.join(by_name.values())}")
+        chosen.append(by_name[name.lower()])
+    return list(dict.fromkeys(chosen)) or list(by_name.values())
+
+
+def choose_models(asked: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Those of the table by their names there, all if none was asked for; what others mean shows when they are read."""
+    by_name = {name.lower(): name for name in known}
+    return list(dict.fromkeys(by_name.get(name.lower(), name) for name in asked)) or list(by_name.values())
+
+
+def unknown_model(name: str, known: Iterable[str], reason: str) -> CannotRunError:
+    try:
+        choose("--model", [name], known)
+    except CannotRunError as error:
+        return CannotRunError(f"{error}. Of others: {reason}")
+    raise AssertionError(f"{name} is known")
+
+
+def choose_dtypes(asked: Iterable[str]) -> list[str]:
+    """As `choose`, for the short names of dtypes or torch's."""
+    short = {long: name for name, long in DTYPES.items()}
+    return choose("--dtype", [short.get(name.lower(), name) for name in asked], DTYPES)
+
+
+def check_device(dtypes: list[str]) -> None:
+    """Raise CannotRunError if there is no device, or it does not have one of the dtypes."""
+    import torch_npu
+
+    if not torch_npu.npu.is_available():
+        raise CannotRunError(
+            "torch_npu finds no device that it may use: look at `npu-smi info`, at ASCEND_RT_VISIBLE_DEVICES, and at "
+            "who may read /dev/davinci*"
+        )
+    if "bf16" in dtypes and not torch_npu.npu.is_bf16_supported():
+        raise CannotRunError(f"--dtype bf16: {torch_npu.npu.get_device_name(0)} has no bfloat16; use --dtype fp16")
+
+
+def check_plot(path: Path) -> None:
+    """Raise now what would be raised after minutes of measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CannotRunError("--plot needs matplotlib: pip install 'kernels-ext-npu[plot]', or pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise CannotRunError(f"--plot {path}: the name has to end in one of .{', .'.join(known)}")
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise CannotRunError(f"--plot {path} cannot be written: {error.strerror}") from error
+    if not there:
+        path.unlink()

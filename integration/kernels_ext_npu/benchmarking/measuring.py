@@ -1,0 +1,173 @@
+"""One call, run once to be compared, once to be counted, and on a card many times to be timed."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import softnpu
+from kernels_ext_npu.benchmarking.calls import Call
+from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.inspection.fallbacks import fallback
+
+WARM_UP, REPEATS = 10, 50
+NO_TIMES = (
+    "The software device computes on the host and says nothing about how fast a card is: it counts launches, bytes, "
+    "waits of the host and memory, and measures no times. Run the same command on a machine with a card for those."
+)
+METHOD = (
+    f"Times are between device events around each of {REPEATS} runs, after {WARM_UP} that are not counted: median and "
+    "quartiles. The host waits for the device before the first and after the last, not in between."
+)
+
+
+# what comes before a run and gives its argument, and the run
+Before = Callable[[], Any]
+Run = Callable[[Any], Any]
+
+
+class NoTimesError(RuntimeError):
+    """There is no device here whose times would mean anything."""
+
+
+@dataclass
+class Work:
+    """A call of a model, ready to be run forward and backward.
+
+    Attributes:
+        gradients: of the outputs, the same for all who compute the call; empty where nothing is trained.
+    """
+
+    call: Call
+    model: nn.Module
+    dtype: torch.dtype
+    training: bool
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def prepare(self) -> tuple[tuple, dict[str, Any], list[Tensor]]:
+        for parameter in self.call.parameters(self.model).values():
+            parameter.grad = None
+        return self.call.arguments(self.dtype)
+
+    def forward(self, prepared: tuple[tuple, dict[str, Any], list[Tensor]]) -> list[Tensor]:
+        args, kwargs, _ = prepared
+        with torch.set_grad_enabled(self.training):
+            result = self.call.target(self.model)(*args, **kwargs)
+        return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+
+    def backward(self, outputs: list[Tensor]) -> None:
+        torch.autograd.backward([output for output in outputs if output.requires_grad], self.gradients)
+
+    def results(self) -> dict[str, Tensor]:
+        """Outputs and all gradients, by name."""
+        prepared = self.prepare()
+        outputs = self.forward(prepared)
+        found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        if not self.trains(outputs):
+            return found
+        if not self.gradients:
+            self.gradients = _random_like([output for output in outputs if output.requires_grad])
+        self.backward(outputs)
+        inputs = {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(prepared[2])}
+        parameters = self.call.parameters(self.model).items()
+        inputs |= {f"gradient of {name}": parameter.grad for name, parameter in parameters}
+        return found | {name: gradient for name, gradient in inputs.items() if gradient is not None}
+
+    def trains(self, outputs: list[Tensor]) -> bool:
+        return any(output.requires_grad for output in outputs)
+
+    def directions(self) -> dict[str, tuple[Before, Run]]:
+        """What can be measured: by name what comes before, and what is measured."""
+        forward: dict[str, tuple[Before, Run]] = {"forward": (self.prepare, self.forward)}
+        if not self.gradients:
+            return forward
+        return forward | {
+            "backward": (lambda: self.forward(self.prepare()), self.backward),
+            "both": (self.prepare, lambda prepared: self.backward(self.forward(prepared))),
+        }
+
+
+def _random_like(outputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(output.shape, device=output.device).to(output.dtype) for output in outputs]
+
+
+class _Loops(Cost):
+    """Counts the products of a loop that the device runs in the place of one operator."""
+
+    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        if offsets is not None and fallback(operator) is not None:
+            self.launches["mm"] += offsets.numel() - 1
+        return super().count(operator, args, kwargs, result)
+
+
+def count(before: Before, run: Run) -> dict[str, int]:
+    """Launches, bytes that go in and out of them, memory beyond what was held before, and waits of the host.
+
+    Only the software device sees when the host waits.
+    """
+    prepared = before()
+    torch_npu.npu.synchronize()
+    gc.disable()  # what it frees in between was held before
+    try:
+        torch_npu.npu.reset_peak_memory_stats()
+        held, waited = _requested("current"), softnpu.counters().get("stream_syncs", 0)
+        with _Loops() as cost:
+            result = run(prepared)
+    finally:
+        gc.enable()
+    counted = {
+        "launches": cost.launches.total(),
+        "bytes": cost.bytes.total(),
+        "peak_memory_bytes": _requested("peak") - held,
+    }
+    if softnpu.is_software():
+        counted["host_waits"] = softnpu.counters().get("stream_syncs", 0) - waited
+    del result
+    return counted
+
+
+def _requested(when: str) -> int:
+    """Bytes that were asked for: blocks are larger, by what was free beside them."""
+    return torch_npu.npu.memory_stats()[f"requested_bytes.all.{when}"]
+
+
+def record(
+    before: Before, run: Run, warm_up: int = WARM_UP, repeats: int = REPEATS
+) -> list[tuple[torch_npu.npu.Event, torch_npu.npu.Event]]:
+    """Run it with a device event before and after each run; what comes before a run lies outside."""
+    for _ in range(warm_up):
+        run(before())
+    torch_npu.npu.synchronize()
+    events = []
+    for _ in range(repeats):
+        prepared = before()
+        start, end = (torch_npu.npu.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run(prepared)
+        end.record()
+        events.append((start, end))
+    torch_npu.npu.synchronize()
+    return events
+
+
+def milliseconds(events: list[tuple[torch_npu.npu.Event, torch_npu.npu.Event]]) -> list[float]:
+    """Raises NoTimesError on the software device, whoever asks."""
+    if softnpu.is_software():
+        raise NoTimesError(NO_TIMES)
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}

@@ -1,0 +1,112 @@
+"""Who computes a call: transformers' original, our kernels, and LLaMA-Factory's where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+from torch import nn
+from transformers import PreTrainedModel
+
+import kernels_ext_npu
+from kernels_ext_npu import functions
+from kernels_ext_npu.benchmarking.calls import Call
+
+ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
+# in the order of LLaMA-Factory's own "auto"
+LLAMA_FACTORY_KERNELS = ("npu_fused_moe", "npu_fused_rmsnorm", "npu_fused_rope", "npu_fused_swiglu")
+LLAMA_FACTORY_INTERFACE = "llamafactory.v1.plugins.model_plugins.kernels.interface"
+
+# why a call of a model is not served, None if it is
+Refusal = Callable[[Call], "str | None"]
+
+
+class Provider(Protocol):
+    """Changes a model, and whatever belongs to the process, while its context is open."""
+
+    name: str
+
+    def applied(self, model: PreTrainedModel) -> AbstractContextManager[Refusal]: ...
+
+
+class Original:
+    name = ORIGINAL
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
+        yield lambda call: None
+
+
+class Ours:
+    name = OURS
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
+        kernels_ext_npu.register()
+        try:
+            kernels_ext_npu.kernelize(model)
+            reasons = {row.path: row.reason for row in kernels_ext_npu.report(model) if not row.swapped}
+            yield lambda call: reasons.get(call.path)
+        finally:
+            kernels_ext_npu.unregister()
+
+
+class LlamaFactory:
+    """The kernels that LLaMA-Factory 1 applies to a model on an NPU, by its own interface.
+
+    Raises:
+        ImportError: it is not installed, cannot be imported, or is a release without these kernels.
+    """
+
+    name = LLAMA_FACTORY
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("llamafactory") is None:
+            raise ImportError("not installed")
+        try:
+            self.version = version("llamafactory")
+        except PackageNotFoundError:  # a folder on the path
+            self.version = "of unknown version"
+        try:
+            with redirect_stdout(sys.stderr):  # its log
+                self._apply = importlib.import_module(LLAMA_FACTORY_INTERFACE).apply_kernel
+        except Exception as error:  # whatever its modules need
+            raise ImportError(f"{self.version}, whose NPU kernels cannot be imported: {error}") from error
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
+        """It replaces rotary functions in transformers' modules for good: they are put back here."""
+        uses = {use for module in model.modules() for use in functions.uses(type(module))}
+        originals = {use: vars(sys.modules[use.file])[use.name] for use in uses}
+        try:
+            with redirect_stdout(sys.stderr):
+                for kernel in LLAMA_FACTORY_KERNELS:
+                    self._apply(kernel, model=model)
+            yield lambda call: None if self._serves(call, model, originals) else "it has no kernel for it"
+        finally:
+            for use, original in originals.items():
+                vars(sys.modules[use.file])[use.name] = original
+
+    @staticmethod
+    def _serves(call: Call, model: nn.Module, originals: dict[functions.Use, Callable]) -> bool:
+        if call.use is not None:
+            return call.target(model) is not originals[call.use]
+        if call.kernel == "layer":
+            changed = any("forward" in vars(module) for module in model.get_submodule(call.path).modules())
+            return changed or any(vars(sys.modules[u.file])[u.name] is not f for u, f in originals.items())
+        return "forward" in vars(call.target(model))
+
+
+def providers() -> tuple[list[Provider], str]:
+    """Those that are here, and what can be said of LLaMA-Factory."""
+    found: list[Provider] = [Original(), Ours()]
+    try:
+        peer = LlamaFactory()
+    except ImportError as error:
+        return found, str(error)
+    return [*found, peer], peer.version

@@ -1,0 +1,171 @@
+"""Runs every call of the models, by each who can compute it, and collects what was found."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.benchmarking import agreement, measuring
+from kernels_ext_npu.benchmarking.agreement import DisagreementError, Distances
+from kernels_ext_npu.benchmarking.calls import Call, Phase, phases, record
+from kernels_ext_npu.benchmarking.choices import DTYPES
+from kernels_ext_npu.benchmarking.measuring import Work
+from kernels_ext_npu.benchmarking.models import Model
+from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
+
+
+@dataclass(frozen=True)
+class Result:
+    """One call in one direction by one provider: figures, or why there are none.
+
+    Attributes:
+        distance: of its worst output or gradient from float32, relative; by norm.
+        figures: launches, bytes and so on, by name; on a card times too.
+        refused: why there are no figures.
+        wrong: whether that is because it disagrees, or raised.
+    """
+
+    model: str
+    dtype: str
+    phase: str
+    kernel: str
+    name: str
+    path: str
+    shapes: list[list[int]]
+    provider: str
+    direction: str
+    distance: float | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    wrong: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
+        figures = fields.pop("figures")
+        return {key: value for key, value in (fields | figures).items() if value is not None}
+
+
+def run(model: Model, dtype: str, tokens: int, kernels: list[str], found: list[Provider]) -> Iterator[Result]:
+    """The results of a model, one phase after the other."""
+    for phase in phases(tokens):
+        yield from _run_phase(model, dtype, phase, kernels, found)
+        gc.collect()
+        torch_npu.npu.empty_cache()
+
+
+def _run_phase(
+    source: Model, dtype_name: str, phase: Phase, kernels: list[str], found: list[Provider]
+) -> Iterator[Result]:
+    dtype: torch.dtype = getattr(torch, DTYPES[dtype_name])
+    model = source.build(dtype).train(phase.training)
+    plain = copy.deepcopy(model)
+    # one expert after the other, as they are written in their model: what has the fewest parts that could be missing
+    plain.set_experts_implementation("eager")
+    try:
+        calls = record(source, plain, phase, kernels)
+    except Exception as error:
+        yield _no_calls(source, dtype_name, phase, error)
+        return
+    exact = [_exact(Work(call, plain.float(), torch.float32, phase.training), dtype) for call in calls]
+    del plain
+    originals: dict[Call, Distances] = {}
+    for provider in found:
+        candidate = model if provider.name == ORIGINAL else copy.deepcopy(model)
+        with provider.applied(candidate) as refuse:
+            for call, reference in zip(calls, exact):
+                work = Work(call, candidate, dtype, phase.training, reference.gradients)
+                reason = refuse(call)
+                outcomes = [_nothing(work, reason)] if reason else _outcomes(work, reference, originals, provider)
+                for outcome in outcomes:
+                    identity = (source.name, dtype_name, str(phase), call.kernel, call.name, call.path, call.shapes())
+                    yield Result(*identity, provider.name, **outcome)
+
+
+def _no_calls(source: Model, dtype: str, phase: Phase, error: Exception) -> Result:
+    reason = f"{_sentence(error)}. If --shrink divided what has to fit, try another one, or 1"
+    shapes: list[list[int]] = []
+    whole = (source.name, dtype, str(phase), "layer", "the whole model", "", shapes, ORIGINAL, "forward")
+    return Result(*whole, refused=reason, wrong=True)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The original in float32: its outputs and gradients, and the gradients of outputs that gave them."""
+
+    results: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[Tensor] = field(default_factory=list)
+    failed: str | None = None
+
+
+def _exact(work: Work, dtype: torch.dtype) -> Exact:
+    try:
+        results = work.results()
+    except Exception as error:
+        return Exact(failed=f"there is nothing to compare with: in float32 the original {_sentence(error)}")
+    return Exact(results, [gradient.to(dtype) for gradient in work.gradients])
+
+
+def _outcomes(
+    work: Work, exact: Exact, originals: dict[Call, Distances], provider: Provider
+) -> Iterator[dict[str, Any]]:
+    """What a provider makes of a call, by direction; compared first, then counted and timed."""
+    if exact.failed or (work.call not in originals and provider.name != ORIGINAL):
+        yield _nothing(work, exact.failed or "there is nothing to compare with: the original failed")
+        return
+    try:
+        distances = agreement.distances(work.results(), exact.results)
+        agreement.check(distances, originals.get(work.call, distances), work.dtype)
+        distance = max((distance.norm for distance in distances.values()), default=0.0)
+        for direction, (before, measured) in work.directions().items():
+            yield {"direction": direction, "distance": distance, "figures": _figures(before, measured)}
+    except DisagreementError as error:
+        yield _nothing(work, f"disagrees: {error}") | {"wrong": True}
+    except Exception as error:  # whatever an operator raises: the others go on
+        yield _nothing(work, _sentence(error)) | {"wrong": True}
+    else:
+        originals.setdefault(work.call, distances)
+
+
+def _nothing(work: Work, reason: str) -> dict[str, Any]:
+    return {"direction": "both" if work.gradients else "forward", "refused": reason}
+
+
+def _sentence(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0]}"
+
+
+def _figures(before: Any, measured: Any) -> dict[str, Any]:
+    figures: dict[str, Any] = measuring.count(before, measured)
+    if not softnpu.is_software():
+        figures |= measuring.spread(measuring.milliseconds(measuring.record(before, measured)))
+    return figures
+
+
+def environment(llama_factory: str) -> dict[str, Any]:
+    """The device and the versions of everything."""
+    from torch_npu.utils.collect_env import get_cann_version
+
+    device = torch_npu.npu.get_device_name(0)
+    packages = ("torch", "torch_npu", "transformers", "kernels")
+    return {
+        "device": f"software device, as {device}" if softnpu.is_software() else device,
+        "versions": {
+            "kernels-ext-npu": kernels_ext_npu.__version__,
+            "LLaMA-Factory": llama_factory,
+            "Python": platform.python_version(),
+            **{package: version(package) for package in packages},
+            "CANN": "none" if softnpu.is_software() else get_cann_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+    }

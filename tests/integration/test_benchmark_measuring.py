@@ -1,0 +1,172 @@
+"""How `kernels-ext-npu benchmark` measures and compares: all but the reading of a card's clock runs here."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy
+import pytest
+import torch
+
+import softnpu
+from kernels_ext_npu.benchmarking import agreement, measuring
+from kernels_ext_npu.benchmarking.agreement import DisagreementError
+
+# --- times
+
+
+def test_events_enclose_each_run_and_nothing_else() -> None:
+    order = []
+
+    def before() -> torch.Tensor:
+        order.append("before")
+        return torch.ones(4, device="npu")
+
+    def run(prepared: torch.Tensor) -> None:
+        order.append("run")
+        prepared.add_(1)
+
+    softnpu.reset_counters()
+    events = measuring.record(before, run, warm_up=3, repeats=5)
+    assert order == ["before", "run"] * 8
+    assert softnpu.counters()["add_"] == 8
+    assert softnpu.counters()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
+    assert len(events) == 5
+    flat = [event for pair in events for event in pair]
+    assert all(event.query() for event in flat)
+    # in the order in which they were recorded, by the real runtime interface of torch_npu
+    assert all(first.elapsed_time(second) >= 0 for first, second in pairwise(flat))
+    assert sum(first.elapsed_time(second) for first, second in pairwise(flat)) > 0
+
+
+def test_the_software_device_gives_no_times_whoever_asks() -> None:
+    events = measuring.record(lambda: None, lambda _: None, warm_up=0, repeats=2)
+    with pytest.raises(measuring.NoTimesError, match="on a machine with a card"):
+        measuring.milliseconds(events)
+
+
+@pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 4.0], [1.0] * 50, [0.1, 0.2, 9.0, 0.15], [1.0, 2.0]])
+def test_the_spread_is_median_and_quartiles(times) -> None:
+    lower, median, upper = numpy.percentile(times, [25, 50, 75])
+    expected = {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}
+    assert measuring.spread(times) == pytest.approx(expected)
+
+
+# --- counts
+
+
+def test_what_comes_before_a_run_takes_no_time_of_it() -> None:
+    """Of a device that works at once; the numbers are those of the two sleeps."""
+    events = measuring.record(lambda: time.sleep(0.05), lambda _: time.sleep(0.005), warm_up=0, repeats=3)
+    for start, end in events:
+        assert start.elapsed_time(end) >= 5
+    for (_, end), (start, _) in pairwise(events):
+        assert end.elapsed_time(start) >= 50
+
+
+def test_what_is_counted_is_the_run() -> None:
+    def before() -> torch.Tensor:
+        return torch.ones(1024, device="npu") + 1
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        (x * 2).sum().item()
+        return x + 1
+
+    counted = measuring.count(before, run)
+    assert counted["launches"] == 3  # mul, sum, add; reading a value is none
+    assert counted["bytes"] == 4 * (2 * 1024 + 1024 + 1 + 2 * 1024)
+    assert counted["host_waits"] == 1
+    assert 2 * 4096 > counted["peak_memory_bytes"] - 1024 >= 4096 - 1024  # the product is gone before the sum is
+
+
+def test_a_loop_in_the_place_of_an_operator_is_counted_as_what_the_device_runs() -> None:
+    """torch_npu has no kernel for grouped_mm: torch runs a product for each group."""
+    offsets = torch.tensor([4, 4, 16], dtype=torch.int32, device="npu")
+    rows, matrices = torch.ones(16, 32, device="npu"), torch.ones(3, 32, 8, device="npu")
+    softnpu.reset_counters()
+    counted = measuring.count(lambda: None, lambda _: torch.nn.functional.grouped_mm(rows, matrices, offs=offsets))
+    assert counted["launches"] == softnpu.counters()["mm"] == 3
+
+
+def test_what_was_held_before_does_not_count() -> None:
+    def before() -> torch.Tensor:
+        torch.ones(1 << 22, device="npu").add_(1)  # and gone
+        return torch.ones(1 << 20, device="npu")
+
+    assert measuring.count(before, lambda x: x.add_(1))["peak_memory_bytes"] == 0
+
+
+# --- agreement
+
+
+@pytest.fixture
+def exact() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"output 0": torch.randn(64, 256), "gradient of weight": torch.randn(256) * 100}
+
+
+def check(found: dict, exact: dict, dtype: torch.dtype) -> None:
+    """Held against an original that rounds each result once."""
+    original = {name: value.to(dtype) if value.is_floating_point() else value for name, value in exact.items()}
+    agreement.check(agreement.distances(found, exact), agreement.distances(original, exact), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_rounds_elsewhere_agrees(exact, dtype) -> None:
+    """Split, rounded, and put together again: one rounding more."""
+    third = {name: (value / 3).to(dtype) for name, value in exact.items()}
+    check({name: part + 2 * part for name, part in third.items()}, exact, dtype)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda y: y * 1.02,
+        lambda y: y + 0.02 * y.abs().mean(),
+        lambda y: torch.where(torch.arange(y.numel()).view(y.shape) == 7, -y, y),  # one value
+        lambda y: torch.where(torch.arange(y.numel()).view(y.shape) == 7, torch.nan, y),
+        torch.zeros_like,
+        lambda y: y.flip(0),
+    ],
+)
+@pytest.mark.parametrize("name", ["output 0", "gradient of weight"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_wrong_does_not(exact, spoil, name, dtype) -> None:
+    found = {key: value.to(dtype) for key, value in exact.items()}
+    check(found, exact, dtype)
+    found[name] = spoil(exact[name]).to(dtype)
+    with pytest.raises(DisagreementError, match=f"{name} is .* away from float32"):
+        check(found, exact, dtype)
+
+
+def test_a_missing_gradient_does_not(exact) -> None:
+    with pytest.raises(DisagreementError, match="gradient of weight is missing"):
+        check({"output 0": exact["output 0"]}, exact, torch.bfloat16)
+
+
+def test_another_choice_does_not() -> None:
+    exact = {"output 0": torch.tensor([[1, 2], [3, 4]])}
+    with pytest.raises(DisagreementError, match="output 0: 1 of 4 values are other ones"):
+        check({"output 0": torch.tensor([[1, 2], [3, 5]])}, exact, torch.bfloat16)
+
+
+def test_a_gradient_that_is_zero_in_mathematics_may_be_rounding_errors(exact) -> None:
+    exact["gradient of key bias"] = torch.zeros(64)
+    found = {name: value.to(torch.bfloat16) for name, value in exact.items()}
+    found["gradient of key bias"] = torch.full((64,), 5e-4, dtype=torch.bfloat16)  # beside a norm of 1600
+    check(found, exact, torch.bfloat16)
+    found["gradient of key bias"] += 10
+    with pytest.raises(DisagreementError, match="gradient of key bias"):
+        check(found, exact, torch.bfloat16)
+
+
+def test_few_values_may_differ_as_the_worst_of_the_original_does() -> None:
+    """Eight values may happen to be near: then twice that is no measure."""
+    exact = {"output 0": torch.ones(256), "gradient of sinks": torch.ones(8)}
+    original = agreement.distances({"output 0": torch.ones(256) * 1.01, "gradient of sinks": torch.ones(8)}, exact)
+    near = agreement.distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.015}, exact)
+    agreement.check(near, original, torch.bfloat16)
+    far = agreement.distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.03}, exact)
+    with pytest.raises(DisagreementError, match="gradient of sinks"):
+        agreement.check(far, original, torch.bfloat16)

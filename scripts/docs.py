@@ -6,14 +6,14 @@ from pathlib import Path
 
 import typer
 
-from documents import DocumentError, generated
+from documents import DocumentError, generated, savings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main() -> None:
-    """Write what is generated in the documents of this clone, and name the files that changed."""
+    """Write what is generated in the documents of this clone, and name the files that changed; draw the pictures."""
     root = Path(__file__).resolve().parent.parent
     try:
         stale = generated.stale(root)
@@ -26,6 +26,7 @@ def main() -> None:
         typer.echo(f"wrote {path.relative_to(root)}")
     if not stale:
         typer.echo("nothing changed")
+    savings.draw(root)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage
+from documents import DocumentError, coverage, savings
 
 # name -> language, "en" or "zh" -> lines
-PARTS: dict[str, Callable[[str], str]] = {"coverage": coverage.summary}
+PARTS: dict[str, Callable[[str], str]] = {"coverage": coverage.summary, "savings": savings.table}
 # path -> content
 FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page}
 

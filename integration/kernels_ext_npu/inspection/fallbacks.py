@@ -1,4 +1,4 @@
-"""Operators of torch for which torch_npu has no kernel: the device runs a loop over others, fake tensors one operator."""
+"""Operators of torch for which torch_npu has no kernel: the device runs a loop over others, fake tensors only one."""
 
 from __future__ import annotations
 

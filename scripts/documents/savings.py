@@ -1,0 +1,65 @@
+"""The table of what the kernels save, from `kernels-ext-npu inspect` of the configurations in docs/configs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import softnpu  # noqa: F401  before torch
+from kernels_ext_npu.inspection import plotting, subject
+from kernels_ext_npu.inspection.counting import Counts
+from kernels_ext_npu.inspection.inspecting import Inspection, inspect
+from kernels_ext_npu.inspection.roofline import SOCS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODELS = ("Qwen3-8B", "Gemma-3-4B", "Qwen3-30B-A3B", "gpt-oss-20b")
+PICTURE = {"docs/qwen3-30b-a3b.png": "Qwen3-30B-A3B"}
+
+_HEADINGS = {
+    "en": ["", "launches", "GB that move", "host waits", "peak GB"],
+    "zh": ["", "下发次数", "访存 GB", "主机等待", "峰值 GB"],
+}
+_PHASES = {
+    "en": {"forward": "forward", "step": "training step"},
+    "zh": {"forward": "前向", "step": "训练步"},
+}
+
+
+def table(language: str) -> str:
+    """A row for each model and phase: before → after."""
+    headings = _HEADINGS[language]
+    lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
+    for model in MODELS:
+        before, after = (variant.counts for variant in _inspected(model).variants)
+        for phase, name in _PHASES[language].items():
+            lines.append(f"| {model}, {name} | {' | '.join(_cells(before[phase], after[phase]))} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def draw(root: Path) -> None:
+    """Write the pictures anew."""
+    for path, model in PICTURE.items():
+        plotting.plot(_inspected(model), root / path)
+
+
+@cache
+def _inspected(model: str) -> Inspection:
+    found = subject.find(str(ROOT / "docs" / "configs" / f"{model}.json"))
+    return inspect(replace(found, name=model), SOCS["910b"])
+
+
+def _cells(before: Counts | None, after: Counts | None) -> list[str]:
+    assert before is not None
+    assert after is not None
+    pairs = [
+        (before.launches.total(), after.launches.total()),
+        (before.bytes.total() / 1e9, after.bytes.total() / 1e9),
+        (before.waits, after.waits),
+        (before.peak / 1e9, after.peak / 1e9),
+    ]
+    return [f"{_number(one)} → {_number(other)}" for one, other in pairs]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.1f}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kernels_ext_npu.benchmarking import choices
-from kernels_ext_npu.benchmarking.published import MODELS
 from kernels_ext_npu.environment import UnsupportedEnvironmentError
+from kernels_ext_npu.published_models import MODELS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,8 @@ def inspect(
     model: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint folder, a config.json, a model id in the local cache, or a model type such as qwen3_moe."
+            help="A checkpoint folder, a config.json, a model id in the local cache, a model type such as qwen3_moe, "
+            "or a model that benchmark knows, such as Qwen3-8B."
         ),
     ],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 4096,

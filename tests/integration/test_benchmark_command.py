@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import registration, sources
 from kernels_ext_npu.benchmarking import models, providers
-from kernels_ext_npu.benchmarking.published import MODELS
 from kernels_ext_npu.cli import app
+from kernels_ext_npu.published_models import MODELS
 
 HIDDEN, TOKENS = 128, 16
 SIZES = {

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from kernels_ext_npu import published_models
 from kernels_ext_npu.benchmarking.choices import CannotRunError, unknown_model
-from kernels_ext_npu.benchmarking.published import MODELS
 from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.published_models import MODELS
 from kernels_ext_npu.reporting import KINDS, report
 
 SEED = 0
@@ -73,10 +74,7 @@ def load(name: str, shrink: int) -> Model:
         CannotRunError: there is no such model, or transformers cannot read its config.
     """
     if name in MODELS:
-        published = MODELS[name]
-        layers = len(published.sizes.get("layer_types", ["one"]))
-        config: Any = AutoConfig.for_model(published.model_type, num_hidden_layers=layers, **published.sizes)
-        return Model(name, published.source, _reduce(config, shrink))
+        return Model(name, MODELS[name].source, _reduce(published_models.config(name), shrink))
     try:
         found = subject.find(name)
     except subject.CannotInspectError as error:

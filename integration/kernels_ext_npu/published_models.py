@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
 
 @dataclass(frozen=True)
 class Published:
-    """What a model's config.json says, but for the number of layers and tokens; and where it says so."""
+    """What a model's config.json says of its sizes, and where it says so."""
 
     model_type: str
     source: str
@@ -23,6 +25,9 @@ MODELS = {
     "Qwen3-8B": _published(
         "Qwen/Qwen3-8B",
         "qwen3",
+        num_hidden_layers=36,
+        vocab_size=151936,
+        tie_word_embeddings=False,
         hidden_size=4096,
         intermediate_size=12288,
         num_attention_heads=32,
@@ -33,6 +38,9 @@ MODELS = {
     "Llama-3.1-8B": _published(
         "meta-llama/Llama-3.1-8B",
         "llama",
+        num_hidden_layers=32,
+        vocab_size=128256,
+        tie_word_embeddings=False,
         hidden_size=4096,
         intermediate_size=14336,
         num_attention_heads=32,
@@ -52,6 +60,8 @@ MODELS = {
     "Gemma-3-12B": _published(
         "google/gemma-3-12b-pt",
         "gemma3_text",
+        num_hidden_layers=48,
+        vocab_size=262208,
         hidden_size=3840,
         intermediate_size=15360,
         num_attention_heads=16,
@@ -59,7 +69,6 @@ MODELS = {
         head_dim=256,
         query_pre_attn_scalar=256,
         sliding_window=1024,
-        layer_types=["sliding_attention", "full_attention"],
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -68,6 +77,9 @@ MODELS = {
     "Qwen3-30B-A3B": _published(
         "Qwen/Qwen3-30B-A3B",
         "qwen3_moe",
+        num_hidden_layers=48,
+        vocab_size=151936,
+        tie_word_embeddings=False,
         hidden_size=2048,
         intermediate_size=6144,
         moe_intermediate_size=768,
@@ -82,6 +94,9 @@ MODELS = {
     "gpt-oss-20b": _published(
         "openai/gpt-oss-20b",
         "gpt_oss",
+        num_hidden_layers=24,
+        vocab_size=201088,
+        tie_word_embeddings=False,
         hidden_size=2880,
         intermediate_size=2880,
         num_local_experts=32,
@@ -90,11 +105,13 @@ MODELS = {
         num_key_value_heads=8,
         head_dim=64,
         sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"],
     ),
     "Qwen3-Next-80B-A3B": _published(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "qwen3_next",
+        num_hidden_layers=48,
+        vocab_size=151936,
+        tie_word_embeddings=False,
         hidden_size=2048,
         intermediate_size=5120,
         moe_intermediate_size=512,
@@ -106,7 +123,12 @@ MODELS = {
         head_dim=256,
         linear_num_key_heads=16,
         linear_num_value_heads=32,
-        layer_types=["linear_attention", "full_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     ),
 }
+
+
+def config(name: str) -> PreTrainedConfig:
+    """The configuration of a model of the table."""
+    published = MODELS[name]
+    return AutoConfig.for_model(published.model_type, **published.sizes)

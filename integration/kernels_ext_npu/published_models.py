@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, PreTrainedConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -130,5 +131,7 @@ MODELS = {
 
 def config(name: str) -> PreTrainedConfig:
     """The configuration of a model of the table."""
+    from transformers import AutoConfig  # the command line shows the names, and waits for nothing
+
     published = MODELS[name]
     return AutoConfig.for_model(published.model_type, **published.sizes)

@@ -1,0 +1,109 @@
+"""What `kernels-ext-npu benchmark` says where it cannot measure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_runs import TOKENS, run, write_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "Qwen3-8"], "--model Qwen3-8: did you mean Qwen3-8B? there are Qwen3-8B, Llama-3.1-8B"),
+        (["--model", "/nowhere/config.json"], "is neither a folder nor a file"),
+        (["--kernel", "RMSnrom"], "--kernel RMSnrom: did you mean RMSNorm? there are RMSNorm, SwiGLU"),
+        (["--dtype", "float32"], "--dtype float32: there are bf16, fp16"),
+        (["--plot", "/nowhere/plot.png"], "--plot /nowhere/plot.png cannot be written: No such file or directory"),
+        (["--plot", "plot.xyz"], "--plot plot.xyz: the name has to end in one of"),
+        (["--tokens", "1"], "16"),
+    ],
+)
+def test_what_was_asked_for_wrongly_is_explained(arguments, said) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "config.json"),
+        ('{"model_type": "qwen99"}', "qwen99"),
+        ('{"model_type": "vit"}', "no model for text can be built of its config"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_explained(tmp_path: Path, content, said) -> None:
+    (tmp_path / "config.json").write_text(content)
+    result = run("--model", tmp_path, "--dtype", "bf16")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") <= 12
+    assert "Traceback" not in result.output
+
+
+def test_a_kernel_that_a_model_has_no_use_for_is_named(tmp_path: Path) -> None:
+    result = run(
+        "--model", write_config(tmp_path, "llama"), "--kernel", "FusedMoE", "--dtype", "bf16", "--tokens", TOKENS
+    )
+    assert result.exit_code == 2
+    assert "none of the models has a call of FusedMoE" in result.stderr
+
+
+def test_sizes_that_do_not_fit_each_other_are_explained(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "falcon_h1")  # mamba_d_ssm is the product of what is divided and of what is not
+    result = run("--model", path, "--kernel", "layer", "--dtype", "bf16", "--tokens", TOKENS, "--shrink", 2)
+    assert result.exit_code == 2
+    assert "kernels-ext-npu: raised RuntimeError" in result.stderr
+    assert "try another one, or 1" in result.stderr
+
+
+def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("--plot", "plot.png")
+    assert result.exit_code == 2
+    assert "pip install 'kernels-ext-npu[plot]'" in result.stderr
+
+
+def test_a_file_that_is_there_is_kept_until_there_is_a_new_one(monkeypatch, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    path.write_text("old")
+    assert run("--plot", path, "--kernel", "nothing").exit_code == 2
+    monkeypatch.setattr("torch_npu.npu.is_available", lambda: False)
+    assert run("--plot", path).exit_code == run("--plot", tmp_path / "new.png").exit_code == 2
+    assert path.read_text() == "old"
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_a_missing_device_and_a_missing_dtype_are_explained(monkeypatch) -> None:
+    monkeypatch.setattr("torch_npu.npu.is_bf16_supported", lambda: False)
+    result = run("--dtype", "bf16")
+    assert result.exit_code == 2
+    assert "has no bfloat16; use --dtype fp16" in result.stderr
+    monkeypatch.setattr("torch_npu.npu.is_available", lambda: False)
+    result = run()
+    assert result.exit_code == 2
+    assert "torch_npu finds no device that it may use: look at `npu-smi info`" in result.stderr
+
+
+def test_a_missing_torch_npu_is_explained(run_python) -> None:
+    code = "import sys; sys.modules['torch_npu'] = None; from kernels_ext_npu.cli import app; app()"
+    result = run_python(code, "benchmark", check=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.returncode == 2
+    assert "torch_npu" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_needs_no_torch(run_python) -> None:
+    code = """
+import sys
+from kernels_ext_npu.cli import app
+try:
+    app()
+finally:
+    assert not {"torch", "transformers", "matplotlib"} & sys.modules.keys()
+"""
+    assert "--tokens" in run_python(code, "benchmark", "--help").stdout

@@ -1,0 +1,149 @@
+"""What `kernels-ext-npu benchmark` compares: models by name or by config, and LLaMA-Factory's kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_runs import EXPERTS, TOKENS, rows, run, write_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kernels_ext_npu.benchmarking import models, providers
+from kernels_ext_npu.published_models import MODELS
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "vocabulary", "tied", "billions"),
+    [  # parameters as the model cards give them; of Gemma 3 without its vision tower of 0.4
+        ("Qwen3-8B", 36, 151936, False, 8.19),
+        ("Llama-3.1-8B", 32, 128256, False, 8.03),
+        ("Gemma-3-12B", 48, 262208, True, 11.8),
+        ("Qwen3-30B-A3B", 48, 151936, False, 30.5),
+        ("gpt-oss-20b", 24, 201088, False, 20.9),
+    ],
+)
+def test_layers_have_as_many_parameters_as_was_published(name, layers, vocabulary, tied, billions) -> None:
+    loaded = models.load(name, 1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(loaded.config)
+    in_layers = sum(p.numel() for p in model.base_model.layers.parameters()) / loaded.config.num_hidden_layers
+    embeddings = vocabulary * loaded.config.hidden_size * (1 if tied else 2)
+    assert (layers * in_layers + embeddings) / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+def test_the_table_has_every_kind_of_kernel() -> None:
+    from kernels_ext_npu import reporting
+
+    layers = set()
+    for name in MODELS:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(models.load(name, 8).config)
+        layers |= {row.kernel for row in reporting.report(model)}
+    wanted = {
+        "RMSNorm",
+        "RMSNormZeroCentered",
+        "RMSNormGated",
+        "RMSNormCastLast",
+        "SwiGLUMLP",
+        "GeGLUMLP",
+        "MoEExperts",
+    }
+    assert wanted | {"SoftmaxTopKRouter", "RotaryPosEmb", "RotaryPosEmbPartial", "RotaryPosEmbHalfWidth"} <= layers
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text", "bamba", "llama4_text", "glm4_moe", "mistral"])
+def test_a_config_of_any_model_keeps_a_layer_of_each_kind(tmp_path: Path, model_type) -> None:
+    path = write_config(tmp_path, model_type, num_hidden_layers=12)
+
+    def classes(loaded) -> set[str]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(loaded)
+        return {type(module).__name__ for module in model.modules()}
+
+    reduced = models.load(str(path), 2).config
+    assert classes(reduced) == classes(AutoConfig.from_pretrained(path))
+    assert reduced.num_hidden_layers < 12
+
+
+def test_calls_of_one_module_with_other_shapes_are_told_apart(tmp_path: Path) -> None:
+    """The norm of Llama 4's queries is that of its keys."""
+    options = ["--dtype", "bf16", "--tokens", TOKENS, "--kernel", "RMSNorm", "--json", "--shrink", 1]
+    result = run("--model", write_config(tmp_path, "llama4_text", num_local_experts=4), *options)
+    assert result.exit_code == 0, result.output
+    norms = rows(json.loads(result.stdout), name="Llama4TextL2Norm", phase="prefill", provider="kernels-ext-npu")
+    assert sorted(row["shapes"] for row in norms) == [[[1, TOKENS, 1, 64]], [[1, TOKENS, 2, 64]]]
+
+
+def test_no_choice_of_experts_is_a_matter_of_rounding(tmp_path: Path) -> None:
+    """Every token chooses the same experts in bfloat16 as in float32: otherwise layers could not be compared."""
+    model = models.load(str(write_config(tmp_path, "qwen3_moe", **EXPERTS | {"num_experts": 64})), 1)
+    built = model.build(torch.bfloat16).eval()
+    inputs = model.hidden_states(16, 128, torch.bfloat16)
+    chosen = []
+    for dtype in (torch.bfloat16, torch.float32):
+        gate = built.to(dtype).model.layers[0].mlp.gate
+        hook = gate.register_forward_hook(lambda module, args, result: chosen.append(result[2].sort().values))
+        with torch.no_grad():
+            built.base_model(inputs_embeds=inputs.to(dtype))
+        hook.remove()
+    assert torch.equal(*chosen)
+    assert len(chosen[0].unique()) == 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_ours_agrees_in_every_model_of_the_table(name) -> None:
+    result = run("--model", name)
+    assert result.exit_code == 0, result.output
+    assert "disagrees" not in result.stdout
+
+
+# --- LLaMA-Factory
+
+
+def test_a_release_of_llama_factory_without_kernels_is_named(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "llamafactory").mkdir()
+    (tmp_path / "llamafactory" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llamafactory", raising=False)
+    found, said = providers.providers()
+    assert [provider.name for provider in found] == ["transformers", "kernels-ext-npu"]
+    assert "whose NPU kernels cannot be imported: No module named 'llamafactory.v1'" in said
+
+
+@pytest.mark.long
+def test_llama_factory_is_compared_where_it_is_installed(run_python, tmp_path: Path) -> None:
+    """The released wheel; it is skipped where no package index has it."""
+    import subprocess
+
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, "llamafactory==0.9.5"]
+    installed = subprocess.run(command, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"llamafactory cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
+    options = ["--dtype", "bf16", "--tokens", str(TOKENS), "--shrink", "1", "--json"]
+    small: dict[str, dict] = {"qwen3": {}, "qwen3_moe": EXPERTS, "gemma3_text": {}}
+    paths = [write_config(tmp_path / name, name, **sizes) for name, sizes in small.items()]
+    for path in paths:
+        options += ["--model", str(path)]
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); from kernels_ext_npu.cli import app; app()"
+    report = json.loads(run_python(code, "benchmark", *options).stdout)
+    assert report["versions"]["LLaMA-Factory"] == "0.9.5"
+
+    def launches(name: str) -> list[int]:
+        found = [row for row in rows(report, name=name, phase="training") if row["direction"] == "both"]
+        return [row["launches"] for row in found]
+
+    for layer in ("Qwen3DecoderLayer", "Qwen3MoeDecoderLayer"):
+        original, ours, theirs = launches(layer)
+        assert ours < theirs < original
+    # what that release does to Gemma: SiLU in place of GELU, and weights in place of 1 + weight
+    for name in ("Gemma3RMSNorm", "Gemma3MLP", "Gemma3DecoderLayer"):
+        refused = rows(report, name=name, phase="training", provider="LLaMA-Factory")
+        assert refused
+        assert all(row["refused"].startswith("disagrees") for row in refused)
+    routers = rows(report, name="Qwen3MoeTopKRouter", provider="LLaMA-Factory")
+    assert {row["refused"] for row in routers} == {"it has no kernel for it"}

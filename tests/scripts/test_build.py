@@ -277,7 +277,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("repository", "variant", "release"), CASES)
+@pytest.mark.parametrize(("repository", "variant", "release"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(repository, variant, release) -> None:
     calls = operator_calls(repository / "build" / variant)
     asked = detected(repository / "build" / variant)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ORGANISATION = "kernels-ext-npu"
+REPOSITORIES = ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU")
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 
 
@@ -55,7 +56,3 @@ def root(source: str | Path) -> Path:
         return Path(source).expanduser().resolve()
     package = Path(__file__).parent
     return package / "bundled" if (package / "bundled").is_dir() else package.parent.parent
-
-
-# of this release: those whose copies are in the package, or in the clone beside it
-REPOSITORIES = tuple(sorted(path.parents[2].name for path in root("bundled").glob("*/build/torch-npu/metadata.json")))

@@ -171,8 +171,12 @@ def test_the_tests_of_the_page_run(outputs, clone: Path) -> None:
     passed = re.search(r"(\d+) passed, \d+ deselected in", printed_by(outputs, "python -m pytest"))
     # 13 of its own; 2 for each formula; 3 for the repository, 4 for each variant, and 21 variants beside releases
     assert int(passed[1]) == 61
+
+
+def test_what_the_page_writes_is_as_the_project_writes(outputs, clone: Path) -> None:
+    written = [step.path for step in steps() if step.path is not None and step.path.endswith(".py")]
     for command in (["ruff", "check"], ["ruff", "format", "--check"]):
-        result = subprocess.run([sys.executable, "-m", *command, "."], cwd=clone, capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-m", *command, *written], cwd=clone, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout
 
 

@@ -1,7 +1,7 @@
 # make demo, make test: both set up .venv first. MODEL=/path/to/checkpoint, PYTHON=python3.12, ARGS="-k norm" are yours.
 
 PYTHON ?= python3
-KERNELS ?= FusedMoE RMSNorm RoPE SwiGLU
+KERNELS ?= $(patsubst %/build.toml,%,$(wildcard */build.toml))
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready

@@ -43,7 +43,7 @@ def of_class(cls: type[nn.Module]) -> str | None:
     """
     reference, name = find_reference(cls), cls.__name__
     if reference is not None:
-        return _OF_REFERENCE[reference.kind or reference.repository]
+        return _OF_REFERENCE.get(reference.kind or reference.repository)
     if LAYERS.get(getattr(cls, "kernel_layer_name", ""), "") == "RMSNorm" or "rmsnorm" in name.lower():
         return NORMS
     if _TABLE_NAMES.search(name):

@@ -6,6 +6,8 @@ dtypes and rounding. It refuses what the device refuses. Operators without a for
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 import torch
@@ -42,19 +44,8 @@ def formula_of(name: str) -> Callable:
 
 def install() -> None:
     """Put the formulas in place, and refusals for the operators that have none."""
-    from softnpu.formulas import (  # noqa: F401  they register themselves
-        backward,
-        cast,
-        fusion_attention,
-        glu,
-        grouped_matmul,
-        moe_gating,
-        moe_permute,
-        moe_routing,
-        norm,
-        rotary,
-    )
-
+    for family in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{family.name}")  # formulas register themselves
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")
         if namespace != "npu" or name in NATIVE:

@@ -165,8 +165,9 @@ from huggingface_hub import snapshot_download
 from kernels._versions import resolve_version_spec_as_ref
 from kernels.hf_hub import CACHE_DIR
 from kernels_ext_npu.cli import app
+from kernels_ext_npu.sources import REPOSITORIES
 app(["bundle", "--install", sys.argv[1]], standalone_mode=False)
-for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU"):
+for name in REPOSITORIES:
     commit = resolve_version_spec_as_ref(f"kernels-ext-npu/{name}", 1, local_files_only=True).target_commit
     options = {"repo_type": "kernel", "revision": commit, "cache_dir": CACHE_DIR, "local_files_only": True}
     print("found", snapshot_download(f"kernels-ext-npu/{name}", **options))
@@ -174,7 +175,9 @@ for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU"):
     environment = {variable: value.format(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     lines = run_python(code, str(archive), **environment).stdout.splitlines()
     assert f"installed in {folder.format(tmp_path)}" in lines
-    assert len([line for line in lines if line.startswith(f"found {folder.format(tmp_path)}/kernels--")]) == 4
+    assert len([line for line in lines if line.startswith(f"found {folder.format(tmp_path)}/kernels--")]) == len(
+        sources.REPOSITORIES
+    )
 
 
 @pytest.mark.parametrize("value", ["", "~/kernels"])
@@ -234,9 +237,10 @@ def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Pat
     whole = bundle_archive.unpack(archive)
     empty = [KernelRepository(each.name, 1, {"README.md": b""}) for each in whole]
     later = [KernelRepository(each.name, 2, each.files) for each in whole]
+    known, other = sources.REPOSITORIES, sorted(["Other", *sources.REPOSITORIES])
     for repositories, words in [
-        (whole[1:], "it holds RMSNorm, RoPE, SwiGLU, and this release needs FusedMoE, RMSNorm, RoPE, SwiGLU"),
-        ([*whole, KernelRepository("Other", 1, {"a": b""})], "Other, RMSNorm, RoPE, SwiGLU, and this release needs"),
+        (whole[1:], f"it holds {', '.join(known[1:])}, and this release needs {', '.join(known)}"),
+        ([*whole, KernelRepository("Other", 1, {"a": b""})], f"{', '.join(other)}, and this release needs"),
         ([], "it holds nothing"),
         (empty, "SwiGLU holds no variants"),
         (later, "SwiGLU has version 2, not 1"),

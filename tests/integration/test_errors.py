@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 from kernels_ext_npu import UnsupportedEnvironmentError, environment
+from kernels_ext_npu.sources import REPOSITORIES
 
 
 def test_a_forgotten_device_map_is_explained(registered, checkpoint) -> None:
@@ -108,9 +109,8 @@ def test_the_installed_versions_are_silent() -> None:
 
 @pytest.mark.parametrize("source", ["/nowhere", "bundle", "Hub"])
 def test_a_source_that_holds_no_kernels_is_named(source) -> None:
-    message = (
-        'has no FusedMoE/build, RMSNorm/build, RoPE/build, SwiGLU/build. A source is "bundled", "hub", or the path'
-    )
+    missing = ", ".join(f"{name}/build" for name in REPOSITORIES)
+    message = f'has no {missing}. A source is "bundled", "hub", or the path'
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
     from kernels_ext_npu import registration

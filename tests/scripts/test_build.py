@@ -18,7 +18,9 @@ from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.backends import CANN, CPU
 from kernels.variants import _resolve_variant_for_system, parse_variant
 from packaging.version import Version
-from torch.nn import functional as F
+
+from kernels_ext_npu.sources import REPOSITORIES as KNOWN
+from publishing import trial
 
 REPOSITORIES = build.repositories()
 VARIANTS = [variant for repository in REPOSITORIES for variant in sorted((repository / "build").iterdir())]
@@ -28,6 +30,10 @@ SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 
 def named(path: Path) -> str:
     return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "build" else path.name
+
+
+def test_the_package_knows_all_repositories() -> None:
+    assert tuple(path.name for path in REPOSITORIES) == KNOWN
 
 
 # ---- fresh -----------------------------------------------------------------------------------------------------------
@@ -107,40 +113,28 @@ def test_an_id_changes_with_the_content(clone: Path) -> None:
     assert json.loads(build.render(clone / "RMSNorm", clone)["torch-npu/metadata.json"])["id"] != before
 
 
-# a function of each repository, and what it has to give
-EXAMPLES = {
-    "FusedMoE": (
-        lambda kernel, x: kernel.grouped_matmul(x, x.mT[None], torch.tensor([len(x)], device=x.device)),
-        lambda x: x @ x.mT,
-    ),
-    "RMSNorm": (lambda kernel, x: kernel.rms_norm(x, None, 1e-6), lambda x: F.rms_norm(x, (8,), eps=1e-6)),
-    "RoPE": (lambda kernel, x: kernel.rotary_mul(x, x, x), lambda x: x * x + torch.cat((-x[:, 4:], x[:, :4]), 1) * x),
-    "SwiGLU": (lambda kernel, x: kernel.swiglu(x), lambda x: F.silu(x[:, :4]) * x[:, 4:]),
-}
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)
 def test_every_variant_loads_and_computes(variant: Path) -> None:
     """By its own path, which leaves out the question whether it fits this machine."""
-    compute, expected = EXAMPLES[variant.parent.parent.name]
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(compute(get_local_kernel(variant), x.npu()).cpu(), expected(x))
+    example = trial.EXAMPLES[json.loads((variant / "metadata.json").read_text())["name"]]
+    torch.testing.assert_close(*example(get_local_kernel(variant), torch.randn(3, 8).npu()))
 
 
 @pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
 def test_the_universal_variant_needs_no_torch_npu(run_python, repository: Path) -> None:
     """On a machine that knows no device called npu."""
+    general = build.tomllib.loads((repository / "build.toml").read_text())["general"]
     code = f"""
 import pathlib, sys, torch
 from kernels import get_local_kernel
 kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
 assert "torch_universal" in kernel.__name__ and "torch_npu" not in sys.modules
+sys.path.append({str(build.ROOT / "scripts")!r})
+from publishing.trial import EXAMPLES
 x = torch.randn(3, 8, requires_grad=True)
-calls = {{"rms_norm": (x, None, 1e-6), "swiglu": (x,), "geglu": (x,), "rotary_mul": (x, x, x)}}
-calls["grouped_matmul"] = x, x.mT[None], torch.tensor([3])
-for function, arguments in calls.items():
-    if hasattr(kernel, function):
-        getattr(kernel, function)(*arguments).sum().backward()
+y, expected = EXAMPLES[{general["name"]!r}](kernel, x)
+torch.testing.assert_close(y, expected)
+y.sum().backward()
 assert x.grad.isfinite().all()
 """
     run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -283,7 +277,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("repository", "variant", "release"), CASES)
+@pytest.mark.parametrize(("repository", "variant", "release"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(repository, variant, release) -> None:
     calls = operator_calls(repository / "build" / variant)
     asked = detected(repository / "build" / variant)

@@ -18,13 +18,12 @@ from huggingface_hub import HfApi
 from rich.console import Console
 from torch.nn import functional as F
 
+from kernels_ext_npu.sources import ORGANISATION, REPOSITORIES
 from publishing.run import Request, publish
 from tests.localhub import LocalHub
 from tests.localhub.client import Client
 
 pytestmark = pytest.mark.long
-
-ORGANISATION = "kernels-ext-npu"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Release:
         return self.kernels
 
 
-ALL = [f"{ORGANISATION}/{name}" for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU")]
+ALL = [f"{ORGANISATION}/{name}" for name in REPOSITORIES]
 RELEASES = [
     Release("0.11.7", "1.33.0", "model", {"revision": "v1"}),
     Release("0.12.3", "1.33.0", "model", {"version": 1}),

@@ -1,0 +1,202 @@
+"""docs/adding-a-kernel.md, followed to the letter in a copy of the project."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.localhub import LocalHub
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "adding-a-kernel.md"
+BLOCK = re.compile(
+    r"(?:^`(?P<path>[^`\n]+)`:\n)?^(?P<fence>`{3,})(?P<language>\w+)\n(?P<text>.*?)^(?P=fence)$", re.M | re.S
+)
+KERNEL = "kernels-ext-npu/QuickGELU"
+
+# After the last block of the page, in its process: a model that the page has not, served by the copy and by the Hub.
+CHECK = """
+import copy, json
+import kernels_ext_npu
+from torch import nn
+from transformers.activations import ACT2FN
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.activation_fn, self.other = ACT2FN["quick_gelu"], ACT2FN["gelu"]
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, hidden_states):
+        hidden_states = self.fc2(self.activation_fn(self.fc1(hidden_states)))
+        return hidden_states + self.other(hidden_states)
+
+torch.manual_seed(0)
+original, x = MLP(), torch.randn(3, 16)
+answers = {"file": kernel.__file__}
+for source in ("bundled", "hub"):
+    kernels_ext_npu.register(source=source)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    softnpu.reset_counters()
+    results = []
+    for module, argument in ((original, x), (model, x.npu())):
+        module.zero_grad()
+        y = module(argument)
+        y.square().sum().backward()
+        results.append([y, *(parameter.grad for parameter in module.parameters())])
+    # float32, and sums of at most 32 terms
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+    calls = softnpu.counters()
+    answers[source] = {
+        "calls": [calls["npu_fast_gelu"], calls["npu_fast_gelu_backward"]],
+        "rows": {row.path: row.swapped for row in kernels_ext_npu.report(model)},
+    }
+print(json.dumps(answers))
+"""
+
+
+class Step(NamedTuple):
+    """A block of the page: a file, a change to one, or commands."""
+
+    path: str | None
+    language: str
+    text: str
+
+
+def steps() -> list[Step]:
+    return [Step(m["path"], m["language"], m["text"]) for m in BLOCK.finditer(PAGE.read_text())]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What git holds, or would: a copy of the project."""
+    root = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("the project is not in a git repository, which says what a clone would hold")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+    with LocalHub(tmp_path_factory.mktemp("hub")) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def environment(clone: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of somebody who has made the environment of the copy."""
+    paths = (clone, clone / "integration", clone / "scripts", clone / "tests")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
+    return (
+        inherited
+        | hub.environment(tmp_path_factory.mktemp("home"))
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def outputs(clone: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Everything that the page says, in its order: command -> what it printed."""
+
+    def run(*command: str) -> str:
+        result = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, f"{command[-1]}\n{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    printed = {}
+    for step in steps():
+        if step.language == "diff":
+            assert step.path is not None
+            change(clone / step.path, step.text)
+        elif step.path is not None:
+            assert not (clone / step.path).exists(), f"{step.path} is not new"
+            (clone / step.path).parent.mkdir(parents=True, exist_ok=True)
+            (clone / step.path).write_text(step.text)
+        elif step.language == "sh":
+            printed |= {command: run("bash", "-c", command) for command in step.text.splitlines()}
+        else:
+            printed["python"] = run(sys.executable, "-c", f"import softnpu\n{step.text}\n{CHECK}")
+    return printed
+
+
+def change(path: Path, diff: str) -> None:
+    """Put what a diff adds into a file; @@ lies between its changes."""
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        text = path.read_text()
+        if before:
+            assert f"\n{text}".count(f"\n{before}") == 1, f"{path.name} does not have this once:\n{before}"
+            path.write_text(text.replace(before, after))
+        else:
+            path.write_text(text + after)
+
+
+def printed_by(outputs: dict[str, str], start: str) -> str:
+    (output,) = [text for command, text in outputs.items() if command.startswith(start)]
+    return output
+
+
+def test_the_build_has_every_variant(outputs, clone: Path) -> None:
+    built = {path.name for path in (clone / "QuickGELU" / "build").iterdir()}
+    assert built == {path.name for path in (ROOT / "RMSNorm" / "build").iterdir()}
+    assert all(name in printed_by(outputs, "python scripts/build.py") for name in built)
+
+
+def test_the_tests_of_the_page_run(outputs, clone: Path) -> None:
+    """Its own, and those of the project that a new operator and a new repository come under by themselves."""
+    passed = re.search(r"(\d+) passed, \d+ deselected in", printed_by(outputs, "python -m pytest"))
+    # 13 of its own; 2 for each formula; 3 for the repository, 4 for each variant, and 21 variants beside releases
+    assert int(passed[1]) == 61
+
+
+def test_what_the_page_writes_is_as_the_project_writes(outputs, clone: Path) -> None:
+    written = [step.path for step in steps() if step.path is not None and step.path.endswith(".py")]
+    for command in (["ruff", "check"], ["ruff", "format", "--check"]):
+        result = subprocess.run([sys.executable, "-m", *command, *written], cwd=clone, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
+def test_it_is_verified_and_published(outputs, clone: Path, hub: LocalHub) -> None:
+    verified = printed_by(outputs, "python scripts/verify.py")
+    assert all(re.search(rf"{path.name}\b.*\bintact\b", verified) for path in (clone / "QuickGELU" / "build").iterdir())
+    repository = hub.store.get("kernels", KERNEL)
+    files = repository.commit("v1").files
+    build = clone / "QuickGELU"
+    expected = {p.relative_to(build).as_posix(): p.read_bytes() for p in (build / "build").rglob("*") if p.is_file()}
+    held = {path: hub.store.blob(file.sha256).read_bytes() for path, file in files.items()}
+    assert held == {path: content for path, content in expected.items() if "__pycache__" not in path}
+
+
+def test_a_model_is_served_from_the_copy_and_from_the_hub(outputs, environment: dict[str, str]) -> None:
+    *printed, answers = outputs["python"].splitlines()
+    assert "tensor([0.8458, 0.8458]" in printed[-1]
+    answers = json.loads(answers)
+    assert answers["file"].startswith(environment["HF_HUB_CACHE"])
+    assert "/build/torch-npu/" in answers["file"]
+    for source in ("bundled", "hub"):
+        assert answers[source]["calls"] == [1, 1]
+        assert answers[source]["rows"] == {"activation_fn": True}

@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from kernels_ext_npu.marking import LAYERS
+from kernels_ext_npu.layers import LAYERS
 from kernels_ext_npu.matching import find_function_reference, find_reference, is_experts_class, original_function
 
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about

@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from kernels_ext_npu.marking import kernel_forward
+from kernels_ext_npu.marking import awaits_weights, kernel_forward
 
 _LAYERS = ("SparseMoEBlock.forward", "GatedMoEBlock.forward")
 
@@ -14,7 +14,7 @@ _LAYERS = ("SparseMoEBlock.forward", "GatedMoEBlock.forward")
 def remark(module: nn.Module) -> str | None:
     """Why the experts of a swapped block are computed one after the other; None if they are not, or it has none."""
     forward = kernel_forward(module)
-    if forward is None or forward.__qualname__ not in _LAYERS:
+    if forward is None or forward.__qualname__ not in _LAYERS or awaits_weights():
         return None
     package, _, _ = forward.__module__.partition(".")
     reason = sys.modules[f"{package}.blocks"].unfit(module)

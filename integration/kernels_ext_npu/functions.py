@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from kernels_ext_npu.marking import ABSENT, LAYERS, device_of, kernel_name
+from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.marking import ABSENT, device_of, kernel_name
 from kernels_ext_npu.matching import find_function_reference, is_kernel_function, original_function
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def prepare(model: nn.Module, mapping: dict[str, dict]) -> None:
         mapping: transformers' own table, with the entries of our layers.
     """
     _kept.clear()
+    elsewhere = device_of(model) not in ("npu", None)
     for module in model.modules():
         for use in uses(type(module)):
             reference = find_function_reference(_function(use))
@@ -64,7 +66,7 @@ def prepare(model: nn.Module, mapping: dict[str, dict]) -> None:
                 _wrap(use, reference.layer)
             _mark(_function(use), reference.layer, mapping)
             _attach(module, use.name, _function(use))
-            if device_of(model) not in ("npu", None) and kernel_name(_swapped(_function(use))) is not None:
+            if elsewhere and kernel_name(_swapped(_function(use))) is not None:
                 _kept[_function(use)] = _function(use).forward
 
 

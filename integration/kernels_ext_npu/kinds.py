@@ -10,7 +10,7 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from kernels_ext_npu.marking import LAYERS
+from kernels_ext_npu.layers import LAYERS
 from kernels_ext_npu.matching import find_function_reference, find_reference, original_function
 
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -10,12 +12,12 @@ import torch
 from torch import nn
 
 from kernels_ext_npu import registration
+from kernels_ext_npu.layers import LAYERS
 from kernels_ext_npu.matching import find_reference
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 
 ABSENT = object()
-LAYERS = {layer: reference.repository for reference in REFERENCES for layer in reference.layers}
-LAYERS |= {reference.layer: reference.repository for reference in FUNCTION_REFERENCES}
+
+_without_weights: ContextVar[bool] = ContextVar("_without_weights", default=False)
 
 
 class Marks:
@@ -132,9 +134,38 @@ def kernel_name(forward: Callable | None) -> str | None:
     return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
 
 
+def has_no_weights(model: nn.Module) -> bool:
+    """Whether the parameters of a model are all on meta, and accelerate has none of them elsewhere."""
+    return all(parameter.is_meta for parameter in model.parameters()) and _where(model) == "meta"
+
+
+@contextmanager
+def on_its_way(model: nn.Module) -> Iterator[bool]:
+    """Says whether a model has no weights yet; if so, its modules count as on the NPU, where they are to be loaded.
+
+    Its buffers need not be on meta: accelerate's ``init_empty_weights`` leaves them on the CPU.
+    """
+    token = _without_weights.set(has_no_weights(model))
+    try:
+        yield _without_weights.get()
+    finally:
+        _without_weights.reset(token)
+
+
+def awaits_weights() -> bool:
+    """Whether this is about a model that has no weights yet."""
+    return _without_weights.get()
+
+
 def device_of(module: nn.Module) -> str | None:
     """Where a module computes, None if it has no tensors. accelerate moves what is offloaded when it is called."""
-    tensor = next(module.parameters(), next(module.buffers(), None))
+    return "npu" if awaits_weights() else _where(module)
+
+
+def _where(module: nn.Module) -> str | None:
+    tensor: torch.Tensor | None = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
     if tensor is None:
         return None
     if tensor.is_meta:

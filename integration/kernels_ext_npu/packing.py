@@ -8,7 +8,7 @@ from types import ModuleType
 
 from torch import nn
 
-from kernels_ext_npu.marking import kernel_forward
+from kernels_ext_npu.marking import awaits_weights, kernel_forward
 
 
 def pack(model: nn.Module) -> None:
@@ -26,7 +26,10 @@ def unpack(model: nn.Module) -> None:
 
 def separate(module: nn.Module) -> str | None:
     """Why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
-    return next((kernel.separate(gate, up) for kernel, gate, up in _pair(module)), None)
+    apart = next((kernel.separate(gate, up) for kernel, gate, up in _pair(module)), None)
+    if apart is not None and awaits_weights():
+        return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
+    return apart
 
 
 def pairs(model: nn.Module) -> Iterator[tuple[ModuleType, nn.Module, nn.Module]]:

@@ -27,8 +27,14 @@ class Registration:
 
     strict: bool
     kernels: frozenset[str]
-    marks: Marks
     entries: dict[str, Any] = field(default_factory=dict)  # layer -> the table's entry before
+
+    @functools.cached_property
+    def marks(self) -> Marks:
+        """Made for the first model: what they are set by takes longer to import than all else here."""
+        from kernels_ext_npu.marking import Marks
+
+        return Marks()
 
 
 current: Registration | None = None
@@ -54,13 +60,13 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
     """
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
-    from kernels_ext_npu import experts, saving, sources
-    from kernels_ext_npu.marking import LAYERS, Marks
+    from kernels_ext_npu import experts_interface, saving, sources
+    from kernels_ext_npu.layers import LAYERS
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
-    current = Registration(strict, chosen, Marks())
+    current = Registration(strict, chosen)
     table = _table()
     for layer, repository in LAYERS.items():
         current.entries[layer] = dict(table[layer]) if layer in table else ABSENT
@@ -69,7 +75,7 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
             table[layer]["npu"] = sources.layer_source(source, repository, layer)
     _wrap_set_use_kernels()
     if "FusedMoE" in chosen:
-        experts.install(source)
+        experts_interface.install(source)
     saving.install()
 
 
@@ -83,10 +89,10 @@ def unregister() -> None:
     if current is None:
         return
     registration, current = current, None
-    from kernels_ext_npu import experts, functions
+    from kernels_ext_npu import experts_interface, functions
 
     functions.remove()
-    experts.remove()
+    experts_interface.remove()
     registration.marks.remove()
     table, loaded = _table(), _loaded_mapping()
     for layer, entry in registration.entries.items():
@@ -113,6 +119,13 @@ def prepare(model: nn.Module) -> None:
     current.marks.mark(model, _table())
     if "RoPE" in current.kernels:
         functions.prepare(model, _table())
+
+
+def swap(model: nn.Module, mode: Mode) -> None:
+    """Let `kernels` take what is marked, for the NPU."""
+    import kernels
+
+    kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
 
 
 def finish(model: nn.Module, mode: Mode) -> None:
@@ -179,16 +192,22 @@ def _wrap_set_use_kernels() -> None:
         if not use_kernels or current is None:
             original(self, use_kernels, *args, **kwargs)
             return
-        if self.device.type != "npu":
-            warnings.warn(
-                f"use_kernels=True: {type(self).__name__} is on {self.device.type}, and kernels are swapped in for "
-                "models on the NPU. Load it with device_map='npu', or move it there and call "
-                "kernels_ext_npu.kernelize(model).",
-                stacklevel=2,
-            )
-        prepare(self)
-        original(self, use_kernels, *args, **kwargs)
-        finish(self, kernels.Mode.TRAINING if self.training else kernels.Mode.INFERENCE)
+        from kernels_ext_npu.marking import on_its_way
+
+        mode = kernels.Mode.TRAINING if self.training else kernels.Mode.INFERENCE
+        with on_its_way(self) as without_weights:
+            if self.device.type != "npu" and not without_weights:
+                warnings.warn(
+                    f"use_kernels=True: {type(self).__name__} is on {self.device.type}, and kernels are swapped in for "
+                    "models on the NPU. Load it with device_map='npu', or move it there and call "
+                    "kernels_ext_npu.kernelize(model).",
+                    stacklevel=2,
+                )
+            prepare(self)
+            original(self, use_kernels, *args, **kwargs)
+            if without_weights:  # transformers looked for kernels for meta
+                swap(self, mode)
+            finish(self, mode)
 
     set_use_kernels.kernels_ext_npu = original  # type: ignore[attr-defined]
     PreTrainedModel.set_use_kernels = set_use_kernels  # type: ignore[method-assign]

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import expert_lists, experts, functions, packing, registration
-from kernels_ext_npu.marking import LAYERS, kernel_forward, kernel_name, refusal
+from kernels_ext_npu import expert_lists, experts, experts_interface, functions, implementation, packing, registration
+from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.marking import kernel_forward, kernel_name, on_its_way, refusal
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import REFERENCES
 
@@ -123,9 +124,10 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """Every norm, gated MLP, experts module, router, rotary function and rotary table: swapped, or kept and why."""
-    found = [(path, module, _kind(module)) for path, module in model.named_modules()]
-    modules = [_row(path, module, kind) for path, module, kind in found if kind is not None]
-    return Report([*modules, *functions.rows(model)])
+    with on_its_way(model):
+        found = [(path, module, _kind(module)) for path, module in model.named_modules()]
+        modules = [_row(path, module, kind) for path, module, kind in found if kind is not None]
+        return Report([*modules, *functions.rows(model)])
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -156,8 +158,8 @@ def _row(path: str, module: nn.Module, kind: str) -> Row:
         reason = f"served by {layer} of the kernel {kernel_name(function)}, which is not ours"
         return Row(path, class_name, None, False, reason, candidate, kind)
     if experts.is_called_by_name(module):
-        reason = experts.remark(module) or f"called by its own forward, as {experts.NAME}"
-        return Row(path, class_name, experts.LAYER, True, reason, kind=kind)
+        reason = experts.remark(module) or f"called by its own forward, as {implementation.NAME}"
+        return Row(path, class_name, experts_interface.LAYER, True, reason, kind=kind)
     reference = find_reference(type(module))
     layer_name = reference.layer(module) if reference else None
     return Row(path, class_name, layer_name, False, _reason(module), candidate, kind)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu import packing
-
 
 def install() -> None:
     """Once a process: models stay packed after unregister(), and must not lose weights then either."""
@@ -30,7 +28,7 @@ def install() -> None:
         return
     name, wrapped = original.__name__, _apart(original)
     for package, module in list(sys.modules.items()):
-        if package.partition(".")[0] == "accelerate" and vars(module).get(name) is original:
+        if package.startswith("accelerate.") and vars(module).get(name) is original:
             setattr(module, name, wrapped)
 
 
@@ -39,6 +37,8 @@ def _unpacked(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from kernels_ext_npu import packing
+
         packed = [pair for pair in packing.pairs(self) if pair[0].separate(*pair[1:]) is None]
         try:
             for kernel, gate, up in packed:

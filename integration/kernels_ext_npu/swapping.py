@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from kernels_ext_npu import experts, functions, packing, registration
-from kernels_ext_npu.marking import kernel_name
+from kernels_ext_npu.marking import kernel_name, on_its_way
 
 if TYPE_CHECKING:
     from kernels import Mode
@@ -19,6 +19,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def kernelize(model: Model, mode: Mode | None = None) -> Model:
     """Swap the kernels into a model on the NPU. Registers the bundled kernels if none are registered.
+
+    A model without weights yet, all of whose parameters are on meta, takes them for the NPU too. Once its weights are
+    loaded kernelize it again: gate and up of its MLPs become one product then.
 
     Args:
         model: a transformers model, or any module that contains one.
@@ -34,20 +37,20 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
     from transformers.integrations import hub_kernels
 
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    if "npu" not in devices:
-        raise ValueError(
-            f"kernelize: the model is on {', '.join(sorted(devices)) or 'no device'}; move it first: model.to('npu')"
-        )
-    if registration.current is None:
-        registration.register()
-    registration.prepare(model)
-    hub_kernels.register_kernel_mapping_transformers()
-    if mode is None:
-        mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
-    for pretrained in _pretrained(model):
-        vars(pretrained)["_use_kernels"] = True
-    registration.finish(model, mode)
+    with on_its_way(model) as without_weights:
+        if "npu" not in devices and not without_weights:
+            given = ", ".join(sorted(devices)) or "no device"
+            raise ValueError(f"kernelize: the model is on {given}; move it first: model.to('npu')")
+        if registration.current is None:
+            registration.register()
+        registration.prepare(model)
+        hub_kernels.register_kernel_mapping_transformers()
+        if mode is None:
+            mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
+        registration.swap(model, mode)
+        for pretrained in _pretrained(model):
+            vars(pretrained)["_use_kernels"] = True
+        registration.finish(model, mode)
     return model
 
 

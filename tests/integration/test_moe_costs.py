@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MethodType
 
+import llama_factory
 import memory
 import pytest
 import torch
 import zoo
 from costs import costs
-from torch import Tensor, nn
+from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -31,37 +32,6 @@ QWEN3_30B_A3B = {
     "num_hidden_layers": 2,
     "vocab_size": 1024,  # in place of 151936: the embedding is nobody's kernel
 }
-
-
-class Gmm(torch.autograd.Function):
-    """The grouped product of LLaMA-Factory, v1/plugins/model_plugins/kernels/ops/mlp/npu_fused_moe.py, in our words.
-
-    Its weight gradient comes out as ``[E, K, N]``, for a parameter that is stored as ``[E, N, K]``.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
-        return _product([x], [weight], counts, 2, 0)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, counts = ctx.saved_tensors
-        return _product([grad], [weight.mT], counts, 2, 0), _product([x.T], [grad], counts, 3, 2), None
-
-
-def _product(x: list[Tensor], weight: list[Tensor], counts: Tensor, split_item: int, group_type: int) -> Tensor:
-    options = {"split_item": split_item, "group_type": group_type, "group_list_type": 1}
-    return torch.ops.npu.npu_grouped_matmul(x, weight, group_list=counts, **options)[0]
-
-
-def node_by_node(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of LLaMA-Factory: every step a node of autograd, which keeps what it wants."""
-    rows, order = torch.ops.npu.npu_moe_token_permute(hidden_states, top_k_index.int())
-    counts = torch.histc(top_k_index.float(), bins=self.num_experts, min=0, max=self.num_experts).long()
-    gate_up = Gmm.apply(rows, self.gate_up_proj.mT, counts)
-    rows = Gmm.apply(torch.ops.npu.npu_swiglu(gate_up, -1), self.down_proj.mT, counts)
-    return torch.ops.npu.npu_moe_token_unpermute(rows, order, probs=top_k_weights)
 
 
 def with_experts(forward: Callable) -> Callable[[nn.Module], None]:
@@ -87,7 +57,7 @@ def gigabytes(cost: Cost) -> float:
 
 def test_a_model_launches_and_moves_half_of_what_it_did(registered) -> None:
     ours = costs(kernels_ext_npu.kernelize, "qwen3_moe", 4096, **QWEN3_30B_A3B)
-    theirs = costs(with_experts(node_by_node), "qwen3_moe", 4096, **QWEN3_30B_A3B)
+    theirs = costs(with_experts(llama_factory.experts), "qwen3_moe", 4096, **QWEN3_30B_A3B)
     kernels_ext_npu.unregister()
     original = costs(lambda model: None, "qwen3_moe", 4096, **QWEN3_30B_A3B)
     show("original", original)
@@ -143,7 +113,7 @@ def peak(prepare: Callable[[nn.Module], object]) -> int:
 
 def test_a_training_step_holds_less_than_transformers_and_the_nodes(registered) -> None:
     ours = peak(kernels_ext_npu.kernelize)
-    theirs = peak(with_experts(node_by_node))
+    theirs = peak(with_experts(llama_factory.experts))
     grouped = peak(with_experts(grouped_mm_experts_forward))
     kernels_ext_npu.unregister()
     original = peak(lambda model: None)

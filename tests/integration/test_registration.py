@@ -17,6 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu import sources
+from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -274,3 +277,11 @@ def test_strict_names_what_is_kept(checkpoint) -> None:
     ):
         load(checkpoint("zamba2"))
     kernels_ext_npu.unregister()
+
+
+def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:
+    served = {layer: reference.repository for reference in REFERENCES for layer in reference.layers}
+    assert served | {reference.layer: "RoPE" for reference in FUNCTION_REFERENCES} == LAYERS
+    assert set(LAYERS.values()) == set(sources.REPOSITORIES)
+    for layer, repository in LAYERS.items():
+        assert sources.layer_source("bundled", repository, layer).load().__name__ == layer

@@ -18,6 +18,25 @@ from .grouped import bias_gradient, grouped, weight_gradient
 from .latest import Latest
 
 
+def without_gradient(
+    gate: Gate,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    partial: bool,
+) -> Tensor:
+    """The forward of :class:`FusedExperts` where nothing is kept."""
+    rows, order = routing.permute(hidden_states, top_k_index)
+    counts = routing.count(top_k_index, down.shape[0])
+    tail = routing.rows_after(counts, rows.shape[0]) if partial else None
+    rows = gate.forward(grouped(rows, gate_up, counts, gate_up_bias, tail))
+    return routing.unpermute(grouped(rows, down, counts, down_bias, tail), order, top_k_weights)
+
+
 class FusedExperts(torch.autograd.Function):
     """Weights are ``[E, K, N]``: transposed views where they are stored as ``[E, N, K]``."""
 

@@ -13,7 +13,7 @@ from .checks import check_experts, check_indices, check_product
 from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped import GmmFunction
 from .reference import experts_in_torch, product_in_torch
-from .training import FusedExperts
+from .training import FusedExperts, without_gradient
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,15 +90,16 @@ def fused_experts(
     is_gate = isinstance(activation, Gate)
     check_experts(hidden_states, top_k_index, top_k_weights, *parameters, halves=is_gate)
     check_indices(top_k_index, down.shape[0] if is_expert_parallel else down.shape[0] - 1)
-    x = hidden_states.to(gate_up.dtype)
+    x = hidden_states if hidden_states.dtype is gate_up.dtype else hidden_states.to(gate_up.dtype)
     if not (_grouped.fits(x, gate_up, down) and routing.fits(top_k_index)):
         y = experts_in_torch(x, top_k_index, top_k_weights, *parameters, activation, post_expert_norm)
         return y.to(hidden_states.dtype)
-    x, top_k_index, top_k_weights = (tensor.contiguous() for tensor in (x, top_k_index, top_k_weights))
+    x, top_k_index, top_k_weights = x.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous()
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *parameters))
     is_fused = is_gate and activation.fits(gate_up.shape[-1], x.dtype, trains)
     if is_fused and post_expert_norm is None:
-        y = FusedExperts.apply(activation, x, top_k_index, top_k_weights, *parameters, is_expert_parallel)
+        run = FusedExperts.apply if trains else without_gradient
+        y = run(activation, x, top_k_index, top_k_weights, *parameters, is_expert_parallel)
     else:
         rows, order = routing.Permute.apply(x, top_k_index)
         counts = routing.count(top_k_index, down.shape[0])
@@ -108,4 +109,4 @@ def fused_experts(
         rows = GmmFunction.apply(rows.contiguous(), down, counts, down_proj_bias, tail)
         rows = rows if post_expert_norm is None else post_expert_norm(rows)
         y = routing.Unpermute.apply(rows.contiguous(), order, top_k_weights, top_k_index)
-    return y.to(hidden_states.dtype)
+    return y if y.dtype is hidden_states.dtype else y.to(hidden_states.dtype)

@@ -26,13 +26,17 @@ def fits(x: Tensor, *weights: Tensor) -> bool:
     CANN, aclnnGroupedMatmulV4, Atlas A2 and A3: at most 1024 groups, last dimensions below 65536 of every operand as it
     lies and as its gradient needs it, weights contiguous or the transposed view of a contiguous tensor. Nothing empty.
     """
-    return all(
-        takes(x, *weight.shape)
-        and weight.dtype == x.dtype
-        and weight.device == x.device
-        and (weight.is_contiguous() or weight.mT.is_contiguous())
-        for weight in weights
-    )
+    dtype, device = x.dtype, x.device
+    for weight in weights:
+        groups, inner, outer = weight.shape
+        if not (
+            weight.dtype is dtype
+            and weight.device == device
+            and takes(x, groups, inner, outer)
+            and (weight.stride() == (inner * outer, 1, inner) or weight.is_contiguous() or weight.mT.is_contiguous())
+        ):
+            return False
+    return True
 
 
 def takes(x: Tensor, groups: int, *sizes: int) -> bool:
@@ -42,7 +46,8 @@ def takes(x: Tensor, groups: int, *sizes: int) -> bool:
         and x.dtype in _DTYPES
         and x.numel() > 0
         and 0 < groups <= _MOST_GROUPS
-        and all(0 < size < _SIZE for size in sizes)
+        and min(sizes) > 0
+        and max(sizes) < _SIZE
     )
 
 

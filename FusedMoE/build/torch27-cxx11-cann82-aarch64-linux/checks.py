@@ -34,6 +34,36 @@ def check_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None, halves: bool
 ) -> None:
     """Raise what fused_experts says; weights are ``[E, K, N]``, and ``halves`` says that the gate makes one of two."""
+    if not _are_usual(x, index, weights, gate_up, down, *biases):
+        _check_experts(x, index, weights, gate_up, down, *biases, halves=halves)
+
+
+def _are_usual(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
+) -> bool:
+    """Whether nothing is wrong with arguments as most models have them: the same in fewer steps, in every forward."""
+    if not (x.dim() == index.dim() == 2 and gate_up.dim() == down.dim() == 3):
+        return False
+    (tokens, size), chosen, dtype, device = x.shape, index.shape, gate_up.dtype, x.device
+    (experts, inputs, inner), (others, gated, outputs) = gate_up.shape, down.shape
+    return (
+        chosen == weights.shape
+        and chosen[0] == tokens
+        and size == inputs == outputs
+        and experts == others
+        and inner == 2 * gated
+        and index.dtype in _INDEX_DTYPES
+        and dtype is x.dtype is down.dtype
+        and dtype.is_floating_point
+        and weights.dtype.is_floating_point
+        and device == index.device == weights.device == gate_up.device == down.device
+        and all(bias is None for bias in biases)
+    )
+
+
+def _check_experts(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None, halves: bool
+) -> None:
     name = "fused_experts"
     if x.dim() != 2:
         raise ValueError(f"{name}: hidden_states must be [T, H], got {list(x.shape)}: reshape(-1, H) it")

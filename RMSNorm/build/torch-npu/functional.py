@@ -27,10 +27,16 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
         TypeError: ``hidden_states`` or ``weight`` is not floating point.
     """
     _check(hidden_states, weight)
-    if weight is not None and weight.dtype != hidden_states.dtype and weight.dtype in _FUSED_DTYPES:
-        weight = weight.float()  # exact, and legal beside every dtype
+    return norm(hidden_states, weight, eps)
+
+
+def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """:func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
     if not _is_fused(hidden_states, weight):
-        return _rms_norm_in_torch(hidden_states, weight, eps)
+        if weight is not None and weight.dtype in _FUSED_DTYPES:
+            weight = weight.float()  # exact, and legal beside every dtype
+        if not _is_fused(hidden_states, weight):
+            return _rms_norm_in_torch(hidden_states, weight, eps)
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
     return torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]
@@ -65,16 +71,17 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
         normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
         return normed, total
     total = hidden_states + residual
-    return rms_norm(total, weight, eps), total
+    return norm(total, weight, eps), total
 
 
 def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     """What ``npu_rms_norm`` takes (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu, npu_rms_norm."""
+    dtype = hidden_states.dtype
     return (
         hidden_states.device.type == "npu"
-        and hidden_states.dtype in _FUSED_DTYPES
+        and dtype in _FUSED_DTYPES
         and 2 <= hidden_states.dim() <= 8
-        and (weight is None or weight.dtype in (hidden_states.dtype, torch.float32))
+        and (weight is None or weight.dtype is dtype or weight.dtype is torch.float32)
     )
 
 

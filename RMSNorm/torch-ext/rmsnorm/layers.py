@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .functional import rms_norm
+from .functional import norm
+
+_ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
 class _Layer(nn.Module):
@@ -23,37 +25,39 @@ class RMSNorm(_Layer):
     """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        return rms_norm(hidden_states.to(dtype), self.weight, _eps(self))
+        weight = self.weight
+        if hidden_states.dtype is not weight.dtype:
+            hidden_states = _widened(hidden_states, weight)
+        return norm(hidden_states, weight, _eps(self))
 
 
 class RMSNormCastLast(_Layer):
     """``(weight * x_normed).to(x.dtype)``, as in Olmo 2 and Gemma 4. Reads ``weight``, which may be absent, and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, getattr(self, "weight", None), _eps(self))
+        return norm(hidden_states, getattr(self, "weight", None), _eps(self))
 
 
 class RMSNormZeroCentered(_Layer):
     """``((1 + weight) * x_normed).to(x.dtype)`` with the sum in float32, as in Gemma. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, 1.0 + self.weight.float(), _eps(self))
+        return norm(hidden_states, 1.0 + self.weight.float(), _eps(self))
 
 
 class RMSNormWeightless(_Layer):
     """``x_normed.to(x.dtype)``, as in NanoChat. Reads eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, None, _eps(self))
+        return norm(hidden_states, None, _eps(self))
 
 
 class T5LayerNorm(_Layer):
     """``weight * x_normed`` in the dtype of the weight, as in T5. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        return rms_norm(hidden_states.to(dtype), self.weight, _eps(self)).to(self.weight.dtype)
+        weight = self.weight
+        return norm(_widened(hidden_states, weight), weight, _eps(self)).to(weight.dtype)
 
 
 class RMSNormGated(_Layer):
@@ -63,7 +67,7 @@ class RMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        normed = rms_norm(hidden_states.float(), self.weight, _eps(self))
+        normed = norm(hidden_states.float(), self.weight.float(), _eps(self))
         if gate is not None:
             normed = normed * _activation(self)(gate.float())
         return normed.to(hidden_states.dtype)
@@ -76,19 +80,25 @@ class MambaRMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        x = hidden_states.float()
+        x, weight = hidden_states.float(), self.weight
         if gate is not None:
             x = x * F.silu(gate.float())
-        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        return rms_norm(x, self.weight, _eps(self)).to(dtype)
+        return norm(x, weight.float(), _eps(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
+
+
+def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    return hidden_states.to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
 def _eps(module: nn.Module) -> float:
-    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    # what a module does not have is looked for in three dictionaries, and becomes an exception
+    if "variance_epsilon" not in module.__dict__ and "eps" in module.__dict__:
+        return module.eps
+    return module.variance_epsilon
 
 
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    name = getattr(module, "activation", "silu")
-    if name not in ("silu", "swish", "sigmoid"):
+    name = module.__dict__.get("activation", "silu")
+    if name not in _ACTIVATIONS:
         raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
-    return torch.sigmoid if name == "sigmoid" else F.silu
+    return _ACTIVATIONS[name]

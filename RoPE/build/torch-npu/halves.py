@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
 from .layer import Layer, Pair
+from .pairs import rotate_both
 from .rotation import check, rotate, rotate_part
 
 
@@ -14,7 +15,7 @@ class RotaryPosEmb(Layer):
     """``x * cos + rotate_half(x) * sin`` in the dtype that x and cos promote to, as in Llama."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+        return rotate_both(q, k, cos, sin, unsqueeze_dim)
 
 
 class RotaryPosEmbCastBack(Layer):

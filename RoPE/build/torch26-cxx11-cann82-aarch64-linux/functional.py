@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .pairs import rotate_both
 from .rotation import check, rotate
 
 
@@ -51,9 +52,7 @@ def apply_rotary_pos_emb(
         ValueError: the shapes do not fit, or the tensors are on different devices.
         TypeError: a tensor is not floating point.
     """
-    check(cos, sin, q=q, k=k)
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return rotate(q, cos, sin), rotate(k, cos, sin)
+    return rotate_both(q, k, cos, sin, unsqueeze_dim)
 
 
 def apply_multimodal_rotary_pos_emb(

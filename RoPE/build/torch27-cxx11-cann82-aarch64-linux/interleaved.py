@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .layer import Layer, Pair
+from .pairs import rotate_both
 from .rotation import check, check_complex, each_twice, first_half, rotate, rotate_complex, rotate_part
 
 
@@ -13,9 +14,7 @@ class RotaryPosEmbInterleaved(Layer):
     """cos and sin hold each angle twice in a row already, as in BLT."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
-        check(cos, sin, q=q, k=k)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return rotate(q, cos, sin, True), rotate(k, cos, sin, True)
+        return rotate_both(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
 
 class RotaryPosEmbInterleavedFloat32(Layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave, fits_tokens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float32: bool = False) -> Tensor:
@@ -107,7 +107,7 @@ def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tenso
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
     """The operator in the layout that the memory has, so that nothing is copied; else in another that it takes."""
-    fits, mode = (_fits_interleave, "interleave") if interleaved else (_fits_half, "half")
+    fits, mode = (fits_interleave, "interleave") if interleaved else (fits_half, "half")
     if x.shape[1] == x.shape[2] == cos.shape[0] == 1:  # one head at one position: the batch stands for heads
         y = _launch(x.transpose(0, 2), cos, sin, interleaved) if x.shape[0] > 1 else None
         if y is not None:
@@ -115,9 +115,9 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
     heads_last = x.stride(1) < x.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
     for swap in (heads_last, not heads_last):
         a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)
-        if fits(a, b):
+        if fits(a.shape, b.shape, a.element_size()):
             y = _fused(a, b, c, mode)
-        elif _fits_tokens(a, b):
+        elif fits_tokens(a.shape, b.shape):
             of_cos, of_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1) for t in (b, c))
             y = _fused(a.flatten(0, 1), of_cos, of_sin, mode).view(a.shape)
         else:
@@ -149,53 +149,17 @@ class _Rotation(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
-    """What ``npu_rotary_mul`` takes (Atlas A2 and A3): CANN's documentation of aclnnRotaryPositionEmbedding.
+    """Whether the operator takes them, if there is a layout for the shapes.
 
     Where cos or sin need a gradient, torch computes: for those the operator has limits of its own.
     """
     needs_grad_of_cos = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return (
         x.device.type == "npu"
-        and dtype in _FUSED_DTYPES
+        and dtype in DTYPES
         and x.dim() in (3, 4)
         and cos.dim() <= x.dim()
         and x.numel() > 0
-        and x.shape[-1] < 896
+        and x.shape[-1] < HEAD_SIZE
         and not needs_grad_of_cos
     )
-
-
-def _fits_half(x: Tensor, cos: Tensor) -> bool:
-    """The layouts BNSD and BSND of the mode "half". Shapes that can be read as BNSD have to keep its rules."""
-    d0, d1, d2, _ = x.shape
-    c0, c1, c2, _ = cos.shape
-    bnsd = c2 == d2 and ((c1 == 1 and c0 in (1, d0)) or (c1 == d1 and c0 == d0))
-    bsnd = c1 == d1 and ((c2 == 1 and c0 in (1, d0)) or (c2 == d2 and c0 == d0))
-    if d0 >= 1000 or (bnsd and not _keeps_bnsd(x)):
-        return False
-    return (bnsd and d1 < 1000) or (bsnd and d2 < 1000)
-
-
-def _keeps_bnsd(x: Tensor) -> bool:
-    """``B·N <= 8·S`` if half a head fills blocks of 32 bytes, which one position of a decode step breaks."""
-    batch, heads, positions, head_size = x.shape
-    if head_size // 2 * x.element_size() % 32 == 0:
-        return batch * heads <= 8 * positions
-    return head_size >= 80
-
-
-def _fits_interleave(x: Tensor, cos: Tensor) -> bool:
-    """BNSD and BSND of the mode "interleave": one cos for the whole batch, and ``B·N < 1000``."""
-    d0, d1, d2, _ = x.shape
-    c0, c1, c2, _ = cos.shape
-    bnsd = c2 == d2 and c0 == c1 == 1 and d0 * d1 < 1000
-    bsnd = c1 == d1 and c0 == c2 == 1 and d0 * d2 < 1000
-    return bnsd or bsnd
-
-
-def _fits_tokens(x: Tensor, cos: Tensor) -> bool:
-    """The layout TND of both modes: batch and positions make T, and each token has a row of cos.
-
-    Rows that a batch shares are copied for it, which is 1/N of what is rotated.
-    """
-    return cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1] and cos.shape[2] == 1 and x.shape[2] < 1000

@@ -31,8 +31,13 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         TypeError: an argument is not floating point.
     """
     _check("swiglu", gate, up)
+    return swiglu_of(gate, up)
+
+
+def swiglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """:func:`swiglu` of arguments that fit, as those from projections do: nothing is checked."""
     if up is None:
-        if _is_fused(gate) and (is_aligned(gate.shape[-1] // 2, gate.dtype) or not _needs_grad(gate)):
+        if _is_fused(gate) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
             return torch.ops.npu.npu_swiglu(gate, -1)
         gate, up = gate.chunk(2, -1)
     elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
@@ -58,6 +63,11 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         TypeError: an argument is not floating point.
     """
     _check("geglu", gate, up)
+    return geglu_of(gate, up)
+
+
+def geglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """:func:`geglu`, likewise."""
     if up is None:
         if _is_fused(gate):
             return geglu_fused(gate)
@@ -106,7 +116,7 @@ def is_aligned(size: int, dtype: torch.dtype) -> bool:
 
 def _is_fused(x: Tensor) -> bool:
     """What the operators take (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu; no empty tensor."""
-    return x.device.type == "npu" and is_fused_dtype(x.dtype) and x.numel() > 0 and x.is_contiguous()
+    return x.device.type == "npu" and x.dtype in _FUSED_DTYPES and x.numel() > 0 and x.is_contiguous()
 
 
 def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:

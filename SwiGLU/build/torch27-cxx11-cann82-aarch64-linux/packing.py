@@ -3,6 +3,9 @@
 ``pack`` moves the weights of both into one storage ``[2·I, H]``, the first half of which is the gate's weight and the
 second half the other's. Both stay parameters of their own modules; optimisers, state dicts and gradients see what they
 saw before. ``project`` multiplies with the whole storage, as long as the two still lie side by side.
+
+What is asked in every forward is asked of the dictionaries of a module: an attribute that is a parameter or a module
+takes a call of Python to find.
 """
 
 from __future__ import annotations
@@ -12,24 +15,18 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-def project(gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Both products of ``x``.
+def project(gate: nn.Module, up: nn.Module, x: Tensor) -> Tensor:
+    """Both products of ``x``, ``[..., 2·I]``, for layers of which :func:`separate` says nothing.
 
     Args:
         gate: a linear layer ``[H] -> [I]``.
         up: the same.
         x: ``[..., H]``.
-
-    Returns:
-        ``[..., 2·I]`` and None where the layers are packed, otherwise ``[..., I]`` of each.
     """
-    if torch.compiler.is_compiling() or separate(gate, up) is not None:
-        return gate(x), up(x)
-    bias = None if gate.bias is None else _join(gate.bias, up.bias)
-    return F.linear(x, _join(gate.weight, up.weight), bias), None
+    a, b = gate._parameters, up._parameters
+    bias = None if a["bias"] is None else _join(a["bias"], b["bias"])
+    return F.linear(x, _join(a["weight"], b["weight"]), bias)
 
 
 def pack(gate: nn.Module, up: nn.Module) -> str | None:
@@ -68,8 +65,9 @@ def separate(gate: nn.Module, up: nn.Module) -> str | None:
     reason = _unfit_pair(gate, up)
     if reason is not None:
         return reason
-    if not all(_adjacent(a, b) for a, b in _pairs(gate, up)):
-        return "the weights do not lie side by side in one storage"
+    for a, b in _pairs(gate, up):
+        if not _adjacent(a, b):
+            return "the weights do not lie side by side in one storage"
     return None
 
 
@@ -80,33 +78,44 @@ def unfit(module: nn.Module) -> str | None:
     """
     if type(module) is not nn.Linear:
         return f"a projection is a {type(module).__module__}.{type(module).__name__}"
-    if "forward" in vars(module) or any(vars(module).get(hooks) for hooks in _HOOKS):
+    members = vars(module)
+    if (
+        "forward" in members
+        or members["_forward_hooks"]
+        or members["_forward_pre_hooks"]
+        or members["_backward_hooks"]
+        or members["_backward_pre_hooks"]
+    ):
         return "a projection has hooks, which one product would pass by"
-    for parameter in module.parameters(recurse=False):
-        if type(parameter) not in (nn.Parameter, FakeTensor):
-            return f"a weight is a {type(parameter).__name__}"
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        kind = type(parameter)
+        if kind is not nn.Parameter and kind is not FakeTensor:
+            return f"a weight is a {kind.__name__}"
         if parameter.is_meta:
             return "a weight is offloaded"
+    if "weight" not in module._parameters:
+        return "a weight is no parameter"
     return None
 
 
 def _unfit_pair(gate: nn.Module, up: nn.Module) -> str | None:
-    for module in (gate, up):
-        if (reason := unfit(module)) is not None:
-            return reason
-    if (gate.bias is None) != (up.bias is None):
+    reason = unfit(gate) or unfit(up)
+    if reason is not None:
+        return reason
+    if (gate._parameters["bias"] is None) != (up._parameters["bias"] is None):
         return "only one projection has a bias"
     for a, b in _pairs(gate, up):
-        if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return "the projections differ in size, dtype or device"
     return None
 
 
-def _pairs(gate: nn.Linear, up: nn.Linear) -> list[tuple[Tensor, Tensor]]:
-    pairs = [(gate.weight, up.weight)]
-    if gate.bias is not None:
-        pairs.append((gate.bias, up.bias))
-    return pairs
+def _pairs(gate: nn.Module, up: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    a, b = gate._parameters, up._parameters
+    weights = (a["weight"], b["weight"])
+    return [weights] if a["bias"] is None else [weights, (a["bias"], b["bias"])]
 
 
 def _adjacent(a: Tensor, b: Tensor) -> bool:

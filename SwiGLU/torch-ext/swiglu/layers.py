@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
-from .functional import geglu, swiglu
+from .functional import geglu_of, swiglu_of
 from .operators import GEGLU, SWIGLU, GatedUnit
-from .packing import project
+from .packing import project, separate
 from .training import PackedMLP, trains_whole
 
 # gate, up, down
@@ -26,14 +27,14 @@ class SwiGLUMLP(_Layer):
     """``down(silu(gate(x)) * up(x))``, as in Llama: one product for gate and up where their weights are packed."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _gated(self, SWIGLU, swiglu, hidden_states)
+        return _gated(self, SWIGLU, swiglu_of, hidden_states)
 
 
 class GeGLUMLP(_Layer):
     """``down(gelu_tanh(gate(x)) * up(x))``, as in Gemma."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _gated(self, GEGLU, geglu, hidden_states)
+        return _gated(self, GEGLU, geglu_of, hidden_states)
 
 
 class FusedSwiGLUMLP(_Layer):
@@ -41,7 +42,7 @@ class FusedSwiGLUMLP(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_up, down = _members(self, _FUSED_NAMES)
-        return down(swiglu(gate_up(hidden_states)))
+        return down(swiglu_of(gate_up(hidden_states)))
 
 
 class FusedGeGLUMLP(_Layer):
@@ -49,7 +50,7 @@ class FusedGeGLUMLP(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_up, down = _members(self, _FUSED_NAMES)
-        return down(geglu(gate_up(hidden_states)))
+        return down(geglu_of(gate_up(hidden_states)))
 
 
 def projections(mlp: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -59,14 +60,18 @@ def projections(mlp: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 def _gated(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: Tensor) -> Tensor:
     gate, up, down = projections(mlp)
+    if torch.compiler.is_compiling() or separate(gate, up) is not None:
+        return down(function(gate(x), up(x)))
     if trains_whole(gate, up, down, x):
-        return PackedMLP.apply(unit, x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
-    return down(function(*project(gate, up, x)))
+        a, b, c = gate._parameters, up._parameters, down._parameters
+        return PackedMLP.apply(unit, x, a["weight"], b["weight"], c["weight"], a["bias"], b["bias"], c["bias"])
+    return down(function(project(gate, up, x)))
 
 
 def _members(mlp: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple:
+    modules = mlp._modules
     for names in choices:
-        if hasattr(mlp, names[0]):
-            return tuple(getattr(mlp, name) for name in names)
+        if names[0] in modules:
+            return tuple([modules[name] for name in names])
     expected = " or ".join(", ".join(names) for names in choices)
     raise AttributeError(f"{type(mlp).__name__} has none of the projections that this layer reads: {expected}")

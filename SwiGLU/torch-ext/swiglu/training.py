@@ -16,21 +16,25 @@ from torch.nn import functional as F
 
 from .functional import is_aligned, is_fused_dtype
 from .operators import GatedUnit
-from .packing import both, separate, unfit
+from .packing import both, unfit
 
 
 def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> bool:
-    """Whether an MLP can be one node: plain packed layers of one dtype on the NPU that need a gradient."""
-    if x.device.type != "npu":
+    """Whether an MLP can be one node: plain layers of one dtype on the NPU that need a gradient, gate and up packed."""
+    if not torch.is_grad_enabled() or unfit(down) is not None:
         return False
-    if torch.compiler.is_compiling() or separate(gate, up) is not None or unfit(down) is not None:
-        return False
-    weights = gate.weight, up.weight, down.weight
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
-    one_dtype = all(weight.dtype == x.dtype for weight in weights) and is_fused_dtype(x.dtype)
-    sizes_fit = x.numel() > 0 and is_aligned(gate.weight.shape[0], x.dtype) and down.in_features == gate.out_features
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return needs_grad and one_dtype and sizes_fit and x.device == down.weight.device and not autocast
+    a, b, c, dtype = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"], x.dtype
+    return (
+        (x.requires_grad or a.requires_grad or b.requires_grad or c.requires_grad)
+        and dtype is a.dtype is c.dtype
+        and is_fused_dtype(dtype)
+        and x.numel() > 0
+        and is_aligned(a.shape[0], dtype)
+        and a.shape[0] == c.shape[1]
+        and x.device == c.device
+        and x.device.type == "npu"
+        and not torch.is_autocast_enabled("npu")
+    )
 
 
 class Latest:

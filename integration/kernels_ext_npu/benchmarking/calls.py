@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kernels_ext_npu import functions
 from kernels_ext_npu.benchmarking.models import Model
-from kernels_ext_npu.marking import LAYERS
+from kernels_ext_npu.layers import LAYERS
 from kernels_ext_npu.reporting import KINDS, report
 
 SEQUENCES = 32  # in decoding

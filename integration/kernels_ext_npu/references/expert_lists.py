@@ -178,7 +178,7 @@ def _refuse_parallel(block: DeepseekV2MoE) -> str | None:
 
 
 def _list(module: type[nn.Module], layer: str, refuse: Callable = _refuse) -> Reference:
-    return Reference(module, (layer,), refuse, lambda block: None if refuse(block) else layer, "FusedMoE")
+    return Reference(module, (layer,), refuse, lambda block: None if refuse(block) else layer)
 
 
 EXPERT_LISTS = (

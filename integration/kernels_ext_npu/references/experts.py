@@ -53,4 +53,4 @@ def _refuse(module: nn.Module) -> str | None:
     return None
 
 
-EXPERTS = Reference(Experts, ("MoEExperts",), _refuse, lambda _: "MoEExperts", "FusedMoE")
+EXPERTS = Reference(Experts, ("MoEExperts",), _refuse, lambda _: "MoEExperts")

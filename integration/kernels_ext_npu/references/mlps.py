@@ -212,11 +212,11 @@ def _refuse_dropout(module: T5GemmaMLP) -> str | None:
 
 
 def _gated(module: type[nn.Module], refuse: Callable = _refuse_gated) -> Reference:
-    return Reference(module, tuple(_KERNELS), refuse, _gated_layer, "SwiGLU")
+    return Reference(module, tuple(_KERNELS), refuse, _gated_layer)
 
 
 def _fused(module: type[nn.Module]) -> Reference:
-    return Reference(module, tuple(f"Fused{layer}" for layer in _KERNELS), _refuse_activation, _fused_layer, "SwiGLU")
+    return Reference(module, tuple(f"Fused{layer}" for layer in _KERNELS), _refuse_activation, _fused_layer)
 
 
 MLPS = (

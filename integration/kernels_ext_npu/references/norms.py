@@ -254,7 +254,7 @@ def _refuse_gated(module: nn.Module) -> str | None:
 
 
 def _norm(module: type[nn.Module], layer: str, refuse: Callable = _refuse_weighted) -> Reference:
-    return Reference(module, (layer,), refuse, lambda instance: layer, "RMSNorm")
+    return Reference(module, (layer,), refuse, lambda instance: layer)
 
 
 NORMS = (

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from kernels_ext_npu.layers import LAYERS
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -17,7 +19,6 @@ class Reference:
         layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
         refuse: why no layer can serve an instance, or None if one can: what the syntax tree does not show.
         choose: the layer for an instance, None for one that is refused.
-        repository: the kernel repository.
         kind: what the report counts its modules among, where the repository does not tell.
     """
 
@@ -25,8 +26,12 @@ class Reference:
     layers: tuple[str, ...]
     refuse: Callable[[nn.Module], str | None]
     choose: Callable[[nn.Module], str | None]
-    repository: str
     kind: str = ""
+
+    @property
+    def repository(self) -> str:
+        """The kernel repository that holds the layers."""
+        return LAYERS[self.layers[0]]
 
     def layer(self, module: nn.Module) -> str:
         """The layer that serves an instance, or would if nothing stood against it."""
@@ -40,9 +45,7 @@ class FunctionReference:
     Attributes:
         function: the function that is compared, by its body and the names of its parameters.
         layer: the layer of the kernel repository, and its entry in transformers' mapping.
-        repository: the kernel repository.
     """
 
     function: Callable
     layer: str
-    repository: str = "RoPE"

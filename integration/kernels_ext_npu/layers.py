@@ -1,0 +1,57 @@
+"""The layers that the kernels have, each with its repository: what goes into transformers' mapping.
+
+The references (references/) say what each of them computes; they are not needed before a model is there.
+"""
+
+_OF_REPOSITORIES = {
+    "FusedMoE": ("GatedMoEBlock", "MoEExperts", "SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32", "SparseMoEBlock"),
+    "RMSNorm": (
+        "MambaRMSNormGated",
+        "RMSNorm",
+        "RMSNormCastLast",
+        "RMSNormGated",
+        "RMSNormWeightless",
+        "RMSNormZeroCentered",
+        "T5LayerNorm",
+    ),
+    "RoPE": (
+        "MultimodalRotaryPosEmb",
+        "RotaryEmbComplex",
+        "RotaryEmbComplexBySequence",
+        "RotaryEmbedding",
+        "RotaryEmbeddingByType",
+        "RotaryEmbeddingByTypeFloat32",
+        "RotaryEmbeddingFloat32",
+        "RotaryEmbeddingHalfWidth",
+        "RotaryEmbeddingInterleaved",
+        "RotaryPosEmb",
+        "RotaryPosEmbCastBack",
+        "RotaryPosEmbDeinterleaved",
+        "RotaryPosEmbDeinterleavedOptionalKey",
+        "RotaryPosEmbEveryTwo",
+        "RotaryPosEmbFloat32",
+        "RotaryPosEmbHalfWidth",
+        "RotaryPosEmbInterleaved",
+        "RotaryPosEmbInterleavedFloat32",
+        "RotaryPosEmbInterleavedHalfWidth",
+        "RotaryPosEmbInterleavedPartial",
+        "RotaryPosEmbInterleavedRepeated",
+        "RotaryPosEmbInterleavedRepeatedFloat32",
+        "RotaryPosEmbInterleavedRepeatedPartial",
+        "RotaryPosEmbInterleavedTail",
+        "RotaryPosEmbLastQueries",
+        "RotaryPosEmbPairwise",
+        "RotaryPosEmbPartial",
+        "RotaryPosEmbPartialOptionalKey",
+        "RotaryPosEmbPartialPositions",
+        "RotaryPosEmbPatches",
+        "RotaryPosEmbReversed",
+        "RotaryPosEmbSingle",
+        "RotaryPosEmbTablesInFloat32",
+        "VisionRotaryEmbComplex",
+        "VisionRotaryPosEmb",
+        "VisionRotaryPosEmbPartial",
+    ),
+    "SwiGLU": ("FusedGeGLUMLP", "FusedSwiGLUMLP", "GeGLUMLP", "SwiGLUMLP"),
+}
+LAYERS = {layer: repository for repository, layers in _OF_REPOSITORIES.items() for layer in layers}

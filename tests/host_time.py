@@ -1,0 +1,82 @@
+"""How long the host is busy with a call on the software device: all of it but the kernels of the operators.
+
+On a card an operator is put into a queue, and what remains is Python, the dispatcher and autograd. On the software
+device the operator's formula runs in between: here the clock stands still while it does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+from softnpu import aten
+from softnpu.aten_formulas import FORMULAS as OF_ATEN
+from softnpu.formulas import FORMULAS as OF_NPU
+
+_in_kernels = 0.0
+
+
+@contextmanager
+def stopped_clock() -> Iterator[None]:
+    """Within it the kernels of the software device are clocked."""
+    libraries = [torch.library.Library(namespace, "IMPL") for namespace in ("aten", "npu")]
+    try:
+        for name in aten._registered("PrivateUse1"):
+            op = aten._overload(name)
+            if op is None or name in aten.NATIVE or aten._is_view(op):
+                continue
+            if name in OF_ATEN or aten._runs_on_host(op):
+                kernel = _clocked(aten.on_host(op, OF_ATEN.get(name)))
+                libraries[0].impl(name, kernel, "PrivateUse1", allow_override=True)
+        for name, formula in OF_NPU.items():
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.npu, base), overload or "default")
+            libraries[1].impl(name, _clocked(aten.on_host(op, formula)), "PrivateUse1", allow_override=True)
+        yield
+    finally:
+        for library in libraries:
+            library._destroy()
+
+
+def host_times(calls: dict[str, Callable[[], object]], turns: int, repeats: int = 20) -> dict[str, float]:
+    """Seconds of the host for each of some calls, which take turns of some repeats.
+
+    Whatever else the machine does only adds to a time, so that the least is the nearest; but one in twenty is taken,
+    since the clock has steps too.
+    """
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(turns):
+            for name, call in calls.items():
+                times[name] += [_host_time(call) for _ in range(repeats)]
+    finally:
+        gc.enable()
+    return {name: sorted(measured)[len(measured) // 20] for name, measured in times.items()}
+
+
+def _host_time(call: Callable[[], object]) -> float:
+    global _in_kernels
+    _in_kernels = 0.0
+    start = perf_counter()
+    call()
+    return perf_counter() - start - _in_kernels
+
+
+def _clocked(kernel: Callable) -> Callable:
+    def clocked(*args, **kwargs):
+        global _in_kernels
+        start = perf_counter()
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            _in_kernels += perf_counter() - start
+
+    return clocked

@@ -1,0 +1,174 @@
+"""A model on meta, before its weights are there: it takes the kernels for the NPU, and has them when it is loaded."""
+
+from __future__ import annotations
+
+import warnings
+
+import accelerate
+import pytest
+import torch
+import zoo
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kernels_ext_npu
+import softnpu
+
+pytestmark = pytest.mark.usefixtures("registered")
+NAMES = ["qwen3", "qwen3_moe", "gemma3_text", "deepseek_v3", "phi3"]
+WAITS = "two products, since its weights are on meta: once they are loaded kernelize(model) lays them side by side"
+APART = "two products, since the weights do not lie side by side in one storage"
+
+
+def on_meta(name: str) -> PreTrainedModel:
+    reference = zoo.build(name)
+    with torch.device("meta"):
+        return type(reference)._from_config(reference.config).eval()
+
+
+def load(model: PreTrainedModel, reference: PreTrainedModel, assign: bool = False) -> None:
+    """Weights as state dicts hold them, and the frequencies of rotary embeddings, which those leave out."""
+    if assign:
+        state = {name: tensor.npu() for name, tensor in reference.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        for name, buffer in reference.named_buffers():
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, buffer.npu())
+        return
+    model.to_empty(device="npu").load_state_dict(reference.state_dict())
+    for buffer, expected in zip(model.buffers(), reference.buffers()):
+        buffer.copy_(expected)
+
+
+def rows(model: PreTrainedModel) -> dict[str, kernels_ext_npu.Row]:
+    return {row.path: row for row in kernels_ext_npu.report(model)}
+
+
+def reasons(model: PreTrainedModel) -> set[str | None]:
+    return {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
+
+
+def logits(name: str, model: PreTrainedModel) -> torch.Tensor:
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return model(**{key: value.to(device) for key, value in zoo.inputs(name, model).items()}).logits.cpu()
+
+
+def assert_equal_logits(name: str, model: PreTrainedModel) -> None:
+    """1e-5, as for whole models in agreement.py."""
+    found, expected = logits(name, model), logits(name, zoo.build(name))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_swapped_on_meta_is_swapped_once_it_is_loaded(name, assign) -> None:
+    reference, model = zoo.build(name), kernels_ext_npu.kernelize(on_meta(name))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    swapped = {path: row.swapped for path, row in rows(model).items()}
+    load(model, reference, assign)
+    softnpu.reset_counters()
+    assert_equal_logits(name, model)
+    calls = softnpu.counters()
+    assert {path: row.swapped for path, row in rows(model).items()} == swapped
+    loaded_first = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    assert {path: row.swapped for path, row in rows(loaded_first).items()} == swapped
+    softnpu.reset_counters()
+    logits(name, loaded_first)
+    operators = ("npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul")
+    assert [calls.get(operator, 0) for operator in operators] == [
+        softnpu.counters().get(operator, 0) for operator in operators
+    ]
+
+
+def test_mlps_say_that_they_wait_and_are_packed_by_the_next_kernelize() -> None:
+    model = kernels_ext_npu.kernelize(on_meta("qwen3"))
+    assert reasons(model) == {WAITS}
+    load(model, zoo.build("qwen3"))
+    assert reasons(model) == {APART}
+    assert_equal_logits("qwen3", model)
+    kernels_ext_npu.kernelize(model)
+    assert reasons(model) == {None}
+    assert_equal_logits("qwen3", model)
+
+
+def test_trains_as_if_it_had_been_loaded_first() -> None:
+    model, reference = kernels_ext_npu.kernelize(on_meta("qwen3_moe")), zoo.build("qwen3_moe")
+    load(model, reference)
+    for module, device in ((model, "npu"), (reference, "cpu")):
+        ids = zoo.inputs("qwen3_moe", reference)["input_ids"].to(device)
+        module.train()(ids, labels=ids).loss.backward()
+    whole = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters()):
+        assert (found.grad.cpu() - expected.grad).norm() <= 1e-5 * whole, name
+
+
+def test_a_change_of_mode_keeps_the_kernels_and_warns_of_nothing() -> None:
+    model = kernels_ext_npu.kernelize(on_meta("gemma3_text"))
+    for change in (model.train, model.eval):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            change()
+        assert all(row.swapped for row in kernels_ext_npu.report(model))
+    load(model.train(), zoo.build("gemma3_text"))
+    model.eval()
+    assert reasons(model) == {None}  # transformers kernelizes it then
+
+
+def test_use_kernels_on_meta_swaps_too(checkpoint) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="meta", use_kernels=True)
+    assert all(row.swapped for row in kernels_ext_npu.report(model))
+
+
+def test_buffers_that_were_made_on_the_cpu_are_no_obstacle(checkpoint) -> None:
+    """accelerate's own way to large models."""
+    reference = zoo.build("qwen3")
+    with accelerate.init_empty_weights():
+        model = type(reference)._from_config(reference.config).eval()
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    kernels_ext_npu.kernelize(model)
+    assert all(row.swapped for row in kernels_ext_npu.report(model))
+    model = accelerate.load_checkpoint_and_dispatch(model, checkpoint("qwen3"), device_map={"": "npu:0"})
+    assert all(row.swapped for row in kernels_ext_npu.report(model))
+    assert_equal_logits("qwen3", model)
+
+
+def test_who_loads_it_on_the_cpu_gets_the_original() -> None:
+    model, reference = kernels_ext_npu.kernelize(on_meta("qwen3_moe")), zoo.build("qwen3_moe")
+    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
+    for buffer, expected in zip(model.buffers(), reference.buffers()):
+        buffer.copy_(expected)
+    assert_equal_logits("qwen3_moe", model)
+
+
+def test_restore_takes_them_out_again() -> None:
+    model = kernels_ext_npu.restore(kernels_ext_npu.kernelize(on_meta("qwen3_moe")))
+    found = kernels_ext_npu.report(model)
+    assert not any(row.swapped for row in found)
+    assert all("kernelize(model)" in row.reason for row in found)
+
+
+def test_one_module_on_meta_in_a_model_on_the_npu_keeps_its_forward() -> None:
+    model = zoo.build("qwen3").to("npu")
+    model.model.layers[0].mlp.to("meta")
+    kernels_ext_npu.kernelize(model)
+    found = rows(model)
+    assert "it is on meta" in found["model.layers.0.mlp"].reason
+    assert found["model.layers.1.mlp"].swapped
+
+
+def test_a_model_that_is_partly_on_meta_and_nowhere_on_the_npu_is_refused() -> None:
+    model = zoo.build("qwen3")
+    model.model.layers[0].to("meta")
+    with pytest.raises(ValueError, match="the model is on cpu, meta; move it first"):
+        kernels_ext_npu.kernelize(model)
+
+
+def test_strict_speaks_of_what_will_never_be_swapped_only() -> None:
+    kernels_ext_npu.register(strict=True)
+    kernels_ext_npu.kernelize(on_meta("qwen3"))
+    model = on_meta("qwen3")
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    with pytest.raises(RuntimeError, match=r"1 modules .*\n.*layers\.0\.mlp .*its activation is ReLU"):
+        kernels_ext_npu.kernelize(model)

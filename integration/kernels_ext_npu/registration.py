@@ -34,7 +34,12 @@ class Registration:
 current: Registration | None = None
 
 
-def register(source: str | Path = "bundled", strict: bool = False, kernels: Collection[str] | None = None) -> None:
+def register(
+    source: str | Path = "bundled",
+    strict: bool = False,
+    kernels: Collection[str] | None = None,
+    everywhere: bool = False,
+) -> None:
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
@@ -46,6 +51,9 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
             rotary embedding or router that could be served, instead of only reporting it.
         kernels: which of "FusedMoE", "RMSNorm", "RoPE" and "SwiGLU", all by default. What the others would serve keeps
             its forward, so that one can look for the kernel that makes a difference.
+        everywhere: swap the kernels into every transformers model that is made from now on, also without
+            ``use_kernels=True``, when it is first called on the NPU, and log the report. For frameworks that load
+            models themselves: by then they have moved, adapted and sharded it.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
@@ -54,6 +62,7 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
     """
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
+    from kernels_ext_npu import everywhere as later
     from kernels_ext_npu import experts, saving, sources
     from kernels_ext_npu.marking import LAYERS, Marks
 
@@ -71,6 +80,8 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
     if "FusedMoE" in chosen:
         experts.install(source)
     saving.install()
+    if everywhere:
+        later.install()
 
 
 def unregister() -> None:
@@ -83,8 +94,9 @@ def unregister() -> None:
     if current is None:
         return
     registration, current = current, None
-    from kernels_ext_npu import experts, functions
+    from kernels_ext_npu import everywhere, experts, functions
 
+    everywhere.remove()
     functions.remove()
     experts.remove()
     registration.marks.remove()

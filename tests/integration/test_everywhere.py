@@ -157,6 +157,15 @@ def test_strict_raises_at_the_first_call(monkeypatch) -> None:
         call(zoo.build("qwen3").to("npu"))
 
 
+def test_kernels_that_were_not_wanted_are_not_promised() -> None:
+    kernels_ext_npu.register(kernels=["RMSNorm"], everywhere=True)
+    model = zoo.build("qwen3")
+    assert WAITS not in reasons(model, "Qwen3MLP") | reasons(model, "apply_rotary_pos_emb")
+    call(model.to("npu"))
+    assert reasons(model, "Qwen3RMSNorm") == {None}
+    assert {row.swapped for row in kernels_ext_npu.report(model) if row.kind != "norms"} == {False}
+
+
 def test_a_compiled_model_is_swapped_before_it_is_compiled(npu_counters) -> None:
     model = zoo.build("qwen3").to("npu")
     compiled = torch.compile(model, backend="eager")

@@ -197,9 +197,11 @@ def test_everywhere_takes_a_model_that_somebody_else_loads_and_adapts(workshop, 
 
 PITFALLS = """
 import kernels_ext_npu, softnpu, torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch_npu.optim import NpuFusedAdamW
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer
 
 def train(kernels, **options):
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype="float32")
@@ -231,6 +233,13 @@ for dropped in (False, True):
                 optimizer.zero_grad()
     print("found:", torch.allclose(*weights))
 
+try:
+    weight = torch.nn.Parameter(torch.ones(8, device="npu", dtype=torch.bfloat16))
+    weight.sum().backward()
+    NpuFusedAdamW([weight]).step()
+except TypeError as error:
+    print("found:", "bfloat16" in str(error))
+
 model = get_peft_model(
     AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", device_map="npu"), LoraConfig(target_modules="all-linear")
 )
@@ -238,6 +247,11 @@ rows = lambda: {row.reason for row in kernels_ext_npu.report(kernels_ext_npu.ker
 print("found:", rows())
 model = model.merge_and_unload()
 print("found:", rows())
+
+pairs = Dataset.from_list([{"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}])
+trainer = DPOTrainer("Qwen/Qwen3-0.6B", args=DPOConfig("output"), train_dataset=pairs)
+for each in (trainer.model, trainer.ref_model):
+    print("found:", {row.swapped for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(each))})
 """
 
 
@@ -253,7 +267,9 @@ def test_the_pitfalls_are_as_the_page_says(workshop, run_python) -> None:
     assert lines[5].startswith("RuntimeError: The size of tensor a (")
     assert lines[6:8] == ["True", "False"]  # the same with and without dropping gradients?
     reason = "two products, since a projection is a peft.tuners.lora.layer.Linear"
-    assert lines[8:] == [str({reason}), str({None})]
+    assert lines[8] == "True"  # its error names bfloat16
+    assert lines[9:11] == [str({reason}), str({None})]
+    assert lines[11:] == ["{True}"] * 2
     assert reason in " ".join(text.split())
 
 

@@ -28,7 +28,12 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs Python code, or ``*arguments`` of the interpreter, in a process of its own."""
 
     def run(
-        code: str | None = None, *arguments: str, check: bool = True, python: str = sys.executable, **environment: str
+        code: str | None = None,
+        *arguments: str,
+        check: bool = True,
+        python: str = sys.executable,
+        directory: Path | None = None,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), str(ROOT / "integration"), str(ROOT / "tests")]
         # what the software device set in this process is not what a user starts with
@@ -36,6 +41,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
             command,
+            cwd=directory,
             env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
             capture_output=True,
             text=True,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from kernels_ext_npu.layers import LAYERS
-from kernels_ext_npu.marking import ABSENT, device_of, kernel_name
+from kernels_ext_npu.marking import ABSENT, device_of, foreign, kernel_name
 from kernels_ext_npu.matching import find_function_reference, is_kernel_function, original_function
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ def refusal(module: nn.Module, use: Use) -> str | None:
     if kernel is not None and (kernel != "rope" or layer not in LAYERS):
         return f"served by {layer} of the kernel {kernel}, which is not ours"
     if find_function_reference(_function(use)) is None:
-        return "no kernel computes what it computes"
+        original = original_function(_function(use))
+        stranger = foreign(original, use.file) if original else None
+        return f"another library replaced it: {stranger}" if stranger else "no kernel computes what it computes"
     if device_of(module) not in ("npu", None):
         return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
     if kernel is not None:

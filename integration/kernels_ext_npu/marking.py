@@ -95,6 +95,9 @@ def refusal(module: nn.Module) -> str | None:
     """Why no kernel can take the place of a module's forward; None if one can."""
     reference = find_reference(type(module))
     if reference is None:
+        stranger = replaced(module)
+        if stranger is not None:
+            return f"another library replaced its forward: {stranger}"
         return "no kernel computes what its forward computes"
     if device_of(module) not in ("npu", None):
         return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
@@ -112,6 +115,23 @@ def wrapper(module: nn.Module) -> str | None:
     if own and (forward.__func__ is type(module).forward or kernel_name(forward.__func__) is not None):
         return None
     return str(getattr(forward, "__qualname__", type(forward).__name__))
+
+
+def replaced(module: nn.Module) -> str | None:
+    """The name of a forward that another library gave a module, or its class, in place of its own."""
+    bound = vars(module).get("forward")
+    forward = bound.__func__ if isinstance(bound, MethodType) else type(module).forward
+    if not isinstance(forward, FunctionType) or kernel_name(forward) is not None:
+        return None
+    return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+
+
+def foreign(function: FunctionType, *modules: str) -> str | None:
+    """The full name of a function that comes from another library than all these modules; None if it does not."""
+    libraries = {module.partition(".")[0] for module in modules}
+    if function.__module__.partition(".")[0] in libraries:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def kernel_forward(module: nn.Module) -> FunctionType | None:

@@ -29,15 +29,16 @@ from kernels_ext_npu.references.experts import Experts
 _KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
 _ROTARY_DECORATORS = ("torch.no_grad", "dynamic_rope_update")
 
-_found: dict[type, Reference | None] = {}
+_found: dict[tuple[type, object], Reference | None] = {}  # by class and forward: other libraries replace forwards
 _found_functions: dict[FunctionType, FunctionReference | None] = {}
 
 
 def find_reference(cls: type) -> Reference | None:
     """The reference that computes what ``cls`` computes, or None."""
-    if cls not in _found:
-        _found[cls] = _patterns().get(fingerprint(cls)) if _words(cls) in _words_of_references() else None
-    return _found[cls]
+    key = cls, getattr(cls, "forward", None)
+    if key not in _found:
+        _found[key] = _patterns().get(fingerprint(cls)) if _words(cls) in _words_of_references() else None
+    return _found[key]
 
 
 def find_function_reference(function: object) -> FunctionReference | None:

@@ -40,7 +40,12 @@ class Registration:
 current: Registration | None = None
 
 
-def register(source: str | Path = "bundled", strict: bool = False, kernels: Collection[str] | None = None) -> None:
+def register(
+    source: str | Path = "bundled",
+    strict: bool = False,
+    kernels: Collection[str] | None = None,
+    everywhere: bool = False,
+) -> None:
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
@@ -52,6 +57,9 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
             rotary embedding or router that could be served, instead of only reporting it.
         kernels: which of "FusedMoE", "RMSNorm", "RoPE" and "SwiGLU", all by default. What the others would serve keeps
             its forward, so that one can look for the kernel that makes a difference.
+        everywhere: swap the kernels into every transformers model that is made from now on, also without
+            ``use_kernels=True``, when it is first called on the NPU, and log the report. For frameworks that load
+            models themselves: by then they have moved, adapted and sharded it.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
@@ -60,6 +68,7 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
     """
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
+    from kernels_ext_npu import everywhere as later
     from kernels_ext_npu import experts_interface, saving, sources
     from kernels_ext_npu.layers import LAYERS
 
@@ -77,6 +86,8 @@ def register(source: str | Path = "bundled", strict: bool = False, kernels: Coll
     if "FusedMoE" in chosen:
         experts_interface.install(source)
     saving.install()
+    if everywhere:
+        later.install()
 
 
 def unregister() -> None:
@@ -89,8 +100,9 @@ def unregister() -> None:
     if current is None:
         return
     registration, current = current, None
-    from kernels_ext_npu import experts_interface, functions
+    from kernels_ext_npu import everywhere, experts_interface, functions
 
+    everywhere.remove()
     functions.remove()
     experts_interface.remove()
     registration.marks.remove()

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -15,9 +15,18 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu import expert_lists, experts, experts_interface, functions, implementation, packing, registration
+from kernels_ext_npu import (
+    everywhere,
+    expert_lists,
+    experts,
+    experts_interface,
+    functions,
+    implementation,
+    packing,
+    registration,
+)
 from kernels_ext_npu.layers import LAYERS
-from kernels_ext_npu.marking import kernel_forward, kernel_name, on_its_way, refusal
+from kernels_ext_npu.marking import device_of, kernel_forward, kernel_name, on_its_way, refusal, replaced
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import REFERENCES
 
@@ -125,9 +134,30 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Every norm, gated MLP, experts module, router, rotary function and rotary table: swapped, or kept and why."""
     with on_its_way(model):
-        found = [(path, module, _kind(module)) for path, module in model.named_modules()]
-        modules = [_row(path, module, kind) for path, module, kind in found if kind is not None]
-        return Report([*modules, *functions.rows(model)])
+        modules = dict(model.named_modules())
+        rows = [_row(path, module, kind) for path, module in modules.items() if (kind := _kind(module)) is not None]
+        rows = [_passed_by(row, modules) for row in (*rows, *functions.rows(model))]
+        if any(map(everywhere.waits, modules.values())):
+            rows = [_expected(row, modules) for row in rows]
+        return Report(rows)
+
+
+def _passed_by(row: Row, modules: dict[str, nn.Module]) -> Row:
+    """With a remark where another library may compute without calling what was swapped."""
+    stranger = replaced(modules[row.path.rpartition(".")[0]]) if row.swapped and row.path else None
+    if stranger is None:
+        return row
+    return replace(row, reason=f"but another library replaced the forward around it, and may not call it: {stranger}")
+
+
+def _expected(row: Row, modules: dict[str, nn.Module]) -> Row:
+    """With the reason that will pass by itself, where that is all there is."""
+    if row.swapped or row.kernel is None or registration.left_out(LAYERS[row.kernel]) is not None:
+        return row
+    module = modules.get(row.path)  # none: a function
+    if module is not None and device_of(module) in ("npu", None) and refusal(module) is not None:
+        return row
+    return replace(row, reason="swapped in when the model is first called on the NPU")
 
 
 def _kind(module: nn.Module) -> str | None:

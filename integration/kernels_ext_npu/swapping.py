@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu import experts, functions, packing, registration
+from kernels_ext_npu import everywhere, experts, functions, packing, registration
 from kernels_ext_npu.marking import kernel_name, on_its_way
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Put the original forwards back; the model stays as it is through later ``train()`` and ``eval()``.
+    """Put the original forwards back; the model stays as it is through later ``train()``, ``eval()`` and calls.
 
     The rotary functions that the model calls go back for all models of its architecture: they are one object for the
     process.
@@ -66,6 +66,7 @@ def restore(model: Model) -> Model:
     packing.unpack(model)
     experts.restore(model)
     for module in model.modules():
+        everywhere.forget(module)
         for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
             bound = vars(module).get(name)
             if isinstance(bound, MethodType) and kernel_name(bound.__func__) is not None:

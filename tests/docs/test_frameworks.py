@@ -1,0 +1,278 @@
+"""The sections on LLaMA-Factory, ms-swift and verl, with these projects themselves.
+
+Each is installed into an environment of its own, without what it requires of torch and transformers, which are those of
+the tests. Their results are compared with their own without kernels.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pages
+import pytest
+import torch
+
+pytestmark = pytest.mark.long
+
+PAGE = pages.read(pages.DOCS / "recipes.md")
+ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables"
+NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables"
+COUNTERS = """
+import json, pathlib, softnpu
+pathlib.Path("counters.json").write_text(json.dumps(softnpu.counters()))
+"""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A release of a project, and what it imports that the tests do not have."""
+
+    name: str
+    version: str
+    packages: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LLAMA_FACTORY = Framework(
+    "llamafactory",
+    "0.9.5",
+    """antlr4-python3-runtime==4.9.3 av==18.1.0 docstring_parser==0.18.0 einops==0.8.2 fastapi==0.165.0 fire==0.7.1
+    hf_transfer==0.1.9 modelscope==1.40.2 omegaconf==2.4.0 protobuf==7.36.2 sentencepiece==0.2.3 shtab==1.13.0
+    sse-starlette==3.7.0 termcolor==3.3.0 tiktoken==0.14.0 torchaudio==2.11.0 torchdata==0.11.0 trl==0.24.0
+    tyro==0.8.14""",
+)
+SWIFT = Framework(
+    "ms-swift",
+    "4.6.0",
+    """addict==2.4.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrdict==2.0.1 attrs==26.1.0
+    binpacking==2.0.1 cpm-kernels==1.0.11 dacite==1.9.2 einops==0.8.2 fastapi==0.165.0 frozenlist==1.8.0
+    json_repair==0.64.5 modelscope==1.40.2 modelscope-hub==0.5.1 multidict==7.2.1 nltk==3.10.4 openai==3.54.0
+    oss2==2.19.1 propcache==0.5.4 rouge==1.0.1 sentencepiece==0.2.3 simplejson==4.3.0 tensorboard==2.21.0
+    tiktoken==0.14.0 transformers-stream-generator==0.0.5 trl==0.29.1 yarl==1.25.1 zstandard==0.25.0""",
+)
+VERL = Framework(
+    "verl",
+    "0.9.1",
+    """antlr4-python3-runtime==4.9.3 attrs==26.1.0 cloudpickle==3.1.2 codetiming==1.4.0 hydra-core==1.3.8
+    importlib_metadata==10.2.0 jsonschema==4.26.0 jsonschema-specifications==2025.9.1 msgpack==1.2.4 omegaconf==2.4.0
+    orjson==3.13.0 protobuf==7.36.2 pylatexenc==2.11 pyvers==0.2.3 ray==2.60.0 referencing==0.37.0 rpds-py==2026.9.1
+    tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 trl==0.29.1 zipp==4.1.2""",
+)
+
+
+# ---- environments ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[Framework], str]:
+    """The interpreter of an environment with a framework, which one worker makes for all."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base if worker_id == "master" else base.parent) / "frameworks"
+    root.mkdir(exist_ok=True)
+
+    def interpreter(framework: Framework) -> str:
+        outcome = root / f"{framework}.txt"
+        with (root / f"{framework}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not outcome.exists():
+                outcome.write_text(make(framework, root / framework.name))
+        if reason := outcome.read_text():
+            pytest.skip(f"the package index at hand does not install {framework} {framework.version}: {reason}")
+        return str(root / framework.name / "bin" / "python")
+
+    return interpreter
+
+
+def make(framework: Framework, folder: Path) -> str:
+    """Why it cannot be, empty if it is."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
+    requirements = [f"{framework}=={framework.version}", *framework.packages.split()]
+    result = subprocess.run([*pip, "install", "-q", "--no-deps", *requirements], capture_output=True, text=True)
+    if result.returncode:
+        return " ".join(line for line in result.stderr.splitlines() if line.startswith("ERROR")) or result.stderr[-500:]
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # its libraries may be those for CUDA, which do not load here; without any it imports, and nothing here is sound
+    shutil.rmtree(packages / "torchaudio" / "lib", ignore_errors=True)
+    (packages / "packages_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    checkpoints.save(tmp_path / "Qwen/Qwen3-0.6B", "qwen3")
+    checkpoints.write_data(tmp_path)
+    return tmp_path
+
+
+def losses(output: Path) -> list[float]:
+    states = sorted(output.rglob("trainer_state.json"))
+    return [entry["loss"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
+
+
+def assert_trained_with_kernels(folder: Path, log: str) -> None:
+    assert ALL_SWAPPED in " ".join(log.split())
+    counters: dict[str, Any] = json.loads((folder / "counters.json").read_text())
+    for operator in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
+        assert counters[operator] > 0
+        assert counters[f"{operator}_backward"] > 0
+
+
+# ---- LLaMA-Factory --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def llama_factory(install, run_python, folder: Path) -> Callable[..., str]:
+    python = install(LLAMA_FACTORY)
+    (folder / "sft.yaml").write_text(PAGE.code("LLaMA-Factory", "yaml"))
+
+    def run(script: str, output: str, *options: str, check: bool = True) -> str:
+        (folder / "train.py").write_text(script + COUNTERS)
+        arguments = ["train.py", "sft.yaml", "max_steps=2", "bf16=false", f"output_dir={output}", *options]
+        environment = {"DISABLE_VERSION_CHECK": "1", "HF_DATASETS_CACHE": str(folder / "datasets")}
+        result = run_python(
+            None, "-m", "softnpu", *arguments, python=python, directory=folder, check=check, **environment
+        )
+        return result.stdout + result.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_llama_factory_trains_through_the_kernels_as_without(llama_factory, folder: Path, kind) -> None:
+    """float32, AdamW: 1e-5."""
+    script = PAGE.code("LLaMA-Factory")
+    log = llama_factory(script, "with", f"finetuning_type={kind}")
+    assert_trained_with_kernels(folder, log)
+    plain = "".join(line for line in script.splitlines(True) if "kernels_ext_npu" not in line)
+    assert "kernels-ext-npu" not in llama_factory(plain, "without", f"finetuning_type={kind}")
+    assert len(losses(folder / "with")) == 2
+    assert losses(folder / "with") == pytest.approx(losses(folder / "without"), rel=1e-5)
+
+
+def test_llama_factorys_own_kernels_stay_and_are_named(llama_factory) -> None:
+    log = llama_factory(PAGE.code("LLaMA-Factory"), "both", "use_v1_kernels=true", check=False)
+    assert NONE_SWAPPED in " ".join(log.split())
+    assert "(npu_rms_norm_forward)" in log
+
+
+# ---- ms-swift -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def swift(install, run_python, folder: Path) -> Callable[..., str]:
+    python = install(SWIFT)
+    (folder / "npu_kernels.py").write_text(PAGE.code("ms-swift") + "import atexit\n" + ATEXIT)
+
+    def run(arguments: list[str], output: str, check: bool = True) -> str:
+        further = "--max_steps 2 --logging_steps 1 --torch_dtype float32 --bf16 false --fp16 false --report_to none"
+        offline = "--use_hf true --check_model false"
+        arguments = [*arguments, *further.split(), *offline.split(), "--output_dir", output]
+        command = ["-m", "softnpu", "-m", "swift.cli.sft", *arguments]
+        result = run_python(
+            None, *command, python=python, directory=folder, check=check, HF_DATASETS_CACHE=str(folder / "datasets")
+        )
+        return result.stdout + result.stderr
+
+    return run
+
+
+ATEXIT = """
+@atexit.register
+def count():
+""" + "".join(f"    {line}\n" for line in COUNTERS.strip().splitlines())
+
+
+def command(heading: str) -> list[str]:
+    return shlex.split(PAGE.code(heading, "sh").replace("\\\n", " "), comments=True)
+
+
+def test_ms_swift_trains_through_the_kernels_as_without(swift, folder: Path) -> None:
+    """float32, AdamW: 1e-5."""
+    swift_sft = command("ms-swift")
+    assert swift_sft[:2] == ["swift", "sft"]
+    arguments = swift_sft[2:]
+    assert_trained_with_kernels(folder, swift(arguments, "with"))
+    place = arguments.index("--external_plugins")
+    assert "kernels-ext-npu" not in swift(arguments[:place] + arguments[place + 2 :], "without")
+    assert len(losses(folder / "with")) == 2
+    assert losses(folder / "with") == pytest.approx(losses(folder / "without"), rel=1e-5)
+
+
+def test_ms_swifts_own_kernels_stay_and_are_named(swift) -> None:
+    arguments = command("ms-swift")[2:]
+    place = arguments.index("--enable_npu_model_patch")
+    log = swift(arguments[:place] + arguments[place + 2 :], "both", check=False)
+    assert NONE_SWAPPED in " ".join(log.split())
+    assert "NpuRMSNorm" in log
+    assert "swift.model.npu_patch" in log
+
+
+# ---- verl -----------------------------------------------------------------------------------------------------------
+ENGINE = """
+import json, os, sys
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+import torch
+torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
+import softnpu
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+library = sys.argv[1] if len(sys.argv) > 1 else None
+model = HFModelConfig(
+    path="Qwen/Qwen3-0.6B",
+    external_lib=library,
+    use_remove_padding=False,
+    override_config={"attn_implementation": "sdpa"},
+)
+engine = FSDPEngineConfig(use_torch_compile=False, model_dtype="fp32")
+engine = FSDPEngineWithLMHead(model, engine, FSDPOptimizerConfig(lr=1e-3), CheckpointConfig())
+module = engine._build_module().to("npu")  # FSDP itself needs HCCL
+ids = torch.arange(8, 24, device="npu")[None]
+loss = module(input_ids=ids, labels=ids).loss
+loss.backward()
+norm = torch.stack([p.grad.norm() for p in module.parameters()]).norm()
+print(json.dumps([loss.item(), norm.item()]))
+"""
+
+
+@pytest.fixture
+def verl(install, run_python, folder: Path) -> Callable[..., tuple[list[float], str]]:
+    python = install(VERL)
+    (folder / "verl_kernels.py").write_text(PAGE.code("verl"))
+    (folder / "engine.py").write_text(ENGINE + COUNTERS)
+
+    def run(*libraries: str) -> tuple[list[float], str]:
+        (folder / "store").unlink(missing_ok=True)
+        result = run_python(None, "-m", "softnpu", "engine.py", *libraries, python=python, directory=folder)
+        return json.loads(result.stdout.splitlines()[-1]), result.stdout + result.stderr
+
+    return run
+
+
+def test_verl_builds_models_that_run_through_the_kernels(verl, folder: Path) -> None:
+    """As it does with its own, to float32 sums in another order through two layers and back: 1e-5."""
+    (option,) = [word for word in command("verl") if word.startswith("actor_rollout_ref.model.external_lib=")]
+    found, log = verl(option.partition("=")[2])
+    assert_trained_with_kernels(folder, log)
+    expected, log = verl()
+    assert "kernels-ext-npu" not in log
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_verls_own_kernels_stay_and_are_named(verl, folder: Path) -> None:
+    script = PAGE.code("verl")
+    kept = "".join(line for line in script.splitlines(True) if "NPU_PATCHES" not in line)
+    (folder / "verl_kernels.py").write_text(kept)
+    _, log = verl("verl_kernels")
+    assert NONE_SWAPPED in " ".join(log.split())
+    assert "replaced its forward" in log
+    assert "npu_patch.rms_norm" in log  # the names are longer than a column of the report

@@ -6,11 +6,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kernels_ext_npu.layers import LAYERS
+
 if TYPE_CHECKING:
     from torch import nn
 
 ORGANISATION = "kernels-ext-npu"
-REPOSITORIES = ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU")
+REPOSITORIES = tuple(sorted(set(LAYERS.values())))
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 
 

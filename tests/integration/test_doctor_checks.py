@@ -27,6 +27,7 @@ from kernels_ext_npu.doctor import (
 )
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.probing import Outcome, run
+from kernels_ext_npu.sources import REPOSITORIES
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +270,7 @@ def test_a_machine_without_a_compiler_has_no_software_device(monkeypatch, tmp_pa
 def test_changed_kernels_and_a_source_that_is_none(tmp_path: Path) -> None:
     import shutil
 
-    for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU"):
+    for name in REPOSITORIES:
         shutil.copytree(Path(__file__).parents[2] / name / "build", tmp_path / name / "build")
     (tmp_path / "RMSNorm" / "build" / "torch-npu" / "layers.py").write_text("import os")
     found = run("repositories_probe", 60, source=str(tmp_path), torch="2.8.0", cann="8.2", arch="aarch64")

@@ -11,6 +11,7 @@ import pytest
 from kernels_ext_npu.doctor import examination, network
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.secrecy import hide
+from kernels_ext_npu.sources import REPOSITORIES
 from tests.localhub import LocalHub
 
 
@@ -30,7 +31,7 @@ def ask(monkeypatch, **environment: str) -> list[Finding]:
 
 
 def publish_heads(hub: LocalHub) -> None:
-    for name in ("FusedMoE", "RMSNorm", "RoPE", "SwiGLU"):
+    for name in REPOSITORIES:
         hub.store.create("kernels", f"kernels-ext-npu/{name}", private=False)
         hub.store.get("kernels", f"kernels-ext-npu/{name}").create_branch("v1", "main")
 

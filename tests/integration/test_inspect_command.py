@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
+from kernels_ext_npu.sources import REPOSITORIES
 
 pytestmark = pytest.mark.slow
 COMMAND = "import sys; from kernels_ext_npu.cli import app; sys.argv.insert(1, 'inspect'); app()"
@@ -82,14 +83,7 @@ def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_python,
 def test_each_kernel_alone_and_all_together(folder: Path) -> None:
     report = json.loads(inspect(folder, "--tokens", 32, "--compare", "--json").stdout)
     variants = {variant["name"]: variant for variant in report["variants"]}
-    assert list(variants) == [
-        "original",
-        "FusedMoE alone",
-        "RMSNorm alone",
-        "RoPE alone",
-        "SwiGLU alone",
-        "with kernels",
-    ]
+    assert list(variants) == ["original", *(f"{name} alone" for name in REPOSITORIES), "with kernels"]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
     assert launches["FusedMoE alone"] == launches["original"]
     saved = [launches["original"] - launches[f"{name} alone"] for name in ("RMSNorm", "RoPE", "SwiGLU")]

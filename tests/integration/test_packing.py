@@ -317,6 +317,19 @@ def test_offloaded_weights_are_fetched() -> None:
     assert_equal_logits(model, llama())
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_what_is_no_parameter_is_used(name) -> None:
+    """As FSDP has it without the original parameters: an attribute that is a view of something else."""
+    model = llama().to("npu")
+    for layer in model.model.layers:
+        value = getattr(layer.mlp.up_proj, name)
+        delattr(layer.mlp.up_proj, name)
+        setattr(layer.mlp.up_proj, name, None if value is None else value.detach())
+    kernels_ext_npu.kernelize(model)
+    assert reasons(model) == {"two products, since a weight is no parameter"}
+    assert_equal_logits(model, llama())
+
+
 def test_a_weight_that_shares_its_storage_with_something_else_stays_there() -> None:
     model = llama().to("npu")
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())

@@ -95,7 +95,7 @@ def unfit(module: nn.Module) -> str | None:
             return f"a weight is a {kind.__name__}"
         if parameter.is_meta:
             return "a weight is offloaded"
-    if "weight" not in module._parameters:
+    if "weight" not in module._parameters or "bias" not in module._parameters:
         return "a weight is no parameter"
     return None
 

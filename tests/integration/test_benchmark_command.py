@@ -122,8 +122,8 @@ def change(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     """Give the layer of norms another function, which gets the right one."""
     layer = sources.layer_source("bundled", "RMSNorm", "RMSNorm").load()
     names = layer.forward.__globals__
-    right = names["rms_norm"]
-    monkeypatch.setitem(names, "rms_norm", lambda *arguments: wrong(right(*arguments)))
+    right = names["norm"]
+    monkeypatch.setitem(names, "norm", lambda *arguments: wrong(right(*arguments)))
 
 
 class WrongGradient(torch.autograd.Function):

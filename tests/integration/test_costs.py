@@ -55,7 +55,7 @@ def test_a_packed_mlp_moves_less_than_the_original_and_the_concatenating_form(re
         kernels_ext_npu.kernelize(model)
         for module in model.modules():
             if isinstance(module, Qwen3MLP):
-                del module.forward
+                vars(module).pop("forward", None)  # none where the class has another forward
 
     original = costs(without_mlps, "qwen3", 4096, **QWEN3_8B)
 

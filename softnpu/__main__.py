@@ -12,6 +12,7 @@ USAGE = "usage: python -m softnpu (script.py | -m module) [arguments]"
 
 
 def main() -> None:
+    """Run a script or module on the software device."""
     if len(sys.argv) < 2 or sys.argv[1:] == ["-m"] or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(USAGE)
     if sys.argv[1] == "-m":

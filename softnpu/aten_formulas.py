@@ -71,6 +71,7 @@ def product_with_dtype(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Te
 def added_batch_product_with_dtype(
     self: Tensor, batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
+    """``baddbmm`` with a dtype of its own for the result."""
     return added_product_with_dtype(self, batch1, batch2, out_dtype, beta=beta, alpha=alpha)
 
 
@@ -78,6 +79,7 @@ def added_batch_product_with_dtype(
 def added_product_with_dtype(
     self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
+    """``addmm`` with a dtype of its own for the result."""
     return beta * self.to(out_dtype) + alpha * product_with_dtype(mat1, mat2, out_dtype)
 
 

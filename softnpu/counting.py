@@ -23,6 +23,7 @@ def attach(runtime: ctypes.CDLL) -> None:
 
 
 def count(name: str, calls: int = 1) -> None:
+    """Count calls under a name."""
     with _lock:
         _calls[name] = _calls.get(name, 0) + calls
 

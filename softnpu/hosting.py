@@ -34,6 +34,7 @@ class HostCall:
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def enter(self, value: Any) -> Any:
+        """An argument as the host's operator takes it."""
         if isinstance(value, torch.Tensor):
             return self.alias(value) if value.device.type == "npu" else value
         if isinstance(value, (list, tuple)):
@@ -69,6 +70,7 @@ class HostCall:
         return host
 
     def leave(self, value: Any) -> Any:
+        """A result as the device gives it."""
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu":
                 return value
@@ -123,6 +125,7 @@ CROSS_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy"}
 
 
 def mixed_devices(name: str, first: torch.device | None, second: torch.device) -> RuntimeError:
+    """The error of torch for tensors on two devices."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
         f"(in the operator {name})"

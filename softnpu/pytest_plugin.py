@@ -8,6 +8,7 @@ import softnpu
 
 
 def pytest_report_header() -> str:
+    """Say in the header of pytest which device it is."""
     return "npu: software device" if softnpu.is_software() else "npu: real device"
 
 

@@ -81,6 +81,7 @@ class Result:
     training_waits: int
 
     def agrees(self) -> bool:
+        """Whether a model did what its original does, with kernels."""
         tolerance = TOLERANCE[softnpu.is_software()]
         launched = not softnpu.is_software() or self.calls.get("npu_rms_norm", 0) == self.norm_calls
         differences = self.logits, self.gradient, self.loss or 0.0

@@ -105,4 +105,5 @@ def inputs(config: Any) -> Inputs:
 
 
 def on(device: str, made: Inputs) -> Inputs:
+    """The same inputs on a device."""
     return {name: value.to(device) for name, value in made.items()}

@@ -87,6 +87,7 @@ def remark(module: nn.Module) -> str | None:
 
 
 def experts_of(model: nn.Module) -> list[Any]:
+    """The experts modules of a model."""
     return [module for module in model.modules() if is_experts_class(type(module))]
 
 

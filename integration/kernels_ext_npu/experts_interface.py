@@ -56,6 +56,7 @@ def remove() -> None:
 
 
 def is_installed() -> bool:
+    """Whether models can take the implementation."""
     return _source is not None
 
 

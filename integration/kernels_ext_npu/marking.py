@@ -66,6 +66,7 @@ class Marks:
         self._set(cls, "kernel_condition", staticmethod(_condition(getattr(cls, "kernel_condition", None), marked)))
 
     def remove(self) -> None:
+        """Leave the classes as they were."""
         for cls, name, value in reversed(self._before):
             if value is ABSENT:
                 delattr(cls, name)

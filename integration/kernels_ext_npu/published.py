@@ -26,6 +26,7 @@ class Content:
     size: int
 
     def is_of(self, content: bytes) -> bool:
+        """Whether these bytes are the content."""
         found = git_hash(content) if self.algorithm == "git" else hashlib.sha256(content).hexdigest()
         return found == self.hash
 

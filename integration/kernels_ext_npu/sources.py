@@ -19,7 +19,8 @@ VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 class LayerSource(Protocol):
     """What transformers' mapping holds: loads a layer of a kernel repository."""
 
-    def load(self) -> type[nn.Module]: ...
+    def load(self) -> type[nn.Module]:
+        """The class of the layer."""
 
 
 def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource:

@@ -34,6 +34,7 @@ class Verified:
 
     @property
     def intact(self) -> bool:
+        """Whether nothing is wrong with it."""
         return not self.problems
 
 

@@ -14,6 +14,7 @@ def require(condition: bool, operator: str, rule: str) -> None:
 
 
 def describe(tensor: Tensor) -> str:
+    """Dtype and shape, for an error."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

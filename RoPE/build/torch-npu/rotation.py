@@ -46,6 +46,7 @@ def each_twice(table: Tensor) -> Tensor:
 
 
 def first_half(table: Tensor) -> Tensor:
+    """``[..., D] -> [..., D/2]``: of a table whose halves are the same."""
     return table[..., : table.shape[-1] // 2]
 
 

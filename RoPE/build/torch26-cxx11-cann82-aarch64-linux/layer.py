@@ -8,5 +8,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Layer(nn.Module):
+    """What all layers say of themselves to `kernels`."""
+
     can_torch_compile = True
     has_backward = True

@@ -39,6 +39,7 @@ class Phase:
 
 
 def phases(tokens: int) -> list[Phase]:
+    """What is measured of a model, for so many tokens."""
     return [
         Phase("prefill", 1, tokens),
         Phase("decode", SEQUENCES, 1, context=tokens // 8),
@@ -69,6 +70,7 @@ class Call:
         return model.get_submodule(self.path) if self.use is None else vars(sys.modules[self.use.file])[self.use.name]
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Of the module that is called, none of a function."""
         return {} if self.use else dict(model.get_submodule(self.path).named_parameters())
 
     def arguments(self, dtype: torch.dtype) -> tuple[tuple, dict[str, Any], list[Tensor]]:
@@ -91,6 +93,7 @@ class Call:
         return args, kwargs, leaves
 
     def shapes(self) -> list[list[int]]:
+        """Of the tensors that it is given."""
         leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda value: isinstance(value, Cache))
         return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
 

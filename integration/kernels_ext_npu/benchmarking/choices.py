@@ -39,6 +39,7 @@ def choose_models(asked: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def unknown_model(name: str, known: Iterable[str], reason: str) -> CannotRunError:
+    """The refusal of a name that is neither in the table nor anything that `inspect` takes."""
     try:
         choose("--model", [name], known)
     except CannotRunError as error:

@@ -53,6 +53,7 @@ class Work:
     gradients: list[Tensor] = field(default_factory=list)
 
     def prepare(self) -> tuple[tuple, dict[str, Any], list[Tensor]]:
+        """Fresh arguments, and parameters without gradients."""
         for parameter in self.call.parameters(self.model).values():
             parameter.grad = None
         return self.call.arguments(self.dtype)
@@ -82,6 +83,7 @@ class Work:
         return found | {name: gradient for name, gradient in inputs.items() if gradient is not None}
 
     def trains(self, outputs: list[Tensor]) -> bool:
+        """Whether there is anything to go back through."""
         return any(output.requires_grad for output in outputs)
 
     def directions(self) -> dict[str, tuple[Before, Run]]:

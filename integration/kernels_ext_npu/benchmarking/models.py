@@ -37,6 +37,7 @@ class Model:
     config: PretrainedConfig
 
     def sizes(self) -> dict[str, int]:
+        """Those of the config that decide how large a call is."""
         names = (*WIDTHS, *HEADS, *EXPERTS, "head_dim", "num_experts_per_tok")
         values = {name: getattr(self.config, name, None) for name in names}
         return {name: value for name, value in values.items() if value is not None}

@@ -31,22 +31,29 @@ class Provider(Protocol):
 
     name: str
 
-    def applied(self, model: PreTrainedModel) -> AbstractContextManager[Refusal]: ...
+    def applied(self, model: PreTrainedModel) -> AbstractContextManager[Refusal]:
+        """With its kernels in the model; gives why a call has none."""
 
 
 class Original:
+    """transformers as it is."""
+
     name = ORIGINAL
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
+        """The model as it is."""
         yield lambda call: None
 
 
 class Ours:
+    """The kernels of this package."""
+
     name = OURS
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
+        """With all of them."""
         kernels_ext_npu.register()
         try:
             kernels_ext_npu.kernelize(model)

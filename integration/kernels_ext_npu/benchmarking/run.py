@@ -51,6 +51,7 @@ class Result:
     wrong: bool = False
 
     def to_dict(self) -> dict[str, Any]:
+        """What there is of it, for JSON."""
         fields = asdict(self)
         figures = fields.pop("figures")
         return {key: value for key, value in (fields | figures).items() if value is not None}

@@ -20,6 +20,7 @@ HUNG = (
 
 
 def torch_npu(seen: Observations) -> Finding:
+    """torch_npu: installed, importable, for this torch."""
     package = seen.packages[NAME]
     facts = {"version": package.version and str(package.version), "errors": seen.torch.errors}
     if not package.installed:

@@ -6,5 +6,6 @@ from kernels_ext_npu.doctor.probe import step
 
 
 def probe() -> None:
+    """What a program without softnpu does first."""
     step("import torch")
     import torch  # noqa: F401

@@ -15,6 +15,7 @@ NAME, UNREADABLE = "CANN", "InvalidVersion: Invalid version"
 
 
 def cann(seen: Observations) -> Finding:
+    """CANN: which one, where, and how `kernels` reads its version."""
     named = seen.disk.facts.get("ASCEND_HOME_PATH")
     named = None if named and named["software"] else named
     facts: dict[str, Any] = {"version": seen.cann, "kernels_reads": seen.cann and as_kernels_reads(seen.cann)}

@@ -18,6 +18,7 @@ NO_VARIANT = "Cannot find a build variant for this system"
 
 
 def intact(seen: Observations) -> Finding:
+    """Whether the kernels' files are those that were published."""
     name = "kernel files"
     if seen.source == "hub":
         return not_checked(name, "they come from the Hub: `kernels-ext-npu verify kernels-ext-npu/RMSNorm` checks them")
@@ -68,6 +69,7 @@ def variants(seen: Observations) -> list[Finding]:
 
 
 def cache(seen: Observations) -> Finding:
+    """What the Hub's cache has of the kernels."""
     name, outcome = "Hub cache", seen.repositories
     if outcome is None or ("cache" not in outcome.facts and "refused" not in outcome.facts):
         return _failed(name, seen)

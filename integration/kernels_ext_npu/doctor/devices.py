@@ -15,6 +15,7 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def device(seen: Observations) -> Finding:
+    """The NPUs, or the software device in their place."""
     facts = {
         "count": seen.devices,
         "names": seen.torch.facts.get("names", []),

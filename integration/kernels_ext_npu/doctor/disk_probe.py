@@ -19,6 +19,7 @@ NPU_SMI_LIMIT = 10.0
 
 
 def probe() -> None:
+    """Signs of a card, and CANN's folders."""
     step(HARDWARE)
     note(**hardware(Path("/")))
     step(CANN)

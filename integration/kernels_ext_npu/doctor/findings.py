@@ -56,24 +56,30 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
+        """Whether there is no problem; warnings are none."""
         return not any(finding.verdict is Verdict.PROBLEM for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         checks = [asdict(finding) | {"verdict": finding.verdict.value} for finding in self.findings]
         return {"version": self.version, "source": self.source, "healthy": self.healthy, "checks": checks}
 
 
 def ok(check: str, summary: str, **more: Any) -> Finding:
+    """A check that found nothing wrong."""
     return Finding(check, Verdict.OK, summary, **more)
 
 
 def warning(check: str, summary: str, **more: Any) -> Finding:
+    """A check that found what may matter."""
     return Finding(check, Verdict.WARNING, summary, **more)
 
 
 def problem(check: str, summary: str, **more: Any) -> Finding:
+    """A check that found what has to be mended."""
     return Finding(check, Verdict.PROBLEM, summary, **more)
 
 
 def not_checked(check: str, summary: str, **more: Any) -> Finding:
+    """A check that could not be made, and why."""
     return Finding(check, Verdict.NOT_CHECKED, summary, **more)

@@ -11,6 +11,7 @@ CONNECT, TRUST, HEADERS = "asking the Hub for versions", "asking whether the pub
 
 
 def probe(timeout: float) -> None:
+    """Asks the Hub for the kernels and their publisher."""
     step("import huggingface_hub")
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session

@@ -20,6 +20,7 @@ TRUE = {"1", "ON", "YES", "TRUE"}  # as transformers reads USE_HUB_KERNELS
 
 
 def transformers(seen: Observations) -> Finding:
+    """transformers: importable, and in the range that was tested."""
     package = seen.packages["transformers"]
     failed = _unusable(seen, package, use_probe.TRANSFORMERS)
     if failed:
@@ -37,6 +38,7 @@ def transformers(seen: Observations) -> Finding:
 
 
 def kernels(seen: Observations) -> Finding:
+    """kernels: importable, and inside the window of transformers."""
     package = seen.packages["kernels"]
     failed = _unusable(seen, package, use_probe.KERNELS)
     if failed:

@@ -20,6 +20,7 @@ STATUS = re.compile(r"\b(?:Client|Server) error '(\d{3})|^\w+: (\d{3}) |\((\d{3}
 
 
 def reachable(seen: Observations) -> Finding:
+    """Whether the Hub, or its mirror, answers."""
     outcome, severe = seen.hub, problem if seen.source == "hub" else warning
     facts = {"endpoint": outcome.facts.get("endpoint"), "proxy": _proxy(outcome.facts.get("endpoint"))}
     unusable = unusable_urls(seen.environment)

@@ -59,6 +59,7 @@ class Observations:
 
     @property
     def torch_works(self) -> bool:
+        """Whether torch could be imported."""
         return self.torch.passed(torch_probe.TORCH)
 
     @property
@@ -87,6 +88,7 @@ class Observations:
 
     @property
     def nodes(self) -> list[str]:
+        """The device files of cards."""
         return self.disk.facts.get("nodes", [])
 
     @property

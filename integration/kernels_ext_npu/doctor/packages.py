@@ -34,6 +34,7 @@ class Package:
 
     @property
     def installed(self) -> bool:
+        """Whether there is anything of it."""
         return self.version is not None or self.folder is not None
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ COPIES, CACHE = "verifying the kernels", "reading the Hub's cache"
 
 
 def probe(source: str, torch: str, cann: str | None, arch: str) -> None:
+    """Which variants there are, which one is taken here, and whether their files are intact."""
     step("import kernels")
     from kernels_ext_npu import machines, sources
 

@@ -20,6 +20,7 @@ WRONG_BUILD = "Two accelerators cannot be used at the same time"
 
 
 def python(_: Observations) -> Finding:
+    """Python and the operating system."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     facts = {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file}
     if not PYTHON[0] <= sys.version_info[:2] < PYTHON[1]:
@@ -37,6 +38,7 @@ def python(_: Observations) -> Finding:
 
 
 def torch(seen: Observations) -> Finding:
+    """torch: installed, importable, a CPU build."""
     package, outcome = seen.packages["torch"], seen.torch
     facts = {"version": package.version and str(package.version), "build": seen.torch_build}
     install = (cpu_build(seen),)
@@ -119,6 +121,7 @@ def autoload(seen: Observations) -> Finding:
 
 
 def cpu_build(seen: Observations) -> str:
+    """The command that installs the right torch."""
     return f"pip install --force-reinstall --no-deps torch=={wanted_torch(seen)} --index-url {CPU_INDEX}"
 
 

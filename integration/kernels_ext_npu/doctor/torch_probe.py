@@ -10,6 +10,7 @@ TORCH, TORCH_NPU, CANN, DEVICES = "import torch", "import torch_npu", "reading C
 
 
 def probe() -> None:
+    """Imports torch and torch_npu, and asks for devices."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     step(TORCH)
     import torch

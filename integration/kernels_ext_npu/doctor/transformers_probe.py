@@ -10,6 +10,7 @@ KERNELS, TRANSFORMERS = "import kernels", "import transformers"
 
 
 def probe() -> None:
+    """Imports kernels and transformers."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     step(KERNELS)
     import kernels  # noqa: F401

@@ -12,6 +12,7 @@ EARLIER = (use_probe.SOFTNPU, use_probe.TORCH_NPU, use_probe.DEVICE, use_probe.K
 
 
 def usage(seen: Observations) -> Finding:
+    """Whether `register()` takes effect on a tiny model."""
     outcome = seen.use
     if outcome is None:
         return not_checked(NAME, "the device, or a package, does not work: see above")

@@ -43,6 +43,7 @@ class Counts:
     peak: int = 0
 
     def add(self, other: Counts, times: int = 1) -> None:
+        """Add what something else costs, so many times."""
         for name in ("launches", "bytes", "seconds"):
             mine, theirs = getattr(self, name), getattr(other, name)
             for operator, count in theirs.items():
@@ -75,6 +76,7 @@ class Counting(Cost):
         return result
 
     def counts(self) -> Counts:
+        """What was counted so far."""
         waits = self.values.waits - self._waits_before
         return Counts(self.launches, self.bytes, self.seconds, waits, self.memory.peak)
 

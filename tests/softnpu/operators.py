@@ -28,7 +28,12 @@ def dtypes(op: OpInfo) -> list[torch.dtype]:
 
 def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False) -> Iterator[SampleInput]:
     """Those that the CPU takes: the others say nothing about the device."""
-    with mock.patch("torch.testing._internal.common_utils.set_rng_seed", _seed):
+    with (
+        mock.patch("torch.testing._internal.common_utils.set_rng_seed", _seed),
+        # reads the source of every frame of the stack, in search of a test case of unittest: most of the time
+        mock.patch("torch.testing._internal.common_utils.extract_test_fn", return_value=None),
+        mock.patch("torch.testing._internal.opinfo.core.extract_test_fn", return_value=None),
+    ):
         drawn = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), SAMPLES))
     for sample in drawn:
         try:

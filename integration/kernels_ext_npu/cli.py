@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,9 @@ from kernels_ext_npu.doctor_command import doctor
 from kernels_ext_npu.inspect_command import inspect
 from kernels_ext_npu.verify_command import verify
 
+# what torchao says when transformers imports it, on every machine without CUDA
+_NOISY = ("torchao", "torch.utils._pytree")
+
 app = typer.Typer(
     help="Fused kernels for Huawei Ascend NPUs in Hugging Face transformers.",
     no_args_is_help=True,
@@ -27,6 +31,8 @@ def main(show: Annotated[bool, typer.Option("--version", help="Print the version
     if show:
         typer.echo(kernels_ext_npu.__version__)
         raise typer.Exit
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @app.command()

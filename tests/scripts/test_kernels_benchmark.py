@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from build import ROOT
@@ -15,8 +16,7 @@ for name in ("hidden_states", "query_heads", "training"):
 
 
 def kernels(run_python, *arguments: str, **environment: str):
-    command = shutil.which("kernels")
-    assert command is not None
+    command = str(Path(sys.executable).with_name("kernels"))  # of the environment, which may not be on the path
     options = ["--iterations", "2", "--warmup", "0"]
     return run_python(None, "-m", "softnpu", command, "benchmark", *arguments, *options, check=False, **environment)
 

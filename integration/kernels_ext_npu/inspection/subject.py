@@ -198,8 +198,10 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         if type(config) in mapping:
             found: Any = mapping[type(config)]
             return found[0] if isinstance(found, (list, tuple)) else found
+    parts = [name for name in CONFIG_MAPPING_NAMES if name.startswith(f"{config.model_type}_")]
+    such = f", such as {' or '.join(parts)}" if parts else ""
     raise CannotInspectError(
-        f"transformers has no model for a {type(config).__name__} alone; give that of a whole model"
+        f"transformers makes no model of a {type(config).__name__} by itself: give the configuration of a part{such}"
     )
 
 

@@ -71,6 +71,17 @@ def test_a_cos_that_is_written_to_is_read_anew(kernel: ModuleType) -> None:
     assert_rotated(kernel.apply_rotary_pos_emb(*given), q, k, 2 * cos, sin + 1)
 
 
+@pytest.mark.parametrize("table", [2, 3], ids=["cos", "sin"])
+def test_what_is_written_before_the_backward_is_an_error(kernel: ModuleType, table: int) -> None:
+    """As with any tensor that a gradient is made of; tables that are filled anew for every batch would do it."""
+    given = moved(draw())
+    given[0].requires_grad_()
+    rotated = kernel.apply_rotary_pos_emb(*given)[0].sum()
+    given[table].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rotated.backward()
+
+
 def test_a_cos_that_needs_a_gradient_later_gets_one(kernel: ModuleType) -> None:
     q, k, cos, sin = moved(draw())
     kernel.apply_rotary_pos_emb(q, k, cos, sin)

@@ -90,15 +90,17 @@ def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
     return hidden_states.to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
+def _has(module: nn.Module, name: str) -> bool:
+    """As hasattr, which makes an exception of what a module does not have, after a look for parameters and modules."""
+    return name in module.__dict__ or hasattr(type(module), name)
+
+
 def _eps(module: nn.Module) -> float:
-    # what a module does not have is looked for in three dictionaries, and becomes an exception
-    if "variance_epsilon" not in module.__dict__ and "eps" in module.__dict__:
-        return module.eps
-    return module.variance_epsilon
+    return module.variance_epsilon if _has(module, "variance_epsilon") else module.eps
 
 
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    name = module.__dict__.get("activation", "silu")
+    name = module.activation if _has(module, "activation") else "silu"
     if name not in _ACTIVATIONS:
         raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
     return _ACTIVATIONS[name]

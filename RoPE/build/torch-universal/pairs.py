@@ -99,16 +99,17 @@ class _Rotations(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode: str) -> tuple[Tensor, Tensor]:
-        ctx.layout, ctx.mode = layout, mode  # cos and sin are neither inputs nor outputs, and shared by all layers
+        ctx.swap, ctx.mode = layout[0], mode
+        ctx.save_for_backward(*layout[1:])  # what writes to them before the backward is an error
         return _rotate_both(q, k, layout, mode)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        swap, cos, sin = ctx.layout
+        cos, sin = ctx.saved_tensors
         gradients: list[Tensor | None] = [None, None]
         for i, grad in enumerate(grads):
             if ctx.needs_input_grad[i]:
                 gradient = torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0]
-                gradients[i] = gradient.transpose(1, 2) if swap else gradient
+                gradients[i] = gradient.transpose(1, 2) if ctx.swap else gradient
         return *gradients, None, None

@@ -95,21 +95,30 @@ def _rotate_both(q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode
 
 
 class _Rotations(torch.autograd.Function):
-    """Both as one node, which keeps cos and sin."""
+    """Both as one node, which keeps cos and sin as they are kept with cos.
+
+    They are neither inputs nor outputs, and all layers share them: what save_for_backward looks after, in longer time,
+    is that nobody writes to them before the backward.
+    """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode: str) -> tuple[Tensor, Tensor]:
-        ctx.swap, ctx.mode = layout[0], mode
-        ctx.save_for_backward(*layout[1:])  # what writes to them before the backward is an error
+        ctx.layout, ctx.mode = layout, mode
+        ctx.versions = layout[1]._version, layout[2]._version
         return _rotate_both(q, k, layout, mode)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
+        swap, cos, sin = ctx.layout
+        if (cos._version, sin._version) != ctx.versions:
+            raise RuntimeError(
+                "cos or sin has been modified by an inplace operation after q and k were rotated by it, and their "
+                "gradients need it as it was: call backward() first, or write to another tensor"
+            )
         gradients: list[Tensor | None] = [None, None]
         for i, grad in enumerate(grads):
             if ctx.needs_input_grad[i]:
                 gradient = torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0]
-                gradients[i] = gradient.transpose(1, 2) if ctx.swap else gradient
+                gradients[i] = gradient.transpose(1, 2) if swap else gradient
         return *gradients, None, None

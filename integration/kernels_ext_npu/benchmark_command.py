@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kernels_ext_npu import pictures
 from kernels_ext_npu.benchmarking import choices
 from kernels_ext_npu.environment import UnsupportedEnvironmentError
 from kernels_ext_npu.published_models import MODELS
@@ -51,7 +52,7 @@ def benchmark(
         kernels = choices.choose("--kernel", kernel or [], choices.KERNELS)
         dtypes = choices.choose_dtypes(dtype or [])
         if plot is not None:
-            choices.check_plot(plot)
+            pictures.check(plot)
         import softnpu  # before torch
         from kernels_ext_npu import environment
 
@@ -63,7 +64,7 @@ def benchmark(
         tokens, shrink = tokens or (64 if software else 4096), shrink or (8 if software else 1)
         loaded = [load(name, shrink) for name in models]
         wrong = _run(loaded, dtypes, kernels, tokens, shrink, plot, as_json)
-    except (choices.CannotRunError, UnsupportedEnvironmentError, ImportError) as error:
+    except (choices.CannotRunError, pictures.CannotDrawError, UnsupportedEnvironmentError, ImportError) as error:
         typer.echo(f"kernels-ext-npu: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(1 if wrong else 0)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kernels_ext_npu import pictures
+
 if TYPE_CHECKING:
     from kernels_ext_npu.inspection.inspecting import Inspection
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_FORMATS = (".png", ".pdf", ".svg")
 
 
 def inspect(
@@ -34,7 +35,7 @@ def inspect(
     ] = "910b",
     compare: Annotated[bool, typer.Option("--compare", help="Count each kernel alone, too.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw launches and bytes by operator into this .png, .pdf or .svg.")
+        Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A report on standard output, and nothing else there.")
@@ -60,12 +61,12 @@ def inspect(
 
     if soc not in roofline.SOCS:
         raise _refusal(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
-    if plot is not None:
-        _check(plot)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
     try:
+        if plot is not None:
+            pictures.check(plot)
         inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare)
-    except (CannotInspectError, UnsupportedEnvironmentError) as error:
+    except (CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError) as error:
         raise _refusal(error) from error
     _give(inspection, plot, as_json)
 
@@ -102,18 +103,6 @@ def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:
         showing.show(inspection, Console())
         if plot is not None:
             typer.echo(f"drawn: {plot}")
-
-
-def _check(plot: Path) -> None:
-    """Before minutes are spent on what could not be written."""
-    import importlib.util
-
-    if plot.suffix not in _FORMATS:
-        raise _refusal(f"--plot {plot}: the name of the file has to end in {', '.join(_FORMATS)}")
-    if not os.access(plot.parent, os.W_OK) or plot.is_dir():
-        raise _refusal(f"--plot {plot}: no file can be written there")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise _refusal("--plot needs matplotlib: pip install 'kernels-ext-npu[plot]', or pip install matplotlib")
 
 
 def _refusal(error: object) -> typer.Exit:

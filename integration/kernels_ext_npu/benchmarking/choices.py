@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Iterable
-from pathlib import Path
 
 KERNELS = ("RMSNorm", "SwiGLU", "RoPE", "FusedMoE", "layer")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -64,22 +62,3 @@ def check_device(dtypes: list[str]) -> None:
         )
     if "bf16" in dtypes and not torch_npu.npu.is_bf16_supported():
         raise CannotRunError(f"--dtype bf16: {torch_npu.npu.get_device_name(0)} has no bfloat16; use --dtype fp16")
-
-
-def check_plot(path: Path) -> None:
-    """Raise now what would be raised after minutes of measuring."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CannotRunError("--plot needs matplotlib: pip install 'kernels-ext-npu[plot]', or pip install matplotlib")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.lower().removeprefix(".") not in known:
-        raise CannotRunError(f"--plot {path}: the name has to end in one of .{', .'.join(known)}")
-    there = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise CannotRunError(f"--plot {path} cannot be written: {error.strerror}") from error
-    if not there:
-        path.unlink()

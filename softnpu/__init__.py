@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from softnpu import runtime
 from softnpu.counting import counters, reset_counters
+from softnpu.traffic import collectives
 
 _software = not runtime.real_device()
 
@@ -26,13 +27,14 @@ if _software:
             "then pip install --no-deps torch_npu==2.13.0 and pip install numpy pyyaml"
         ) from error
 
-    from softnpu import aten, counting, formulas
+    from softnpu import aten, counting, formulas, hccl
 
     counting.attach(_library)
     aten.install()
     formulas.install()
+    hccl.install()
 
-__all__ = ["counters", "is_software", "poisoned_memory", "reset_counters"]
+__all__ = ["collectives", "counters", "is_software", "poisoned_memory", "reset_counters"]
 
 
 def is_software() -> bool:

@@ -38,6 +38,7 @@ aclError aclrtGetDevice(int *id) { *id = device; return ACL_SUCCESS; }
 aclError aclrtResetDevice(int id) { return ACL_SUCCESS; }
 aclError aclrtGetDeviceCount(uint32_t *n) {
     const char *s = getenv("SOFTNPU_DEVICES");
+    if (!s) s = getenv("LOCAL_WORLD_SIZE"); /* torchrun starts a process for each device */
     int count = s ? atoi(s) : 1;
     *n = count < 1 ? 1 : count > MAX_DEVICES ? MAX_DEVICES : count;
     return ACL_SUCCESS;

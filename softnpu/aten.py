@@ -1,4 +1,4 @@
-"""aten operators on the host: everything that torch_npu registers for the device, over the same bytes."""
+"""aten operators on the host, and those of FSDP: all that torch_npu registers for the device, over the same bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from softnpu.hosting import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.randomness import default_generator, host_generator
 
 aten = torch.library.Library("aten", "IMPL")
+fsdp = torch.library.Library("fsdp", "IMPL")
 
 # Allocation, storage and conversion stay with torch_npu: they move no data, or are composed of operators that are ours.
 # So do all views, which the schema tells: their result aliases an argument that is not written to.
@@ -45,7 +46,7 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 
 def install() -> None:
-    """Replace torch_npu's kernels of aten operators."""
+    """Replace torch_npu's kernels."""
     for name in _registered("PrivateUse1"):
         op = _overload(name)
         if op is not None and name not in NATIVE and not _is_view(op):
@@ -53,6 +54,8 @@ def install() -> None:
                 on_host(op, FORMULAS.get(name)) if name in FORMULAS or _runs_on_host(op) else refusal(f"aten::{name}")
             )
             aten.impl(name, kernel, "PrivateUse1", allow_override=True)
+    for name in _registered("PrivateUse1", "fsdp"):
+        fsdp.impl(name, on_host(getattr(torch.ops.fsdp, name).default), "PrivateUse1", allow_override=True)
     for name in DIRECT & _registered("AutogradPrivateUse1"):
         aten.impl(name, _torchs_own(_overload(name)), "AutogradPrivateUse1", allow_override=True)
 
@@ -143,9 +146,9 @@ def _torchs_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return functools.partial(op._op_dk, DispatchKey.Autograd if formula else DispatchKey.CompositeImplicitAutograd)
 
 
-def _registered(key: str) -> set[str]:
+def _registered(key: str, namespace: str = "aten") -> set[str]:
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+    return {name.removeprefix(f"{namespace}::") for name in names if name.startswith(f"{namespace}::")}
 
 
 def _overload(name: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 
+from softnpu.traffic import forget_collectives
+
 STREAM_SYNCS = "stream_syncs"
 DEVICE_TO_HOST_COPIES = "device_to_host_copies"
 
@@ -52,6 +54,7 @@ def counters() -> dict[str, int]:
 
 def reset_counters() -> None:
     """Start counting anew."""
+    forget_collectives()
     with _lock:
         _calls.clear()
     for name in _runtime_start:

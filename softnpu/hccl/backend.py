@@ -74,7 +74,7 @@ class Works(dist.Work):
 
     def wait(self, *_: Any) -> bool:
         """Until the last of them is done."""
-        return all([work.wait() for work in self.works])
+        return all(work.wait() for work in self.works)
 
     def is_completed(self) -> bool:
         """Whether all of them are."""

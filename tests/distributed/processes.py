@@ -128,9 +128,8 @@ def _environment(size: int) -> dict[str, str]:
 def _serve(connection: Connection, rank: int, size: int) -> None:
     """A worker's main function: calls what it is sent until the connection closes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    import softnpu  # noqa: F401, I001  before torch
     import torch
-
-    import softnpu  # noqa: F401  before torch
 
     torch.set_num_threads(1)
     torch.npu.set_device(rank)

@@ -6,7 +6,8 @@ import sys
 
 from torch import nn
 
-from kernels_ext_npu.marking import awaits_weights, kernel_forward
+from kernels_ext_npu.marking import awaits_weights
+from kernels_ext_npu.wrappers import kernel_forward
 
 _LAYERS = ("SparseMoEBlock.forward", "GatedMoEBlock.forward")
 

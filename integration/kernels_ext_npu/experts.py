@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from kernels_ext_npu import experts_interface, implementation
-from kernels_ext_npu.marking import device_of, kernel_forward
+from kernels_ext_npu.marking import device_of
 from kernels_ext_npu.matching import is_experts_class
+from kernels_ext_npu.wrappers import kernel_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 

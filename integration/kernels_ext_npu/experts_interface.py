@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,18 +88,13 @@ def _get_correct(original: Callable, self: PreTrainedModel, requested: str | Non
 
 def _set(original: Callable, self: PreTrainedModel, requested: str | dict) -> None:
     """What `kernels` bound to a module does not look at its config, and makes room for what was asked for."""
+    from kernels_ext_npu import wrappers
     from kernels_ext_npu.experts import experts_of
-    from kernels_ext_npu.marking import kernel_forward
 
     original(self, requested)
     for module in experts_of(self):
-        function = kernel_forward(module)
-        if implementation.named(module.config) is None or function is None:
-            continue
-        if getattr(vars(module)["forward"], "__func__", None) is function:
-            del module.forward
-        else:  # in accelerate's wrapper
-            module._old_forward = MethodType(type(module).forward, module)
+        if implementation.named(module.config) is not None:
+            wrappers.take_out(module)
 
 
 def _wrap(name: str, replacement: Callable) -> None:

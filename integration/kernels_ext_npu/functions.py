@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from kernels_ext_npu.layers import LAYERS
-from kernels_ext_npu.marking import ABSENT, device_of, foreign, kernel_name
+from kernels_ext_npu.marking import ABSENT, device_of, foreign
 from kernels_ext_npu.matching import find_function_reference, is_kernel_function, original_function
+from kernels_ext_npu.wrappers import kernel_name
 
 if TYPE_CHECKING:
     from kernels_ext_npu.reporting import Row

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu import registration
+from kernels_ext_npu import registration, wrappers
 from kernels_ext_npu.layers import LAYERS
 from kernels_ext_npu.matching import find_reference
 
@@ -102,27 +102,15 @@ def refusal(module: nn.Module) -> str | None:
         return "no kernel computes what its forward computes"
     if device_of(module) not in ("npu", None):
         return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
-    if wrapper(module) is not None:
-        return f"another library has wrapped its forward ({wrapper(module)}), and the wrapper must stay"
-    return registration.left_out(reference.repository) or reference.refuse(module)
-
-
-def wrapper(module: nn.Module) -> str | None:
-    """The name of what was put over a module's forward by somebody other than `kernels`."""
-    forward = vars(module).get("forward")
-    if forward is None:
-        return None
-    own = isinstance(forward, MethodType) and forward.__self__ is module
-    if own and (forward.__func__ is type(module).forward or kernel_name(forward.__func__) is not None):
-        return None
-    return str(getattr(forward, "__qualname__", type(forward).__name__))
+    return registration.left_out(reference.repository) or wrappers.refusal(module) or reference.refuse(module)
 
 
 def replaced(module: nn.Module) -> str | None:
     """The name of a forward that another library gave a module, or its class, in place of its own."""
     bound = vars(module).get("forward")
-    forward = bound.__func__ if isinstance(bound, MethodType) else type(module).forward
-    if not isinstance(forward, FunctionType) or kernel_name(forward) is not None:
+    own = wrappers.own_forward(module)
+    forward = own or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
+    if not isinstance(forward, FunctionType) or wrappers.kernel_name(forward) is not None:
         return None
     return foreign(forward, *(base.__module__ for base in type(module).__mro__))
 
@@ -133,26 +121,6 @@ def foreign(function: FunctionType, *modules: str) -> str | None:
     if function.__module__.partition(".")[0] in libraries:
         return None
     return f"{function.__module__}.{function.__qualname__}"
-
-
-def kernel_forward(module: nn.Module) -> FunctionType | None:
-    """The function of a loaded kernel that a module's forward is, or would be without accelerate's wrapper."""
-    for name in ("forward", "_old_forward"):
-        bound = vars(module).get(name)
-        function = bound.__func__ if isinstance(bound, MethodType) else None
-        if isinstance(function, FunctionType) and kernel_name(function) is not None:
-            return function
-    return None
-
-
-def kernel_name(forward: Callable | None) -> str | None:
-    """The name of the kernel that a forward function was loaded from by `kernels`."""
-    from kernels import get_loaded_kernels
-
-    if not isinstance(forward, FunctionType):
-        return None
-    package = forward.__module__.partition(".")[0]
-    return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
 
 
 def has_no_weights(model: nn.Module) -> bool:

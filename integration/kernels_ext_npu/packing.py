@@ -8,7 +8,8 @@ from types import ModuleType
 
 from torch import nn
 
-from kernels_ext_npu.marking import awaits_weights, kernel_forward
+from kernels_ext_npu.marking import awaits_weights
+from kernels_ext_npu.wrappers import kernel_forward
 
 
 def pack(model: nn.Module) -> None:

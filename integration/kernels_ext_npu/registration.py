@@ -69,7 +69,7 @@ def register(
     global current
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
     from kernels_ext_npu import everywhere as later
-    from kernels_ext_npu import experts_interface, saving, sources
+    from kernels_ext_npu import experts_interface, saving, sources, wrappers
     from kernels_ext_npu.layers import LAYERS
 
     chosen = _chosen(kernels)
@@ -86,6 +86,7 @@ def register(
     if "FusedMoE" in chosen:
         experts_interface.install(source)
     saving.install()
+    wrappers.install()
     if everywhere:
         later.install()
 

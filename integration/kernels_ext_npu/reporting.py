@@ -26,9 +26,10 @@ from kernels_ext_npu import (
     registration,
 )
 from kernels_ext_npu.layers import LAYERS
-from kernels_ext_npu.marking import device_of, kernel_forward, kernel_name, on_its_way, refusal, replaced
+from kernels_ext_npu.marking import device_of, on_its_way, refusal, replaced
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references import REFERENCES
+from kernels_ext_npu.wrappers import kernel_forward, kernel_name
 
 # what the kernels of a repository serve, or a kind of their layers, as the table counts it
 KINDS = {

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu import everywhere, experts, functions, packing, registration
-from kernels_ext_npu.marking import kernel_name, on_its_way
+from kernels_ext_npu import everywhere, experts, functions, packing, registration, wrappers
+from kernels_ext_npu.marking import on_its_way
 
 if TYPE_CHECKING:
     from kernels import Mode
@@ -67,13 +66,7 @@ def restore(model: Model) -> Model:
     experts.restore(model)
     for module in model.modules():
         everywhere.forget(module)
-        for name in ("forward", "_old_forward"):  # the second is where accelerate keeps what it wraps
-            bound = vars(module).get(name)
-            if isinstance(bound, MethodType) and kernel_name(bound.__func__) is not None:
-                if name == "forward":
-                    del module.forward
-                else:
-                    vars(module)[name] = MethodType(type(module).forward, module)
+        wrappers.take_out(module)
     functions.restore(model)
     for pretrained in _pretrained(model):
         vars(pretrained)["_use_kernels"] = False

@@ -145,8 +145,9 @@ def test_tokens_are_generated_and_the_name_is_not_saved(registered, checkpoint, 
     assert NAME not in (tmp_path / "config.json").read_text()
 
 
-def test_a_forward_that_another_library_wrapped_still_ends_in_it(registered) -> None:
-    """As tensor parallelism wraps experts: the wrapper stays, and what it calls is served."""
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_forward_that_another_library_wrapped_still_ends_in_it(registered, swapped) -> None:
+    """As tensor parallelism wraps experts: the wrapper stays, and what it calls is served, by a kernel or by name."""
     model = zoo.build("qwen3_moe").to("npu")
     calls = []
     for layer in model.model.layers:
@@ -157,10 +158,14 @@ def test_a_forward_that_another_library_wrapped_still_ends_in_it(registered) -> 
             return original(*args)
 
         layer.mlp.experts.forward = wrapper
-    kernels_ext_npu.kernelize(model)
+    if swapped:
+        kernels_ext_npu.kernelize(model)
+    else:
+        model.set_experts_implementation(NAME)
     assert grouped_products(model) == 4
     assert calls == [3, 3]
-    assert all(row.swapped and NAME in row.reason for row in rows(model))
+    assert all(row.swapped for row in rows(model))
+    assert all(row.reason is None if swapped else NAME in row.reason for row in rows(model))
 
 
 @pytest.mark.parametrize("way", ["by name", "kernelized"])

@@ -1,0 +1,449 @@
+"""Forwards that other libraries have wrapped: the kernel goes inside, the wrapper stays, and both can be undone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import MethodType
+
+import accelerate
+import kernels
+import pytest
+import torch
+import zoo
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu import wrappers
+
+SIZE = 32
+
+
+class Norms(nn.Module):
+    """Two norms of their own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Qwen3RMSNorm(SIZE), Qwen3RMSNorm(SIZE)
+        with torch.no_grad():
+            self.first.weight.uniform_(0.5, 1.5)
+            self.second.weight.uniform_(0.5, 1.5)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def norms() -> Norms:
+    torch.manual_seed(0)
+    return Norms().to("npu")
+
+
+class Recorder:
+    """An object that is called in place of a forward."""
+
+    def __init__(self, module: nn.Module, seen: list) -> None:
+        self.inner, self.seen = module.forward, seen
+
+    def __call__(self, *args, **kwargs):
+        self.seen.append("object")
+        return self.inner(*args, **kwargs)
+
+    def bound(self, *args, **kwargs):
+        return self(*args, **kwargs)
+
+
+def by_closure(module, seen):
+    original = module.forward
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        seen.append("closure")
+        return original(*args, **kwargs)
+
+    return wrapped
+
+
+def by_default(module, seen):
+    def wrapped(x, *, original=module.forward):
+        seen.append("default")
+        return original(x)
+
+    return wrapped
+
+
+def by_partial(module, seen):
+    def call(note, original, x):
+        seen.append(note)
+        return original(x)
+
+    return functools.partial(call, "partial", module.forward)
+
+
+def by_keyword_of_a_partial(module, seen):
+    def call(x, original):
+        seen.append("keyword")
+        return original(x)
+
+    return functools.partial(call, original=module.forward)
+
+
+def by_attribute(module, seen):
+    """As accelerate does, by a name of somebody else."""
+    module.forward_before = module.forward
+
+    def wrapped(self, x):
+        seen.append("attribute")
+        return self.forward_before(x)
+
+    return MethodType(wrapped, module)
+
+
+def by_named_attribute(module, seen):
+    module.forward_before = module.forward
+
+    def wrapped(x):
+        seen.append("getattr")
+        return getattr(module, "forward_before")(x)  # noqa: B009
+
+    return wrapped
+
+
+def by_object(module, seen):
+    return Recorder(module, seen)
+
+
+def by_method_of_an_object(module, seen):
+    return Recorder(module, seen).bound
+
+
+def by_list(module, seen):
+    steps = [module.forward]
+
+    def wrapped(x):
+        seen.append("list")
+        for step in steps:
+            x = step(x)
+        return x
+
+    return wrapped
+
+
+def by_dictionary(module, seen):
+    originals = {module: module.forward}
+
+    def wrapped(self, x):
+        seen.append("dictionary")
+        return originals[self](x)
+
+    return MethodType(wrapped, module)
+
+
+def by_compiler(module, seen):
+    """torch.compile of a forward; compiled again for what has taken its place."""
+    return torch.compile(module.forward, backend="eager")
+
+
+WAYS = [
+    by_closure,
+    by_default,
+    by_partial,
+    by_keyword_of_a_partial,
+    by_attribute,
+    by_named_attribute,
+    by_object,
+    by_method_of_an_object,
+    by_list,
+    by_dictionary,
+    by_compiler,
+]
+
+
+def wrap(module: nn.Module, *ways) -> list:
+    seen: list = []
+    for way in ways:
+        module.forward = way(module, seen)
+    return seen
+
+
+def launches(model: nn.Module, x: torch.Tensor) -> int:
+    softnpu.reset_counters()
+    model(x)
+    return softnpu.counters().get("npu_rms_norm", 0)
+
+
+def rows(model: nn.Module) -> dict[str, tuple[bool, str | None]]:
+    return {row.path: (row.swapped, row.reason) for row in kernels_ext_npu.report(model)}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_kernel_goes_inside_and_comes_out_again(registered, way) -> None:
+    model = norms()
+    x = torch.randn(3, SIZE, device="npu")
+    expected = model(x)
+    seen = wrap(model.first, way)
+    wrapper = model.first.forward
+    kernels_ext_npu.kernelize(model)
+    assert model.first.forward is wrapper or model.first.forward == wrapper
+    assert rows(model) == {"first": (True, None), "second": (True, None)}
+    assert launches(model, x) == 2
+    torch.testing.assert_close(model(x), expected)  # float32: another order of summation
+    kernels_ext_npu.restore(model)
+    assert model.first.forward is wrapper or model.first.forward == wrapper
+    assert launches(model, x) == 0
+    assert torch.equal(model(x), expected)
+    assert len(seen) == (0 if way is by_compiler else 4)
+    assert wrappers.own_forward(model.first) is Qwen3RMSNorm.forward
+
+
+def test_wrappers_in_wrappers_all_stay_and_run_in_their_order(registered) -> None:
+    model = norms()
+    seen = wrap(model.first, by_closure, by_partial, by_object, by_attribute)
+    add_hook_to_module(model.first, ModelHook())
+    seen_outside = wrap(model.first, by_default)
+    kernels_ext_npu.kernelize(model)
+    assert launches(model, torch.randn(3, SIZE, device="npu")) == 2
+    assert seen_outside + seen == ["default", "attribute", "object", "partial", "closure"]
+
+
+def test_a_wrapper_put_over_a_kernel_keeps_it_and_gives_it_back(registered) -> None:
+    """One that comes after kernelize, and then kernelize again, as train() does."""
+    model = kernels_ext_npu.kernelize(norms())
+    seen = wrap(model.first, by_closure)
+    for _ in range(2):
+        kernels_ext_npu.kernelize(model, mode=kernels.Mode.TRAINING)
+        assert launches(model, torch.randn(3, SIZE, device="npu")) == 2
+    kernels_ext_npu.restore(model)
+    assert launches(model, torch.randn(3, SIZE, device="npu")) == 0
+    assert seen == ["closure"] * 3
+
+
+def test_gradients_pass_through_the_wrapper(registered) -> None:
+    """What tensor parallelism does to q_norm: the gradient of the weight is changed by the wrapper alone."""
+    model, plain = norms(), norms()
+
+    def doubling(module, seen):
+        original = module.forward
+
+        def wrapped(x):
+            module.weight.register_hook(lambda grad: 2 * grad)
+            return original(x)
+
+        return wrapped
+
+    wrap(model.first, doubling)
+    kernels_ext_npu.kernelize(model)
+    x = torch.randn(3, SIZE, device="npu")
+    model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(model.first.weight.grad, 2 * plain.first.weight.grad)
+    torch.testing.assert_close(model.second.weight.grad, plain.second.weight.grad)
+
+
+def test_a_model_keeps_wrappers_through_every_change_of_mode(registered, checkpoint) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_moe"), device_map="npu")
+    layer = model.model.layers[0]
+    wrapped = [model.model.norm, layer.self_attn.q_norm, layer.mlp, layer.mlp.experts, layer.mlp.gate]
+    calls = [wrap(module, by_closure) for module in wrapped]
+    forwards = [module.forward for module in wrapped]
+    model.set_use_kernels(True)
+    inputs = {key: value.to("npu") for key, value in zoo.inputs("qwen3_moe", model).items()}
+    changes = [model.train, model.eval, lambda: kernels_ext_npu.kernelize(model), lambda: model.set_use_kernels(True)]
+    for change in changes:
+        change()
+        assert [module.forward for module in wrapped] == forwards
+        assert all(row.swapped for row in kernels_ext_npu.report(model) if row.kind != "rotary calls"), change
+        model(**inputs)
+    assert calls == [["closure"] * len(changes)] * len(wrapped)
+    kernels_ext_npu.restore(model).train()
+    assert [module.forward for module in wrapped] == forwards
+    assert not any(row.swapped for row in kernels_ext_npu.report(model) if row.kind == "norms")
+
+
+def test_gate_and_up_are_packed_below_a_wrapper(registered, checkpoint) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu")
+    mlp = model.model.layers[0].mlp
+    wrap(mlp, by_closure)
+    kernels_ext_npu.kernelize(model)
+    storages = [mlp.gate_proj.weight.untyped_storage(), mlp.up_proj.weight.untyped_storage()]
+    assert storages[0].data_ptr() == storages[1].data_ptr()
+    kernels_ext_npu.restore(model)
+    assert mlp.gate_proj.weight.untyped_storage().data_ptr() != mlp.up_proj.weight.untyped_storage().data_ptr()
+
+
+def test_another_experts_implementation_gets_through_a_wrapper(registered) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3_moe").to("npu"))
+    experts = model.model.layers[0].mlp.experts
+    seen = wrap(experts, by_closure)
+    kernels_ext_npu.kernelize(model)
+    model.set_experts_implementation("eager")
+    softnpu.reset_counters()
+    model(**{key: value.to("npu") for key, value in zoo.inputs("qwen3_moe", model).items()})
+    assert softnpu.counters().get("npu_grouped_matmul", 0) == 0
+    assert seen == ["closure"]
+
+
+def test_hooks_of_accelerate_stay_and_can_be_removed(registered) -> None:
+    model = norms()
+    add_hook_to_module(model.first, AlignDevicesHook("npu:0"))
+    kernels_ext_npu.kernelize(model)
+    assert launches(model, torch.randn(3, SIZE)) == 2  # from the CPU: the hook moves it
+    remove_hook_from_module(model.first)
+    assert rows(model)["first"] == (True, None)
+    kernels_ext_npu.restore(model)
+    assert launches(model, torch.randn(3, SIZE, device="npu")) == 0
+
+
+def test_offloaded_norms_are_served(registered) -> None:
+    model, plain = accelerate.cpu_offload(norms().cpu(), execution_device=torch.device("npu", 0)), norms()
+    kernels_ext_npu.register()
+    for module in (model.first, model.second):
+        assert wrappers.own_forward(module) is Qwen3RMSNorm.forward
+    x = torch.randn(3, SIZE)
+    with_hooks = model(x.to("npu"))
+    torch.testing.assert_close(with_hooks, plain(x.to("npu")))
+
+
+def test_kernels_called_directly_keep_wrappers_of_what_is_refused(registered) -> None:
+    """By a wrapper that does not show what it calls; `kernels` alone would drop it."""
+    model = norms()
+    forwards = {id(model.first): type(model.first).forward}
+
+    def opaque(x):
+        return forwards[id(model.first)](model.first, x)
+
+    model.first.forward = opaque
+    kernels_ext_npu.kernelize(model)
+    (swapped, reason) = rows(model)["first"]
+    assert not swapped
+    assert reason is not None
+    assert reason.startswith("another library has wrapped its forward (")
+    assert "opaque" in reason
+    assert "the wrapper must stay" in reason
+    model.first.__class__.kernel_condition = staticmethod(lambda module: True)
+    kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="npu", use_fallback=True)
+    assert model.first.forward is opaque
+
+
+class MarkedForOthers(nn.Module):
+    """Marked by somebody, for a layer that has no kernel on the NPU."""
+
+    kernel_layer_name = "SiluAndMul"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_wrappers_of_classes_marked_for_other_devices_stay(registered) -> None:
+    model = nn.ModuleDict({"norms": norms(), "other": MarkedForOthers().to("npu")})
+    seen = wrap(model["other"], by_closure)
+    wrapper = model["other"].forward
+    kernels_ext_npu.kernelize(model)
+    assert model["other"].forward is wrapper
+    model["other"](torch.ones(2, SIZE, device="npu"))
+    assert seen == ["closure"]
+
+
+def test_a_note_of_the_forward_that_is_not_called_is_no_place_for_a_kernel(registered) -> None:
+    """A forward that was replaced altogether, with the old one kept for undoing it."""
+    model = norms()
+    model.first.forward_before = original = model.first.forward
+
+    @functools.wraps(original)
+    def replacement(x):
+        return 2 * x
+
+    model.first.forward = replacement
+    kernels_ext_npu.kernelize(model)
+    assert not rows(model)["first"][0]
+    assert model.first.forward_before is original
+    assert replacement.__wrapped__ is original
+
+
+def test_two_forwards_of_one_module_are_refused(registered) -> None:
+    """A wrapper that compares the kernel with the original: exchanging either would spoil it."""
+    model = kernels_ext_npu.kernelize(norms())
+    fast, slow = model.first.forward, MethodType(Qwen3RMSNorm.forward, model.first)
+
+    def compared(x):
+        torch.testing.assert_close(fast(x), slow(x))
+        return slow(x)
+
+    model.first.forward = compared
+    kernels_ext_npu.kernelize(model)
+    swapped, reason = rows(model)["first"]
+    assert not swapped
+    assert reason is not None
+    assert reason.endswith("it holds both the module's own forward and a kernel")
+    assert launches(model, torch.randn(3, SIZE, device="npu")) == 2
+    kernels_ext_npu.restore(model)
+    assert launches(model, torch.randn(3, SIZE, device="npu")) == 0
+    assert model.first.forward is compared
+
+
+def test_one_wrapper_over_two_modules_gets_both_kernels(registered) -> None:
+    model = norms()
+    originals = {module: module.forward for module in (model.first, model.second)}
+
+    def shared(self, x):
+        return originals[self](x)
+
+    for module in (model.first, model.second):
+        module.forward = MethodType(shared, module)
+    x = torch.randn(3, SIZE, device="npu")
+    expected = model(x)
+    kernels_ext_npu.kernelize(model)
+    assert launches(model, x) == 2
+    torch.testing.assert_close(model(x), expected)
+    kernels_ext_npu.restore(model)
+    assert launches(model, x) == 0
+
+
+def test_the_forward_of_another_module_is_left_alone(registered) -> None:
+    """A module that calls another one in its place."""
+    model = norms()
+    model.second.forward = by_closure(model.first, [])
+    wrapper = model.second.forward
+    x = torch.randn(3, SIZE, device="npu")
+    expected = model(x)
+    kernels_ext_npu.kernelize(model)
+    assert rows(model)["first"] == (True, None)
+    assert not rows(model)["second"][0]
+    assert model.second.forward is wrapper
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_copies_do_not_reach_into_the_original(registered) -> None:
+    """Python copies a closure by reference: that of a copy calls the original, with or without kernels."""
+    model = norms()
+    wrap(model.first, by_closure)
+    wrap(model.second, by_attribute)
+    kernels_ext_npu.kernelize(model)
+    twin = copy.deepcopy(model)
+    assert rows(twin)["second"] == (True, None)
+    assert not rows(twin)["first"][0]
+    x = torch.randn(3, SIZE, device="npu")
+    kernels_ext_npu.restore(twin)
+    assert launches(model, x) == 2
+    assert launches(twin, x) == 1
+    kernels_ext_npu.kernelize(twin)
+    kernels_ext_npu.restore(model)
+    assert launches(model, x) == 0
+
+
+def test_unregister_leaves_the_wrappers_of_swapped_models(registered) -> None:
+    """Models are used further, and transformers swaps again when their mode changes."""
+    model = nn.ModuleDict({"norms": norms(), "other": MarkedForOthers().to("npu")})
+    seen = wrap(model["other"], by_closure)
+    kernels_ext_npu.kernelize(model)
+    kernels_ext_npu.unregister()
+    kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="npu")
+    model["other"](torch.ones(2, SIZE, device="npu"))
+    assert seen == ["closure"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.marking import Marks
 
 ABSENT = object()
+BACKEND = "hccl"  # of torch.distributed on NPUs
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Registration:
     strict: bool
     kernels: frozenset[str]
     entries: dict[str, Any] = field(default_factory=dict)  # layer -> the table's entry before
+    named_backend: bool = False  # whether transformers knew no backend of torch.distributed for the NPU
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -87,6 +89,8 @@ def register(
         experts_interface.install(source)
     saving.install()
     wrappers.install()
+    current.named_backend = "npu" not in _backends()
+    _backends().setdefault("npu", BACKEND)
     if everywhere:
         later.install()
 
@@ -107,6 +111,8 @@ def unregister() -> None:
     functions.remove()
     experts_interface.remove()
     registration.marks.remove()
+    if registration.named_backend and _backends().get("npu") == BACKEND:
+        del _backends()["npu"]
     table, loaded = _table(), _loaded_mapping()
     for layer, entry in registration.entries.items():
         loaded.pop(layer, None)  # transformers fills it from its table at the next load
@@ -185,6 +191,13 @@ def _table() -> dict[str, dict]:
     from transformers.integrations import hub_kernels
 
     return hub_kernels.get_kernel_mapping_transformers()
+
+
+def _backends() -> dict[str, str]:
+    """What transformers starts torch.distributed with on each kind of device; no release up to 5.22 knows NPUs."""
+    from transformers.distributed import utils
+
+    return utils.DISTRIBUTED_BACKEND_MAP
 
 
 def _loaded_mapping() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import zoo
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import utils as distributed
 from transformers.integrations import hub_kernels
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
@@ -246,6 +247,25 @@ def test_a_wrapped_forward_is_kept_and_what_it_calls_is_served(registered, check
     assert norm.forward is counted_forward
     assert launches(model, **zoo.inputs("qwen3", model)) == 9
     assert calls == [1]
+
+
+def test_transformers_starts_torch_distributed_with_hccl_while_registered(registered) -> None:
+    assert distributed.get_distributed_backend("npu") == "hccl"
+    kernels_ext_npu.unregister()
+    with pytest.raises(ValueError, match="No distributed backend found for device type 'npu'"):
+        distributed.get_distributed_backend("npu")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_backend_that_somebody_else_named_stays(monkeypatch, when) -> None:
+    monkeypatch.setitem(distributed.DISTRIBUTED_BACKEND_MAP, "npu", "own")
+    if when == "meanwhile":
+        del distributed.DISTRIBUTED_BACKEND_MAP["npu"]
+    kernels_ext_npu.register()
+    distributed.DISTRIBUTED_BACKEND_MAP["npu"] = "own"
+    kernels_ext_npu.register()
+    kernels_ext_npu.unregister()
+    assert distributed.get_distributed_backend("npu") == "own"
 
 
 def test_a_subclass_with_another_forward_is_not_swapped(registered) -> None:

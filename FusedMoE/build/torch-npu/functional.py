@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from . import grouped as _grouped
 from . import routing
 from .checks import check_experts, check_indices, check_product
+from .distributed import is_distributed, on_whole
 from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped import GmmFunction
 from .reference import experts_in_torch, product_in_torch
@@ -37,6 +39,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         ValueError: shapes or devices do not fit.
         TypeError: dtypes do not.
     """
+    if is_distributed(x, weight, counts, bias):
+        return on_whole(grouped_matmul, x, weight, counts, bias)
     check_product(x, weight, counts, bias)
     if not _grouped.fits(x, weight):
         return product_in_torch(x, weight, counts, bias)
@@ -85,6 +89,11 @@ def fused_experts(
         ValueError: shapes or devices do not fit, or an index on the CPU is out of range.
         TypeError: dtypes do not.
     """
+    if is_distributed(hidden_states, gate_up_proj, down_proj):
+        options = {"activation": activation, "is_transposed": is_transposed, "is_expert_parallel": is_expert_parallel}
+        whole = partial(fused_experts, **options, post_expert_norm=post_expert_norm)
+        biases = gate_up_proj_bias, down_proj_bias
+        return on_whole(whole, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases)
     gate_up, down = (w if is_transposed else w.mT for w in (gate_up_proj, down_proj))
     parameters = (gate_up, down, gate_up_proj_bias, down_proj_bias)
     is_gate = isinstance(activation, Gate)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .distributed import is_distributed
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_CHOICES = 1024
 
@@ -33,6 +35,8 @@ def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Ten
         )
     if not logits.is_floating_point():
         raise TypeError(f"softmax_top_k: logits must be floating point, got {logits.dtype}")
+    if is_distributed(logits):
+        return _in_torch(logits, k, renormalise)[:2]
     if torch.is_grad_enabled() and logits.requires_grad:
         weights, experts = _SoftmaxTopK.apply(logits, k, renormalise)
         return weights, experts

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped, routing
+from .distributed import is_distributed
 from .gates import SWIGLU
 from .list_training import ListedExperts
 from .lists import HybridGmmFunction
@@ -58,7 +59,7 @@ def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> Experts |
 
     That is what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
     """
-    if hidden_states.device.type != "npu":
+    if hidden_states.device.type != "npu" or is_distributed(hidden_states):
         return None
     if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave, fits_tokens
 
 
@@ -33,7 +34,7 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) 
 def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs of neighbours as complex numbers, times complex factors, in float32; the dtype of each tensor is kept."""
     x, y = tensors
-    if x.device.type != "npu" or factors.dtype != torch.complex64 or factors.requires_grad:
+    if x.device.type != "npu" or factors.dtype != torch.complex64 or factors.requires_grad or is_distributed(x):
         return _times(x, factors), _times(y, factors)
     parts = torch.view_as_real(factors)
     cos, sin = each_twice(parts[..., 0]), each_twice(parts[..., 1])
@@ -163,4 +164,6 @@ def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
         and x.numel() > 0
         and x.shape[-1] < HEAD_SIZE
         and not needs_grad_of_cos
+        and not is_distributed(x)
+        and not is_distributed(cos)
     )

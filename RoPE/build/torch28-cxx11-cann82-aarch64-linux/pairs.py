@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave
 from .rotation import check, rotate
 
@@ -44,7 +45,7 @@ def _layout(
     Returns:
         Whether the dimensions in the middle of q and k change places, and cos and sin in that order.
     """
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+    if is_distributed(q) or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
         return None
     key = (q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim, interleaved)
     kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .distributed import is_distributed
 from .functional import geglu_of, swiglu_of
 from .operators import GEGLU, SWIGLU, GatedUnit
 from .packing import project, separate
@@ -60,7 +61,7 @@ def projections(mlp: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 def _gated(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: Tensor) -> Tensor:
     gate, up, down = projections(mlp)
-    if torch.compiler.is_compiling() or separate(gate, up) is not None:
+    if torch.compiler.is_compiling() or is_distributed(x) or separate(gate, up) is not None:
         return down(function(gate(x), up(x)))
     if trains_whole(gate, up, down, x):
         a, b, c = gate._parameters, up._parameters, down._parameters

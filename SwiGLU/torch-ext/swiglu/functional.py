@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .distributed import is_distributed
 from .operators import clipped_swiglu_fused, geglu_fused, has_clipped_swiglu
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -116,7 +117,13 @@ def is_aligned(size: int, dtype: torch.dtype) -> bool:
 
 def _is_fused(x: Tensor) -> bool:
     """What the operators take (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu; no empty tensor."""
-    return x.device.type == "npu" and x.dtype in _FUSED_DTYPES and x.numel() > 0 and x.is_contiguous()
+    return (
+        x.device.type == "npu"
+        and x.dtype in _FUSED_DTYPES
+        and x.numel() > 0
+        and not is_distributed(x)
+        and x.is_contiguous()
+    )
 
 
 def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
@@ -48,7 +49,7 @@ def _refuse(module: nn.Module) -> str | None:
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for name in (first, "down_proj"):
         weight = getattr(module, name, None)
-        if type(weight) not in (nn.Parameter, Tensor, FakeTensor):
+        if type(weight) not in (nn.Parameter, Tensor, FakeTensor, DTensor):
             return f"its {name} is a {type(weight).__name__}"
     return None
 

@@ -1,0 +1,119 @@
+"""One module of transformers under one parallel style, with kernels on the devices, against the module on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+import kernels_ext_npu
+import softnpu
+
+TOLERANCE = 1e-5  # float32: sums in another order, of at most some hundred numbers of the size of 1
+
+
+def mesh() -> DeviceMesh:
+    """All ranks in a row."""
+    return init_device_mesh("npu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def seeded(build: Callable[[], nn.Module], scale: float = 0.3) -> nn.Module:
+    """A module with random parameters, the same on every rank; weights of 1 and biases of 0 would hide mistakes."""
+    torch.manual_seed(0)
+    module = build()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, scale)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    return module
+
+
+def leaves(inputs: tuple[Tensor, ...], device: str) -> list[Tensor]:
+    """Inputs for one step: those of another one have its gradients."""
+    return [x.detach().clone().to(device).requires_grad_(x.requires_grad) for x in inputs]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """On the CPU, gathered from all ranks."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def results(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """Outputs, gradients of inputs and parameters of a weighted sum of the outputs, by name; nothing is gathered."""
+    outputs = [tensor for tensor in tree_leaves(module(*inputs)) if isinstance(tensor, Tensor)]
+    found = {f"output {index}": tensor for index, tensor in enumerate(outputs)}
+    loss: Any = 0.0
+    for tensor in outputs:
+        if tensor.is_floating_point() and tensor.requires_grad:
+            weights = torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape).to(tensor.device)
+            loss = loss + (tensor * weights).sum()
+    loss.backward()
+    found |= {f"input {index}": tensor.grad for index, tensor in enumerate(inputs) if tensor.requires_grad}
+    return found | {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    apply: Callable[[nn.Module], Any],
+    inputs: tuple[Tensor, ...],
+    before: bool = False,
+    alone: bool = True,
+) -> dict[str, Any]:
+    """The largest differences between a module in parallel with kernels and one on the CPU without.
+
+    Args:
+        build: makes the module.
+        apply: makes it parallel.
+        inputs: the same on every rank.
+        before: whether kernels are swapped in before the module becomes parallel.
+        alone: whether to compare with the CPU; otherwise with the module in parallel without kernels, for what says
+            itself that one device computes something else.
+
+    Returns:
+        The differences by name, the rows of the report, and how often each operator was called.
+    """
+    original = seeded(build)
+    module = copy.deepcopy(original).to("npu")
+    if before:
+        kernels_ext_npu.kernelize(module)
+    apply(module)
+    if not before:
+        kernels_ext_npu.kernelize(module)
+    kernels_ext_npu.kernelize(module)  # once more, as train() and eval() of a model do
+    if alone:
+        expected = results(original, *leaves(inputs, "cpu"))
+    else:
+        plain = copy.deepcopy(original).to("npu")
+        apply(plain)
+        expected = results(plain, *leaves(inputs, "npu"))
+    softnpu.reset_counters()
+    found = results(module, *leaves(inputs, "npu"))
+    calls = {name: number for name, number in softnpu.counters().items() if name.startswith("npu_")}
+    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+    differences = {name: largest_difference(found[name], expected[name]) for name in expected}
+    rows = {row.path: [row.swapped, row.reason] for row in kernels_ext_npu.report(module)}
+    return {"differences": differences, "rows": rows, "calls": calls}
+
+
+def largest_difference(found: Tensor | None, expected: Tensor | None) -> float:
+    """Infinite where one is missing or has another shape."""
+    if found is None or expected is None:
+        return 0.0 if found is expected else float("inf")
+    found, expected = whole(found), whole(expected)
+    if found.shape != expected.shape or found.isnan().any():
+        return float("inf")
+    return (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
+
+
+def assert_right(outcomes: list[Mapping[str, Any]]) -> None:
+    """On every rank."""
+    for rank, outcome in enumerate(outcomes):
+        wrong = {name: value for name, value in outcome["differences"].items() if not value < TOLERANCE}
+        assert not wrong, f"rank {rank}: {wrong}"

@@ -1,0 +1,173 @@
+"""Each parallel style of transformers around what kernels serve: the kernel runs inside, values and gradients hold.
+
+Styles for what no kernel serves, as embeddings, are not here. Linear layers are: an MLP calls those of its projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DistributedConfig
+from transformers.distributed import expert_parallel, tensor_parallel
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import kernels_ext_npu
+from tests.distributed import modules
+from tests.distributed.modules import SIZE, Along, Holder, Latent, normal
+from tests.distributed.parallel import assert_right, compare, mesh, whole
+
+X = (2, 6, SIZE)
+
+
+class Case(NamedTuple):
+    """A module, the styles of its parts, and what the first of two ranks calls in forward and backward.
+
+    ``alone`` is false where the style makes of one device's result another one.
+    """
+
+    build: Callable[[], nn.Module]
+    plan: dict[str, str]
+    calls: dict[str, int]
+    inputs: tuple[Tensor, ...] = (normal(*X),)
+    experts: bool = False
+    alone: bool = True
+
+
+NORM = {"npu_rms_norm": 1, "npu_rms_norm_backward": 1}
+SWIGLU = {"npu_swiglu": 1, "npu_swiglu_backward": 1}
+GEGLU = {"npu_geglu": 1, "npu_geglu_grad": 1}
+EXPERTS = {"npu_grouped_matmul": 6}
+BIASED_EXPERTS = {"npu_grouped_matmul": 8, "npu_clipped_swiglu": 1}
+
+
+def projections(gate_and_up: str, down: str) -> dict[str, str]:
+    return {"block.gate_proj": gate_and_up, "block.up_proj": gate_and_up, "block.down_proj": down}
+
+
+def experts(style: str, gate_up: str, down: str, **more: str) -> dict[str, str]:
+    plan = {"block.experts": style, "block.experts.gate_up_proj": gate_up, "block.experts.down_proj": down}
+    return plan | {f"block.{name}": style for name, style in more.items()}
+
+
+def divided(norm: Callable[[], nn.Module], inputs: int = 1) -> Case:
+    tensors = tuple(normal(*X, seed=seed) for seed in range(inputs))
+    return Case(lambda: Along(norm(), 1), {"block": "sequence_parallel"}, NORM, tensors)
+
+
+SHARDED = experts("moe_tp_experts", "packed_colwise", "rowwise")
+DISPATCHED = experts("ep_dispatch_experts", "grouped_gemm", "grouped_gemm")
+MASKED = experts("moe_tp_experts", "grouped_gemm", "grouped_gemm", gate="ep_router")
+BIASES = {"block.experts.gate_up_proj_bias": "grouped_gemm", "block.experts.down_proj_bias": "grouped_gemm"}
+
+CASES = {
+    "colwise, rowwise": Case(modules.mlp, projections("colwise", "rowwise"), SWIGLU),
+    "colwise, rowwise, GELU": Case(modules.gelu_mlp, projections("colwise", "rowwise"), GEGLU),
+    "colwise_rep, rowwise_rep": Case(modules.mlp, projections("colwise_rep", "rowwise_rep"), SWIGLU),
+    "colwise_gather_output, rowwise_split_input": Case(
+        modules.fused_mlp,
+        {"block.gate_up_proj": "colwise_gather_output", "block.down_proj": "rowwise_split_input"},
+        SWIGLU,
+    ),
+    "packed_colwise": Case(
+        modules.fused_mlp, {"block.gate_up_proj": "packed_colwise", "block.down_proj": "rowwise"}, SWIGLU
+    ),
+    "all_reduce": Case(modules.mlp, {"block": "all_reduce"}, SWIGLU, alone=False),
+    "replicate": Case(lambda: Holder(Qwen3RMSNorm(SIZE)), {"block": "replicate"}, NORM),
+    "replicated_with_grad_allreduce": Case(
+        lambda: Along(Qwen3RMSNorm(SIZE), 2, local=True),
+        {"block": "replicated_with_grad_allreduce"},
+        NORM,
+        (normal(2, 3, 4, SIZE),),
+    ),
+    "mla_kv_a_proj": Case(
+        Latent, {"kv_a_proj": "mla_kv_a_proj", "kv_b_proj": "colwise_gather_output"}, NORM, alone=False
+    ),
+    "sequence_parallel": divided(lambda: Qwen3RMSNorm(SIZE)),
+    "sequence_parallel, zero-centred": divided(lambda: Gemma3RMSNorm(SIZE)),
+    "sequence_parallel, cast last": divided(lambda: Olmo3RMSNorm(SIZE)),
+    "sequence_parallel, T5": divided(lambda: T5LayerNorm(SIZE)),
+    "sequence_parallel, without weight": divided(lambda: NanoChatRMSNorm(1e-6)),
+    "sequence_parallel, gated": divided(lambda: Qwen3NextRMSNormGated(SIZE), 2),
+    "sequence_parallel, gated before": divided(lambda: BambaRMSNormGated(SIZE), 2),
+    "moe_tp_experts": Case(modules.mixture, SHARDED, EXPERTS),
+    "moe_tp_experts, whole": Case(modules.mixture, {"block.experts": "moe_tp_experts"}, EXPERTS, alone=False),
+    "ep_dispatch_experts": Case(modules.mixture, DISPATCHED, EXPERTS, experts=True),
+    "ep_dispatch_experts, a rank without rows": Case(modules.OneSided, DISPATCHED, EXPERTS, experts=True),
+    "ep_dispatch_experts, a rank without tokens": Case(
+        modules.mixture, DISPATCHED, EXPERTS, (normal(1, 1, SIZE),), experts=True
+    ),
+    "ep_dispatch_experts, biases": Case(modules.mixture_with_biases, DISPATCHED | BIASES, BIASED_EXPERTS, experts=True),
+    "ep_router": Case(modules.mixture, MASKED, EXPERTS, experts=True),
+    "ep_router, a rank without rows": Case(modules.OneSided, MASKED, EXPERTS, experts=True),
+}
+
+
+def run(name: str, before: bool) -> dict[str, Any]:
+    case = CASES[name]
+
+    def apply(module: nn.Module) -> None:
+        if case.experts:
+            expert_parallel.apply_expert_parallelism(module, mesh(), mesh(), case.plan)
+        else:
+            tensor_parallel.apply_tensor_parallelism(module, mesh(), case.plan)
+
+    kernels_ext_npu.register()
+    try:
+        return compare(case.build, apply, case.inputs, before, case.alone)
+    finally:
+        kernels_ext_npu.unregister()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_runs_inside_and_nothing_changes(two_ranks, name, before) -> None:
+    outcomes = two_ranks.run(run, name, before)
+    assert_right(outcomes)
+    for outcome in outcomes:
+        calls, expected = outcome["calls"], CASES[name].calls
+        assert {operator: calls.get(operator, 0) for operator in expected} == expected
+        kept = {path: reason for path, (swapped, reason) in outcome["rows"].items() if not swapped}
+        assert kept == ({"block.router": "no kernel computes what its forward computes"} if "biases" in name else {})
+
+
+def train_qwen3(folder: Path) -> dict[str, Any]:
+    """From tp_plan="auto": losses and the gradients of the norms of q and k, through every change of mode."""
+    kernels_ext_npu.register()
+    options: Any = {"use_kernels": True, "distributed_config": DistributedConfig(tp_plan="auto")}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    ids = (torch.arange(18).reshape(2, 9) * 7 % 100).to(model.device)
+    norms = [name for name, _ in model.named_parameters() if "q_norm" in name or "k_norm" in name]
+    found = {}
+    for step, change in enumerate((model.train, model.eval, model.train, partial(kernels_ext_npu.restore, model))):
+        change()
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found[step] = {name: whole(model.get_parameter(name).grad) for name in norms}
+    kernels_ext_npu.unregister()
+    return found
+
+
+def test_gradients_of_a_model_survive_changes_of_mode(two_ranks, tmp_path) -> None:
+    """They were those of the heads of one rank where kernelize dropped what tensor parallelism had wrapped."""
+    model = zoo.build("qwen3").train()
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(18).reshape(2, 9) * 7 % 100
+    model(ids, labels=ids).loss.backward()
+    for found in two_ranks.run(train_qwen3, tmp_path):
+        for gradients in found.values():
+            assert gradients
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-5)

@@ -1,0 +1,219 @@
+"""DTensors that reach the kernels: by torch's own parallel plans, and handed over directly in every layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import kernels_ext_npu
+from kernels_ext_npu import sources
+from tests.distributed import modules
+from tests.distributed.modules import SIZE, Along, Holder, normal
+from tests.distributed.parallel import assert_right, compare, largest_difference, mesh
+
+WHOLE = Replicate()
+
+
+class Decoder(nn.Module):
+    """A norm, an MLP and a residual, with activations divided along the sequence outside of the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = LlamaRMSNorm(SIZE), modules.mlp().block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def sequence_parallel(module: nn.Module) -> None:
+    """torch's tutorial for sequence parallelism, with DTensors throughout."""
+    plan = {
+        "block.norm": SequenceParallel(),
+        "block.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=WHOLE),
+        "block.mlp.gate_proj": ColwiseParallel(use_local_output=False),
+        "block.mlp.up_proj": ColwiseParallel(use_local_output=False),
+        "block.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(module, mesh(), plan)
+
+
+def divided_projections(module: nn.Module) -> None:
+    """Gate and up come as DTensors."""
+    columns = ColwiseParallel(use_local_output=False)
+    names = [name for name, _ in module.block.named_children() if name in ("gate_proj", "up_proj", "gate_up_proj")]
+    plan = {f"block.{name}": columns for name in names} | {"block.down_proj": RowwiseParallel(input_layouts=Shard(-1))}
+    parallelize_module(module, mesh(), plan)
+
+
+def divided_norm(module: nn.Module) -> None:
+    parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=True)})
+
+
+PLANS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], tuple[int, ...]]] = {
+    "sequence parallel": (lambda: Along(Decoder(), 1), sequence_parallel, (2, 6, SIZE)),
+    "gate and up": (modules.mlp, divided_projections, (2, 6, SIZE)),
+    "gate and up, GELU": (modules.gelu_mlp, divided_projections, (2, 6, SIZE)),
+    "gate and up in one": (modules.fused_mlp, divided_projections, (2, 6, SIZE)),
+    "norm": (lambda: Along(Qwen3RMSNorm(SIZE), 1, local=True), divided_norm, (2, 6, SIZE)),
+    "norm, uneven": (lambda: Along(Qwen3RMSNorm(SIZE), 1), divided_norm, (2, 5, SIZE)),
+}
+
+
+def run_plan(name: str, before: bool) -> dict[str, Any]:
+    build, apply, shape = PLANS[name]
+    kernels_ext_npu.register()
+    try:
+        return compare(build, apply, (normal(*shape),), before)
+    finally:
+        kernels_ext_npu.unregister()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])
+@pytest.mark.parametrize("name", PLANS)
+def test_parallel_plans_of_torch(two_ranks, name, before) -> None:
+    assert_right(two_ranks.run(run_plan, name, before))
+
+
+def kernel(repository: str) -> Any:
+    from kernels import get_local_kernel
+
+    return get_local_kernel(sources.root("bundled") / repository)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = kernel("RoPE").apply_rotary_pos_emb(q, k, cos, sin)
+    return first + second
+
+
+def fused_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return kernel("FusedMoE").fused_experts(x, index, weights, gate_up, down)
+
+
+def routed(logits: Tensor) -> Tensor:
+    return kernel("FusedMoE").softmax_top_k(logits, 2)[0]
+
+
+def inputs(*shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:
+    return [(scale * normal(*shape, seed=seed)).detach().requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+INPUT, INDEX = normal(4, 16), torch.tensor([[0, 1], [3, 2], [1, 2], [0, 3]])
+# a function of tensors, them, and the layouts of each; the CPU computes the truth with the same function
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[tuple]]] = {
+    "rms_norm": (
+        lambda x, weight: kernel("RMSNorm").rms_norm(x, weight, 1e-6),
+        inputs((2, 4, 8), (8,)),
+        [(WHOLE, Shard(0), Shard(1), Shard(2), Partial()), (WHOLE, Shard(0), Partial())],
+    ),
+    "swiglu": (lambda x: kernel("SwiGLU").swiglu(x), inputs((2, 4, 16)), [(WHOLE, Shard(0), Shard(2), Partial())]),
+    "swiglu of two": (
+        lambda gate, up: kernel("SwiGLU").swiglu(gate, up),
+        inputs((2, 4, 16), (2, 4, 16)),
+        [(WHOLE, Shard(2)), (WHOLE, Shard(2))],
+    ),
+    "geglu": (lambda x: kernel("SwiGLU").geglu(x), inputs((2, 4, 16)), [(WHOLE, Shard(0), Shard(2))]),
+    "geglu of two": (
+        lambda gate, up: kernel("SwiGLU").geglu(gate, up),
+        inputs((2, 4, 16), (2, 4, 16)),
+        [(WHOLE, Shard(2)), (WHOLE, Shard(2))],
+    ),
+    "clipped_swiglu": (
+        lambda x: kernel("SwiGLU").clipped_swiglu(x, interleaved=False),
+        inputs((2, 4, 16)),
+        [(WHOLE, Shard(0), Shard(2))],
+    ),
+    "apply_rotary_pos_emb": (
+        rotated,
+        [*inputs((2, 4, 6, 8), (2, 4, 6, 8)), *(t.detach() for t in inputs((2, 6, 8), (2, 6, 8)))],
+        [(WHOLE, Shard(0), Shard(1)), (WHOLE,), (WHOLE,), (WHOLE,)],
+    ),
+    "softmax_top_k": (routed, inputs((6, 4)), [(WHOLE, Shard(0), Shard(1))]),
+    "fused_experts": (
+        fused_experts,
+        [INPUT, INDEX, *inputs((4, 2), (4, 32, 16), (4, 16, 16), scale=0.2)],
+        [(WHOLE, Shard(0)), (WHOLE,), (WHOLE, Shard(0)), (WHOLE, Shard(0), Shard(1)), (WHOLE, Shard(2))],
+    ),
+}
+
+
+def run_function(name: str) -> dict[str, Any]:
+    """The differences by layout."""
+    function, tensors, layouts = FUNCTIONS[name]
+    differences = {}
+    for layout in itertools.product(*layouts):
+        on_cpu = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        expected = function(*on_cpu)
+        gradient = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+        expected.backward(gradient)
+        parts = [spread(tensor, placement) for tensor, placement in zip(tensors, layout)]
+        y = function(*parts)
+        y.backward(distribute_tensor(gradient.to("npu"), mesh(), [WHOLE]))
+        differences[f"{layout}"] = largest_difference(y, expected)
+        for index, (part, original) in enumerate(zip(parts, on_cpu)):
+            if original.requires_grad:
+                differences[f"{layout}, gradient {index}"] = largest_difference(part.grad, original.grad)
+    return {"differences": differences}
+
+
+def spread(tensor: Tensor, placement: Any) -> DTensor:
+    """A leaf of autograd in a layout."""
+    local = tensor.detach().to("npu")
+    if placement.is_partial():
+        share = local / 2
+        return DTensor.from_local(share, mesh(), [placement], run_check=False).requires_grad_(tensor.requires_grad)
+    return distribute_tensor(local, mesh(), [placement]).requires_grad_(tensor.requires_grad)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_dtensors(two_ranks, name) -> None:
+    assert_right(two_ranks.run(run_function, name))
+
+
+def mix() -> str:
+    parts = [t.detach().to("npu") for t in FUNCTIONS["fused_experts"][1]]
+    try:
+        fused_experts(*parts[:3], *(distribute_tensor(part, mesh(), [Shard(0)]) for part in parts[3:]))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_do_not_guess_what_part_of_a_whole_a_tensor_is(two_ranks) -> None:
+    for message in two_ranks.run(mix):
+        assert message == (
+            "experts take tensors or DTensors, not both, got ['Tensor', 'Tensor', 'Tensor', 'DTensor', 'DTensor']: "
+            "distribute all, or call to_local()"
+        )
+
+
+def collectives_of_a_norm(layer: bool) -> dict[str, int]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    module = Holder(Qwen3RMSNorm(SIZE)).to("npu")
+    parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=False)})
+    if layer:
+        kernels_ext_npu.kernelize(module)
+    x = DTensor.from_local(torch.randn(2, 3, SIZE, device="npu"), mesh(), [Shard(1)], run_check=False)
+    with CommDebugMode() as communication:
+        module(x.requires_grad_()).sum().backward()
+    kernels_ext_npu.unregister()
+    return {str(name): number for name, number in communication.get_comm_counts().items()}
+
+
+def test_a_divided_norm_adds_no_collective(two_ranks) -> None:
+    assert two_ranks.run(collectives_of_a_norm, True) == two_ranks.run(collectives_of_a_norm, False)

@@ -64,6 +64,21 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
 
 
 @packed_or_not
+def test_weights_that_move_between_forward_and_backward(kernel: ModuleType, packed) -> None:
+    """As into a flat buffer, where gate and up no longer lie side by side."""
+    original = block(Qwen3MoeSparseMoeBlock)
+    module, x = bound(kernel, original, packed), inputs().npu()
+    leaf, on_cpu = x.clone().requires_grad_(), inputs().requires_grad_()
+    y, expected = module(leaf)[0], original(on_cpu)[0]
+    for parameter in module.parameters():
+        parameter.data = parameter.detach().clone()
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert_close([leaf.grad], [on_cpu.grad])
+    assert_close([p.grad for p in module.parameters()], [p.grad for p in original.parameters()])
+
+
+@packed_or_not
 @each_block
 def test_all_tokens_to_the_same_experts(kernel: ModuleType, cls, packed) -> None:
     original = block(cls)

@@ -97,11 +97,25 @@ def _split(parameters: Sequence, has_bias: bool) -> tuple[list, list]:
 
 def _joined(weights: list[Tensor], experts: int, transposed: bool) -> list[Tensor]:
     """One view for each expert, with its neighbour where there is one."""
-    rows, size = weights[0].shape
-    shape, strides = (len(weights) // experts * rows, size), (size, 1)
-    if transposed:
-        shape, strides = shape[::-1], strides[::-1]
-    return [weight.as_strided(shape, strides) for weight in weights[:experts]]
+    matrices = weights[:experts]
+    if len(weights) > experts:
+        matrices = [_with_neighbour(a, b) for a, b in zip(matrices, weights[experts:])]
+    return [matrix.t() for matrix in matrices] if transposed else matrices
+
+
+def are_neighbours(a: Tensor, b: Tensor) -> bool:
+    """Whether the second lies directly behind the first in memory."""
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() + a.numel() == b.storage_offset()
+    )
+
+
+def _with_neighbour(a: Tensor, b: Tensor) -> Tensor:
+    """As one. What was side by side in the forward may have moved: a saved parameter is the parameter as it is now."""
+    if are_neighbours(a, b):
+        return a.as_strided((a.shape[0] + b.shape[0], a.shape[1]), (a.shape[1], 1))
+    return torch.cat((a, b))
 
 
 def _bias(biases: list[Tensor], experts: int, dtype: torch.dtype) -> Tensor | None:

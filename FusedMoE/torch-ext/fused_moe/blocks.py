@@ -17,7 +17,7 @@ from . import grouped, routing
 from .distributed import is_distributed
 from .gates import SWIGLU
 from .list_training import ListedExperts
-from .lists import HybridGmmFunction
+from .lists import HybridGmmFunction, are_neighbours
 
 # gate, up, down
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -185,11 +185,7 @@ def _is_watched(module: nn.Module) -> bool:
 def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False
-    return all(
-        gate.untyped_storage()._cdata == up.untyped_storage()._cdata
-        and gate.storage_offset() + gate.numel() == up.storage_offset()
-        for gate, up in zip(gates, ups)
-    )
+    return all(are_neighbours(gate, up) for gate, up in zip(gates, ups))
 
 
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:

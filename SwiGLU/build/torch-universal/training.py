@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .functional import is_aligned, is_fused_dtype
 from .operators import GatedUnit
-from .packing import both, unfit
+from .packing import both, joined, unfit
 
 
 def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> bool:
@@ -82,7 +82,7 @@ class PackedMLP(torch.autograd.Function):
         d_gate, d_up = (d_product.t() @ x.reshape(-1, x.shape[-1])).chunk(2) if needs_gate or needs_up else (None, None)
         d_gate_bias, d_up_bias = d_product.sum(0).chunk(2) if any(needs_biases[:2]) else (None, None)
         d_down_bias = grad.sum(0) if needs_biases[2] else None
-        d_x = (d_product @ both(gate, up)).view(x.shape) if needs_x else None
+        d_x = (d_product @ joined(gate, up)).view(x.shape) if needs_x else None
         del d_product
         if needs_down and d_down is None:
             d_down = grad.t() @ ctx.unit.forward(product)[0]

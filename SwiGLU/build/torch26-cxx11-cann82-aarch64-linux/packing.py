@@ -41,6 +41,8 @@ def pack(gate: nn.Module, up: nn.Module) -> str | None:
     for a, b in _pairs(gate, up):
         if not _adjacent(a, b):
             for parameter in (a, b):
+                if not parameter.numel():
+                    return "a weight is empty here"
                 if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
                     return "a weight is part of a larger storage"
     for a, b in _pairs(gate, up):
@@ -136,6 +138,11 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
 def both(a: Tensor, b: Tensor) -> Tensor:
     """Two neighbours as one tensor."""
     return a.as_strided((a.shape[0] + b.shape[0], *a.shape[1:]), a.stride(), a.storage_offset())
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor:
+    """What were neighbours in the forward, as one: a saved parameter is the parameter as it is now, wherever it is."""
+    return both(a, b) if _adjacent(a, b) else torch.cat((a, b))
 
 
 class _Join(torch.autograd.Function):

@@ -39,6 +39,9 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             return _rms_norm_in_torch(hidden_states, weight, eps)
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
+    # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
+    if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):
+        hidden_states = hidden_states.contiguous()
     return torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]
 
 

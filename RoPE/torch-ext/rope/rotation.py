@@ -147,6 +147,8 @@ class _Rotation(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
+        # the device gives a contiguous gradient, the meta kernel one that lies as grad: graphs trust the latter
+        grad = grad.contiguous() if torch.compiler.is_compiling() else grad
         return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0], None, None, None
 
 

@@ -49,8 +49,8 @@ def _layout(
         return None
     key = (q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim, interleaved)
     kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)
-    if kept is not None and kept[0] is sin and kept[1] == key:
-        return kept[2]
+    if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
+        return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
     if not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):
         return None
     (q_batch, q1, q2, size), (k_batch, k1, k2, _), (rows, positions, _) = q.shape, k.shape, cos.shape

@@ -1,0 +1,107 @@
+"""torch.compile: kernelized models are one graph, in inference and training, for sequences of any length.
+
+Values and gradients are those of the CPU without kernels. Attention is transformers' "eager" where lengths change:
+what torch_npu makes of SDPA reads them as numbers, so that every length has a graph, with kernels or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import zoo
+from agreement import TOLERANCE
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import kernels_ext_npu
+
+LENGTHS = 9, 13, 21
+LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next", "granitemoehybrid", "falcon_mamba"]
+
+
+@pytest.fixture(autouse=True)
+def one_graph(registered: None) -> Iterator[None]:
+    """Raises where anything is compiled a second time."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+def build(name: str, device: str) -> nn.Module:
+    model = zoo.build(name)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+    return kernels_ext_npu.kernelize(model.to(device)) if device == "npu" else model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+
+
+def logits(model: nn.Module, name: str, length: int) -> Tensor:
+    inputs = zoo.inputs(name, getattr(model, "_orig_mod", model), length=length)
+    device = next(model.parameters()).device
+    return model(**{key: value.to(device) for key, value in inputs.items()}, use_cache=False).logits
+
+
+def gradients(model: nn.Module, name: str, length: int) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    logits(model, name, length).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
+    for a, b in zip(found, expected, strict=True):
+        assert (a.cpu() - b).norm() <= TOLERANCE * whole
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *(pytest.param(n, marks=pytest.mark.long) for n in ["llama", *LONG])])
+def test_a_model_trains_in_one_graph_for_all_lengths(name: str) -> None:
+    """Norms of heads, as views that are not contiguous, in Gemma 3."""
+    model, reference = build(name, "npu"), build(name, "cpu")
+    call = compiled(model)
+    for length in LENGTHS:
+        assert_close(gradients(call, name, length), gradients(reference, name, length))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", *LONG])
+@torch.no_grad()
+def test_a_model_answers_in_one_graph_for_all_lengths(name: str) -> None:
+    model, reference = build(name, "npu"), build(name, "cpu")
+    call = compiled(model)
+    for length in LENGTHS:
+        found, expected = logits(call, name, length), logits(reference, name, length)
+        assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.long) for n in ["qwen3", "phi3"])])
+def test_layers_that_are_compiled_by_themselves_share_a_graph(name: str) -> None:
+    """What a kernel looks at is the same for all layers and lengths."""
+    model, reference = build(name, "npu"), build(name, "cpu")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in LENGTHS:
+        assert_close(gradients(model, name, length), gradients(reference, name, length))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+@torch.no_grad()
+def test_kernels_add_no_graph_with_the_default_attention(name: str) -> None:
+    graphs = []
+    for kernels in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        kernels_ext_npu.unregister()
+        model = zoo.build(name).to("npu")
+        call = compiled(kernels_ext_npu.kernelize(model) if kernels else model)
+        with torch._dynamo.config.patch(error_on_recompile=False):
+            for length in LENGTHS:
+                logits(call, name, length)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]

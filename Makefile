@@ -6,14 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow lint build docs publish clean
+.PHONY: help demo test test-fast test-slow test-distributed lint build docs publish clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
 	@echo "make test        the tests [ARGS=...];  make test-fast: without the slow ones"
 	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
+	@echo "make test-distributed   the tests on several software devices: FSDP, tensor and expert parallelism"
 	@echo "make lint        ruff and mypy"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make docs        write the generated parts of the documents anew"
@@ -24,13 +26,17 @@ demo: build
 	@$(BIN)/kernels-ext-npu demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY)
-	$(PYTEST) -m "not long" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not long and not distributed" $(ARGS)
 
 test-fast: $(READY)
-	$(PYTEST) -m "not slow and not long" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow and not long and not distributed" $(ARGS)
 
 test-slow: $(READY)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+# one test after the other: each starts processes that run in parallel
+test-distributed: $(READY)
+	$(PYTEST) tests/distributed $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,13 +6,14 @@
 #define _GNU_SOURCE
 #include <malloc.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 typedef int aclError;
-enum { ACL_SUCCESS = 0, ACL_ERROR_RT_MEMORY_ALLOCATION = 207001, ACL_ERROR_FAILURE = 500000 };
+enum { ACL_SUCCESS = 0, ACL_ERROR_RT_INVALID_DEVICEID = 107001, ACL_ERROR_RT_MEMORY_ALLOCATION = 207001, ACL_ERROR_FAILURE = 500000 };
 enum { MEMCPY_DEVICE_TO_HOST = 2 };
 enum { STREAM_COMPLETE = 0, EVENT_COMPLETE = 1, WAIT_COMPLETE = 0 };
 
@@ -21,6 +22,7 @@ enum { STREAM_COMPLETE = 0, EVENT_COMPLETE = 1, WAIT_COMPLETE = 0 };
 
 static __thread int device = 0;
 static __thread void *context = (void *)0x1000;
+static __thread char message[256]; /* of the last error, until it is asked for; only a launch has none */
 static uint64_t in_use[MAX_DEVICES];
 static uint64_t device_to_host_copies, stream_syncs;
 
@@ -29,20 +31,32 @@ static uint64_t device_to_host_copies, stream_syncs;
 /* device and context */
 aclError aclInit(const char *config) { return ACL_SUCCESS; }
 aclError aclFinalize(void) { return ACL_SUCCESS; }
+static int device_count(void) {
+    const char *visible = getenv("ASCEND_RT_VISIBLE_DEVICES"); /* a list, of those that this process may use */
+    if (visible && *visible) {
+        int count = 1;
+        for (; *visible; visible++) count += *visible == ',';
+        return count > MAX_DEVICES ? MAX_DEVICES : count;
+    }
+    const char *s = getenv("SOFTNPU_DEVICES");
+    if (!s) s = getenv("LOCAL_WORLD_SIZE"); /* torchrun starts a process for each device */
+    int count = s ? atoi(s) : 1;
+    return count < 1 ? 1 : count > MAX_DEVICES ? MAX_DEVICES : count;
+}
+aclError aclrtGetDeviceCount(uint32_t *n) { *n = device_count(); return ACL_SUCCESS; }
 aclError aclrtSetDevice(int id) {
+    int count = device_count();
+    if (id < 0 || id >= count) {
+        snprintf(message, sizeof message, "There is no device %d: the software devices are 0 to %d. Set the environment "
+                 "variable SOFTNPU_DEVICES to how many you want, at most %d.", id, count - 1, MAX_DEVICES);
+        return ACL_ERROR_RT_INVALID_DEVICEID;
+    }
     device = id;
     context = (void *)(uintptr_t)(0x1000 + id);
     return ACL_SUCCESS;
 }
 aclError aclrtGetDevice(int *id) { *id = device; return ACL_SUCCESS; }
 aclError aclrtResetDevice(int id) { return ACL_SUCCESS; }
-aclError aclrtGetDeviceCount(uint32_t *n) {
-    const char *s = getenv("SOFTNPU_DEVICES");
-    if (!s) s = getenv("LOCAL_WORLD_SIZE"); /* torchrun starts a process for each device */
-    int count = s ? atoi(s) : 1;
-    *n = count < 1 ? 1 : count > MAX_DEVICES ? MAX_DEVICES : count;
-    return ACL_SUCCESS;
-}
 aclError aclrtGetCurrentContext(void **c) { *c = context; return ACL_SUCCESS; }
 aclError aclrtSetCurrentContext(void *c) { context = c; return ACL_SUCCESS; }
 aclError aclrtDeviceCanAccessPeer(int *yes, int a, int b) { *yes = 0; return ACL_SUCCESS; }
@@ -52,7 +66,12 @@ aclError aclGetDeviceCapability(uint32_t d, int t, int64_t *v) { *v = 0; return 
 aclError aclrtGetVersion(int *a, int *b, int *c) { *a = 1; *b = 8; *c = 0; return ACL_SUCCESS; }
 aclError aclrtGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
 aclError aclrtCtxGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
-const char *aclGetRecentErrMsg(void) { return "the software device has no kernel for this operator"; }
+const char *aclGetRecentErrMsg(void) {
+    static __thread char asked[sizeof message];
+    strcpy(asked, *message ? message : "the software device has no kernel for this operator");
+    *message = 0;
+    return asked;
+}
 size_t aclGetCompileoptSize(int opt) { return 16; }
 aclError aclGetCompileopt(int opt, char *value, size_t size) { strncpy(value, "disable", size); return ACL_SUCCESS; }
 

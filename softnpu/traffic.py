@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -11,7 +10,8 @@ class Collective(NamedTuple):
     """A collective operator in a process group.
 
     Attributes:
-        operator: its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``send``.
+        operator: ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
+            ``scatter``, ``gather``, ``send``, ``recv`` or ``barrier``, in each of its forms.
         group: the name of the process group.
         ranks: how many processes it has.
     """
@@ -26,37 +26,25 @@ class Traffic(NamedTuple):
 
     Attributes:
         calls: how often this process called it.
-        bytes: the size of its messages: of what is reduced, gathered, scattered or sent as a whole.
+        bytes: the size of its messages, the same on every rank of an even collective. ``all_reduce``, ``reduce``,
+            ``broadcast``, ``send`` and ``recv``: of the tensor. ``all_gather``, ``gather``, ``scatter`` and
+            ``reduce_scatter``: of the parts of all ranks together. ``all_to_all``: of what this process gives, its own
+            part included. ``barrier``: none. A coalesced call counts once, with all its tensors.
     """
 
     calls: int
     bytes: int
 
 
-_NAMES = {
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "recv_any_source_": "recv",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-}
-
 _traffic: dict[Collective, Traffic] = {}
 _lock = threading.Lock()  # backward runs in a thread of its own
 
 
-def count_collective(name: str, group: str, ranks: int, sizes: Iterable[int]) -> None:
-    """Count a call of a ``c10d::`` operator, given the bytes of each of its arguments."""
-    key = Collective(_NAMES.get(name, name.rstrip("_")), group, ranks)
+def count_collective(collective: Collective, size: int) -> None:
+    """Count a call with messages of ``size`` bytes."""
     with _lock:
-        calls, total = _traffic.get(key, Traffic(0, 0))
-        _traffic[key] = Traffic(calls + 1, total + (0 if key.operator == "barrier" else max(sizes)))
+        calls, total = _traffic.get(collective, Traffic(0, 0))
+        _traffic[collective] = Traffic(calls + 1, total + size)
 
 
 def collectives() -> dict[Collective, Traffic]:

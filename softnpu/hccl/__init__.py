@@ -2,10 +2,17 @@
 
 torch_npu's own entries stay: its ``c10d::`` operators for the device are all that dist.*, functional collectives,
 DTensor, DDP and FSDP end in, and there the tensors are handed over to gloo as CPU tensors on the same bytes.
+
+- ``limits.py``: what HCCL accepts, with its sources
+- ``dispatch.py``: takes torch_npu's operators over
+- ``moving.py``, ``reducing.py``: what they do here, each with its checks
+- ``agreement.py``: what the ranks of a group have to agree on
+- ``backend.py``: the backend object of a process group
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +24,8 @@ def install() -> None:
     """Let process groups named ``hccl`` be ours. What carries them is loaded with the first one."""
     if dist.is_available():
         dist.Backend._plugins[NAME.upper()] = dist.Backend._BackendPlugin(_create, extended_api=True)
+        # The gloo of "cpu:gloo,npu:hccl" takes the address of the host's name otherwise. The devices are all here.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _create(options: Any, _: Any) -> Any:

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
-from torch.utils._pytree import tree_map_only
 
 from softnpu.hccl import NAME
-from softnpu.hosting import HostCall
+from softnpu.hccl.agreement import Agreement
+from softnpu.hccl.works import Works
 
 LOOPBACK = "127.0.0.1"
 
-# By the name of their group, which is all that an operator says of it. They are kept here: the group itself holds what
-# is below Python only.
+# By the name of their group, which is all that an operator says of it. They are kept here, until their group is shut
+# down: the group itself holds what is below Python only.
 groups: dict[str, HCCL] = {}
 
 
@@ -25,62 +25,70 @@ class HCCL(ProcessGroupGloo):
     """What ``group._get_backend(torch.device("npu"))`` returns, registered for NPU tensors and no others.
 
     Attributes:
+        group_name: of its process group.
         on_host: a process group of the same ranks in which this backend serves CPU tensors.
         pending: the works of a coalescing block, None outside of one.
+        agreement: what this rank has to agree on with the others.
     """
 
+    supports_splitting = False  # as torch_npu's: split_group and new_group with a bound device ask
+
     def __init__(self, options: Any) -> None:
-        gloo = ProcessGroupGloo._Options()
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = options.timeout
         gloo._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        agreement = Agreement(options.store, options.group_id, options.group_rank, options.group_size)
         super().__init__(options.store, options.group_rank, options.group_size, gloo)
         self._set_sequence_number_for_group()
-        self.pending: list[Any] | None = None
+        self.group_name: str = options.group_id
+        self.pending: list[dist.Work] | None = None
+        self.agreement = agreement
         self.on_host = ProcessGroup(options.store, options.group_rank, options.group_size)
         self.on_host._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.on_host._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
-        for name in groups.keys() - dist.distributed_c10d._world.pg_names.values():
-            del groups[name]  # destroyed
-        groups[options.group_id] = self
+        groups[self.group_name] = self
 
     def name(self) -> str:
         """As torch_npu's is called."""
         return NAME
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Of ``init_process_group(device_id=...)``: connections are there from the start."""
 
-    # torch_npu calls these on the backend, without an operator
-    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
+    # torch_npu calls these on the backend. Its group has an operator for each.
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
         """For ``dist.gather``, which torch_npu makes of it."""
-        return self.on_host.allgather(*_on_host("allgather", outputs, inputs), *options)
+        return self._group().allgather(outputs, inputs, *options)
 
-    def gather(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
         """For ``dist.gather`` where compatible implementations are switched on."""
-        return self.on_host.gather(*_on_host("gather", outputs, inputs), *options)
+        return self._group().gather(outputs, inputs, *options)
 
     def batch_isend_irecv(self, kinds: Sequence[str], tensors: Sequence[Tensor], peers: Sequence[int]) -> dist.Work:
-        """For ``dist.batch_isend_irecv`` on chips before 910B."""
-        pairs = zip(kinds, tensors, peers)
-        return Works([getattr(self.on_host, kind[1:])(_on_host(kind, [t]), peer, 0) for kind, t, peer in pairs])
+        """For ``dist.batch_isend_irecv`` where HCCL has no coalescing."""
+        group = self._group()
+        run = {"isend": group.send, "irecv": group.recv}
+        return Works([run[kind]([tensor], peer, 0) for kind, tensor, peer in zip(kinds, tensors, peers)])
+
+    def all_gather_into_tensor_uneven(self, output: Tensor, tensor: Tensor, splits: Sequence[int]) -> dist.Work:
+        """For ``torch_npu.distributed.all_gather_into_tensor_uneven``."""
+        return self._group().allgather([_split(output, splits, self.size())], [tensor])
+
+    def reduce_scatter_tensor_uneven(
+        self, output: Tensor, tensor: Tensor, splits: Sequence[int], options: Any
+    ) -> dist.Work:
+        """For ``torch_npu.distributed.reduce_scatter_tensor_uneven``."""
+        return self._group().reduce_scatter([output], [_split(tensor, splits, self.size())], options)
+
+    def alltoallvc(self, output: Tensor, tensor: Tensor, matrix: Sequence[int]) -> dist.Work:
+        """For ``torch_npu.distributed.all_to_all_vc``: ``matrix[i * ranks + j]`` elements go from rank i to j."""
+        rank, ranks = self.rank(), self.size()
+        given, received = list(matrix[rank * ranks : (rank + 1) * ranks]), list(matrix[rank::ranks])
+        return self._group().alltoall_base(output.view(-1), tensor.view(-1), received, given)
+
+    def _group(self) -> ProcessGroup:
+        return dist.distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[arg-type]
 
 
-class Works(dist.Work):
-    """Several works as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        super().__init__()
-        self.works = works
-
-    def wait(self, *_: Any) -> bool:
-        """Until the last of them is done."""
-        return all(work.wait() for work in self.works)
-
-    def is_completed(self) -> bool:
-        """Whether all of them are."""
-        return all(work.is_completed() for work in self.works)
-
-
-def _on_host(name: str, *values: Any) -> Any:
-    mapped = tree_map_only(Tensor, HostCall(name).alias, values)
-    return mapped if len(values) > 1 else mapped[0]
+def _split(tensor: Tensor, splits: Sequence[int], ranks: int) -> list[Tensor]:
+    return list(tensor.split(list(splits) or tensor.size(0) // ranks))

@@ -1,4 +1,4 @@
-"""torch_npu's ``c10d::`` operators, carried out by torch's own for the CPU."""
+"""torch_npu's ``c10d::`` operators, which call HCCL itself, replaced by our own."""
 
 from __future__ import annotations
 
@@ -7,79 +7,76 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.distributed import Work
+from torch.utils._pytree import tree_map_only
 
-from softnpu.hccl.backend import HCCL, Works, groups
+from softnpu.hccl import moving, reducing  # noqa: F401  they register their operators
+from softnpu.hccl.backend import groups
+from softnpu.hccl.call import OPERATORS, Call
+from softnpu.hccl.works import Works
 from softnpu.hosting import HostCall
-from softnpu.traffic import count_collective
 
 c10d = torch.library.Library("c10d", "IMPL")
 
 
 @functools.cache
 def install() -> None:
-    """Replace torch_npu's kernels, which call HCCL itself."""
+    """Replace the operators, and the three methods of a group that do not end in one."""
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")
-        if namespace == "c10d":
-            c10d.impl(name, _on_gloo(getattr(torch.ops.c10d, name).default), "PrivateUse1", allow_override=True)
-    _add_coalescing()
+        if namespace == "c10d" and name in OPERATORS:
+            c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default), "PrivateUse1", allow_override=True)
+    reducing.remember_factors()
+    for method in (_start_coalescing, _end_coalescing, shutdown):
+        original = getattr(ProcessGroup, method.__name__)
+        setattr(ProcessGroup, method.__name__, functools.partialmethod(method, original))
 
 
-def _on_gloo(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
     name = op._schema.name.partition("::")[2]
+    parameters = [argument.name for argument in op._schema.arguments]
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    run = OPERATORS[name]
 
-    def kernel(*args: Any) -> Any:
-        call = HostCall(name)
-        group = _group(args)
-        backend = groups.get(group.group_name) if group is not None else None
-        if backend is not None:
-            count_collective(name, group.group_name, backend.size(), [_bytes(arg) for arg in args])
-        host_args = [_enter(call, arg, backend) for arg in args]
-        result = tree_map_only(Tensor, call.leave, op(*host_args))
-        if backend is not None and backend.pending is not None:
-            backend.pending.append(dist.Work.unbox(result[-1] if isinstance(result, tuple) else result))
-        return result
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given: dict[str, Any] = defaults | dict(zip(parameters, args)) | kwargs
+        backend = groups.get(ProcessGroup.unbox(given["process_group"]).group_name)
+        if backend is None:  # a fake group
+            return _on_host(op, name, args, kwargs)
+        work = run(Call(op, name, backend, given))
+        if backend.pending is not None:
+            backend.pending.append(work)
+        return (given[parameters[0]], work.boxed()) if len(op._schema.returns) == 2 else work.boxed()
 
     return kernel
 
 
-def _group(args: tuple) -> ProcessGroup | None:
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
-            return ProcessGroup.unbox(arg)
-    return None
+def _on_host(op: torch._ops.OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+    call = HostCall(name)
+    host_args, host_kwargs = tree_map_only(Tensor, call.alias, (args, kwargs))
+    return tree_map_only(Tensor, call.leave, op(*host_args, **host_kwargs))
 
 
-def _enter(call: HostCall, arg: Any, backend: HCCL | None) -> Any:
-    if backend is not None and isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
-        return backend.on_host.boxed()
-    return tree_map_only(Tensor, call.alias, arg)
+# gloo has no coalescing blocks: the works of one are collected, and waited for together
+def _start_coalescing(group: ProcessGroup, original: Callable, device: torch.device) -> None:
+    backend = groups.get(group.group_name)
+    if backend is None or device.type != "npu":
+        original(group, device)
+    else:
+        backend.pending = []
 
 
-def _bytes(arg: Any) -> int:
-    return sum(tensor.nbytes for tensor in tree_leaves(arg) if isinstance(tensor, Tensor))
+def _end_coalescing(group: ProcessGroup, original: Callable, device: torch.device) -> Work:
+    backend = groups.get(group.group_name)
+    if backend is None or device.type != "npu":
+        return original(group, device)
+    works, backend.pending = backend.pending, None
+    return Works(works or [])
 
 
-def _add_coalescing() -> None:
-    """gloo has no coalescing blocks: the works of one are collected, and waited for together."""
-    start, end = ProcessGroup._start_coalescing, ProcessGroup._end_coalescing
-
-    def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
-        backend = groups.get(group.group_name)
-        if backend is None or device.type != "npu":
-            start(group, device)
-        else:
-            backend.pending = []
-
-    def end_coalescing(group: ProcessGroup, device: torch.device) -> Any:
-        backend = groups.get(group.group_name)
-        if backend is None or device.type != "npu":
-            return end(group, device)
-        works, backend.pending = backend.pending, None
-        return Works(works or [])
-
-    ProcessGroup._start_coalescing, ProcessGroup._end_coalescing = start_coalescing, end_coalescing
+def shutdown(group: ProcessGroup, original: Callable) -> None:
+    """Of ``destroy_process_group``."""
+    original(group)
+    groups.pop(group.group_name, None)

@@ -1,0 +1,87 @@
+"""One call of a ``c10d::`` operator, on both sides: the caller's NPU tensors, and gloo with the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from softnpu.hccl.backend import HCCL
+from softnpu.hosting import HostCall
+from softnpu.traffic import Collective, count_collective
+
+
+class Call:
+    """A call of an operator.
+
+    Attributes:
+        name: of the operator, without namespace.
+        given: its arguments, by name.
+        on_host: the group in which gloo serves CPU tensors.
+        ranks: how many processes the group has.
+        rank: which of them this is.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, name: str, backend: HCCL, given: dict[str, Any]) -> None:
+        self.name, self.given = name, given
+        self.on_host, self.ranks, self.rank = backend.on_host, backend.size(), backend.rank()
+        self._op, self._backend, self._host = op, backend, HostCall(name)
+
+    def count(self, operator: str, tensors: Iterable[Tensor], size: int) -> None:
+        """The tensors are what HCCL takes, and go on their way: ``size`` bytes."""
+        for tensor in tensors:
+            self._backend.agreement.use(tensor.device)
+        count_collective(Collective(operator, self._backend.group_name, self.ranks), size)
+
+    def agree(self, operator: str, *same: object) -> None:
+        """All ranks have to call this operator, with the same arguments."""
+        self._backend.agreement.call(f"{operator}({', '.join(str(item).removeprefix('torch.') for item in same)})")
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor over the same bytes."""
+        return self._host.alias(tensor)
+
+    def bytes(self, tensor: Tensor) -> Tensor:
+        """The bytes of a contiguous tensor: gloo does not know all dtypes."""
+        return flat(self.host(tensor)).view(torch.uint8)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The bytes of a contiguous tensor, in rows of its first dimension."""
+        return self.bytes(tensor).view(tensor.size(0), tensor[:1].numel() * tensor.itemsize if tensor.numel() else -1)
+
+    def again(self, **replaced: Any) -> Work:
+        """The operator on the host, with other arguments."""
+        result = self._op(**self.given | replaced | {"process_group": self.on_host.boxed()})
+        return Work.unbox(result[-1] if isinstance(result, tuple) else result)
+
+
+Run = Callable[[Call], Work]
+OPERATORS: dict[str, Run] = {}
+
+
+def operator(name: str) -> Callable[[Run], Run]:
+    """The function is the device's kernel of ``c10d::<name>``."""
+
+    def register(run: Run) -> Run:
+        OPERATORS[name] = run
+        return run
+
+    return register
+
+
+def flat(host: Tensor) -> Tensor:
+    """The elements of a contiguous tensor as they lie in memory."""
+    return host.as_strided((host.numel(),), (1,), host.storage_offset())
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of all of them."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def sizes(tensors: Iterable[Tensor]) -> str:
+    """Elements of each of them."""
+    return " + ".join(str(tensor.numel()) for tensor in tensors)

@@ -55,7 +55,9 @@ def install() -> None:
             )
             aten.impl(name, kernel, "PrivateUse1", allow_override=True)
     for name in _registered("PrivateUse1", "fsdp"):
-        fsdp.impl(name, on_host(getattr(torch.ops.fsdp, name).default), "PrivateUse1", allow_override=True)
+        kernel = on_host(getattr(torch.ops.fsdp, name).default)
+        kernel = _copy_in(kernel) if name == "all_gather_copy_in" else kernel
+        fsdp.impl(name, kernel, "PrivateUse1", allow_override=True)
     for name in DIRECT & _registered("AutogradPrivateUse1"):
         aten.impl(name, _torchs_own(_overload(name)), "AutogradPrivateUse1", allow_override=True)
 
@@ -92,6 +94,18 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
                 for tensor in value if isinstance(value, list) else [value]:
                     call.write_back(tensor)
             return call.leave(result)
+
+    return kernel
+
+
+def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """``fsdp::all_gather_copy_in`` returns a part of its output, which its schema does not say."""
+
+    def kernel(
+        inputs: Any, output: torch.Tensor, sizes: Any, numel: int, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        copy(inputs, output, sizes, numel, rank)
+        return output.narrow(0, numel * rank, numel), output
 
     return kernel
 

@@ -25,7 +25,7 @@ DOCTOR = ROOT / "integration/kernels_ext_npu/doctor"
 SOURCES = {
     "kernels-ext-npu": [(ROOT, ("integration/**/*.py", "*/torch-ext/**/*.py"))],
     "doctor": [(DOCTOR, ("*.py",))],
-    "softnpu": [(ROOT, ("softnpu/**/*.py",))],
+    "softnpu": [(ROOT, ("softnpu/**/*.py", "softnpu/*.c"))],
     "kernels": [(SITE, ("kernels/**/*.py",))],
     "packaging": [(SITE, ("packaging/*.py",))],
     "h11": [(SITE, ("h11/*.py",))],

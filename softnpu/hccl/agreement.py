@@ -13,7 +13,7 @@ from torch_npu import npu
 
 
 class Agreement:
-    """One rank's side of it. To be made before the ranks connect."""
+    """One rank's side of it."""
 
     def __init__(self, store: dist.Store, group_name: str, rank: int, ranks: int) -> None:
         self._devices, self._calls = dist.PrefixStore("device", store), dist.PrefixStore("call", store)
@@ -22,8 +22,6 @@ class Agreement:
         self._neighbours = {(rank - 1) % ranks, (rank + 1) % ranks} - {rank}
         self._device: torch.device | None = None
         self._call = 0
-        for earlier in (self._devices, self._calls):  # of a group of that name in the same store, destroyed since
-            earlier.delete_key(str(rank))
 
     def use(self, device: torch.device) -> None:
         """A tensor of this device is going to be sent or received.

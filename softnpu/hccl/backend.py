@@ -37,13 +37,13 @@ class HCCL(ProcessGroupGloo):
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = options.timeout
         gloo._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        agreement = Agreement(options.store, options.group_id, options.group_rank, options.group_size)
-        super().__init__(options.store, options.group_rank, options.group_size, gloo)
+        store = _fresh(options.store, options.group_size)
+        super().__init__(store, options.group_rank, options.group_size, gloo)
         self._set_sequence_number_for_group()
         self.group_name: str = options.group_id
         self.pending: list[dist.Work] | None = None
-        self.agreement = agreement
-        self.on_host = ProcessGroup(options.store, options.group_rank, options.group_size)
+        self.agreement = Agreement(store, self.group_name, options.group_rank, options.group_size)
+        self.on_host = ProcessGroup(store, options.group_rank, options.group_size)
         self.on_host._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.on_host._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
         groups[self.group_name] = self
@@ -88,6 +88,12 @@ class HCCL(ProcessGroupGloo):
 
     def _group(self) -> ProcessGroup:
         return dist.distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[arg-type]
+
+
+def _fresh(store: dist.Store, ranks: int) -> dist.Store:
+    """A part of the store that no earlier group of this name has used: programs destroy groups and begin again."""
+    arrived = store.add(f"arrived/{ranks}", 1)
+    return dist.PrefixStore(f"{ranks}/{(arrived - 1) // ranks}", store)
 
 
 def _split(tensor: Tensor, splits: Sequence[int], ranks: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup
+from torch._C._distributed_c10d import HashStore, ProcessGroup
 from torch.distributed import Work
 from torch.utils._pytree import tree_map_only
 
@@ -42,9 +42,10 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given: dict[str, Any] = defaults | dict(zip(parameters, args)) | kwargs
-        backend = groups.get(ProcessGroup.unbox(given["process_group"]).group_name)
-        if backend is None:  # a fake group
-            return _on_host(op, name, args, kwargs)
+        group = ProcessGroup.unbox(given["process_group"])
+        backend = groups.get(group.group_name)
+        if backend is None:
+            return _elsewhere(op, name, given, group)
         work = run(Call(op, name, backend, given))
         if backend.pending is not None:
             backend.pending.append(work)
@@ -53,10 +54,15 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-def _on_host(op: torch._ops.OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+def _elsewhere(op: torch._ops.OpOverload, name: str, given: dict[str, Any], group: ProcessGroup) -> Any:
+    """In a group of another backend for NPU tensors, as the fake one: in its twin that has it for CPU tensors."""
     call = HostCall(name)
-    host_args, host_kwargs = tree_map_only(Tensor, call.alias, (args, kwargs))
-    return tree_map_only(Tensor, call.leave, op(*host_args, **host_kwargs))
+    twin = ProcessGroup(HashStore(), group.rank(), group.size())
+    twin._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    backend = group._get_backend(torch.device("npu"))
+    twin._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend)
+    result = op(**tree_map_only(Tensor, call.alias, given) | {"process_group": twin.boxed()})
+    return tree_map_only(Tensor, call.leave, result)
 
 
 # gloo has no coalescing blocks: the works of one are collected, and waited for together

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from tests.distributed.processes import FailedOnRanksError
 
+pytestmark = pytest.mark.distributed  # it ends the processes again and again
+
 
 def total() -> float:
     tensor = torch.full((3,), float(dist.get_rank() + 1), device="npu")

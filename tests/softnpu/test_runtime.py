@@ -99,6 +99,27 @@ def test_the_number_of_devices_can_be_set(run_python) -> None:
         run_python(f"import softnpu, torch; assert torch.npu.device_count() == {devices}", SOFTNPU_DEVICES=devices)
 
 
+def test_a_process_may_see_some_of_the_devices(run_python) -> None:
+    code = "import softnpu, torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').device)"
+    result = run_python(code, SOFTNPU_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="4,6")
+    assert result.stdout.split("\n")[-2] == "2 npu:1"
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_variable_that_sets_how_many(run_python) -> None:
+    code = """
+import softnpu, torch
+for call in (lambda: torch.npu.set_device(2), lambda: torch.ones(2, device="npu:2")):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "There is no device 2: the software devices are 0 to 1. Set the environment variable SOFTNPU" in str(error)
+    else:
+        raise SystemExit("there are two devices")
+assert torch.npu.current_device() == 0
+"""
+    run_python(code, SOFTNPU_DEVICES="2")
+
+
 def test_a_script_runs_as_a_module(run_python, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,0 +1,72 @@
+"""A process that dies or hangs ends the others, within the timeout and with a message, and nothing is left of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import TORCHRUN, launch
+
+pytestmark = pytest.mark.distributed
+
+TIMEOUT = 6
+
+TRAINING = f"""
+import softnpu
+import os, signal, sys, time, datetime
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+how, engine = sys.argv[1:]
+rank = int(os.environ["LOCAL_RANK"])
+torch.npu.set_device(rank)
+dist.init_process_group("hccl", timeout=datetime.timedelta(seconds={TIMEOUT}))
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).npu()
+model = DistributedDataParallel(model, device_ids=[rank]) if engine == "DDP" else fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+start = None
+try:
+    for step in range(1000):
+        if step == 2:
+            start = time.monotonic()
+            if rank == 1:
+                os.write(1, b"rank 1: two steps are done\\n")
+                if how == "exit":
+                    os._exit(7)
+                if how == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "hang":
+                    time.sleep(1000)
+        model(torch.ones(2, 8, device="npu")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+except RuntimeError as error:
+    os.write(1, f"rank {{rank}} waited {{time.monotonic() - start:.1f}} s: {{error}}\\n".encode())
+    raise
+"""
+
+# how it ended -> how torchrun names that, what the other rank says
+ENDS = {
+    "exit": ("exitcode  : 7", "by peer"),
+    "SIGKILL": ("Signal 9 (SIGKILL) received", "by peer"),
+    "hang": (f"Timed out waiting {TIMEOUT}000ms", f"Timed out waiting {TIMEOUT}000ms"),
+}
+
+
+@pytest.mark.parametrize(("how", "engine"), [("exit", "DDP"), ("SIGKILL", "FSDP2"), ("hang", "DDP")])
+def test_the_others_end_with_a_message(how: str, engine: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINING)
+    command = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "script.py", how, engine)
+    run = launch(*command, directory=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    named, said = ENDS[how]
+    assert run.code
+    assert "rank 1: two steps are done" in run.output
+    assert named in run.output, run.output
+    (line,) = [line for line in run.output.splitlines() if line.startswith("rank 0 waited")]
+    assert said in line
+    waited = float(line.split()[3])
+    assert waited < (2 * TIMEOUT if how == "hang" else TIMEOUT)  # the end of a process is seen at once
+    assert run.left == []

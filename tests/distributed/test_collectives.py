@@ -359,7 +359,7 @@ def test_functional_collectives_compile(two_ranks: Processes) -> None:
 def reduce_in_a_fake_group() -> list[float]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
 
-    group = dist.new_group(backend="fake")
+    group = dist.new_group(backend="cpu:fake,npu:fake")
     x = torch.full((2,), 5.0, device="npu")
     dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)

@@ -112,7 +112,8 @@ for call in (lambda: torch.npu.set_device(2), lambda: torch.ones(2, device="npu:
     try:
         call()
     except RuntimeError as error:
-        assert "There is no device 2: the software devices are 0 to 1. Set the environment variable SOFTNPU" in str(error)
+        assert "There is no device 2: the software devices are 0 to 1. Set the environment" in str(error)
+        assert "variable SOFTNPU_DEVICES to how many you want, at most 64" in str(error)
     else:
         raise SystemExit("there are two devices")
 assert torch.npu.current_device() == 0

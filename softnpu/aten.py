@@ -13,6 +13,7 @@ from softnpu.aten_formulas import FORMULAS
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
 from softnpu.hosting import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.randomness import default_generator, host_generator
+from softnpu.untraced import untraced
 
 aten = torch.library.Library("aten", "IMPL")
 fsdp = torch.library.Library("fsdp", "IMPL")
@@ -95,7 +96,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
                     call.write_back(tensor)
             return call.leave(result)
 
-    return kernel
+    return untraced(kernel)
 
 
 def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from softnpu.hccl.backend import groups
 from softnpu.hccl.call import OPERATORS, Call
 from softnpu.hccl.works import Works
 from softnpu.hosting import HostCall
+from softnpu.untraced import untraced
 
 c10d = torch.library.Library("c10d", "IMPL")
 
@@ -51,7 +52,7 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
             backend.pending.append(work)
         return (given[parameters[0]], work.boxed()) if len(op._schema.returns) == 2 else work.boxed()
 
-    return kernel
+    return untraced(kernel)
 
 
 def _elsewhere(op: torch._ops.OpOverload, name: str, given: dict[str, Any], group: ProcessGroup) -> Any:

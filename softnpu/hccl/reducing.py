@@ -24,10 +24,6 @@ from softnpu.hccl import limits
 from softnpu.hccl.call import Call, flat, nbytes, operator, sizes
 from softnpu.hccl.works import joined, then
 
-# gloo has no int16, and adds the bytes of booleans
-COMPUTED_AS_INT32 = (torch.bool, torch.uint8, torch.int16)
-
-
 _current = threading.local()
 
 
@@ -141,7 +137,7 @@ def _reduce_scatter(call: Call) -> Work:
     if len({source.numel() for source in sources}) == 1:
         whole = torch.cat(sources)
         return _scatter_reduced(call, call.host(output), whole, _scaled(_asked(call), [whole]))
-    values = [source.int() if source.dtype in COMPUTED_AS_INT32 else source.clone() for source in sources]
+    values = [_computed(source.clone()) for source in sources]
     reduction = _scaled(_asked(call), values)
     works = []
     for rank, value in enumerate(values):
@@ -174,5 +170,5 @@ def _scaled(reduction: str, inputs: Iterable[Tensor]) -> str:
 
 
 def _computed(host: Tensor) -> Tensor:
-    """Flat, and of a dtype that gloo reduces as HCCL does: the tensor's own memory where that is so."""
-    return flat(host).int() if host.dtype in COMPUTED_AS_INT32 else host
+    """What gloo reduces: it has no int16. Otherwise the tensor itself."""
+    return host.int() if host.dtype == torch.int16 else host

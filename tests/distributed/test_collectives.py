@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -296,21 +297,23 @@ def test_calls_and_bytes_are_counted_and_only_a_barrier_waits(two_ranks: Process
 
 
 def outlive() -> list[float]:
-    """An asynchronous collective of a tensor that is gone, and whose memory would be taken over."""
-    results = torch.empty(2 * 50_000, device="npu")
-    work = dist.all_gather_into_tensor(
-        results, torch.full((50_000,), float(dist.get_rank()), device="npu"), async_op=True
-    )
+    """Rank 0 sends a tensor that is gone, and whose memory would be taken over, once rank 1 is there to receive it."""
+    tensor = torch.full((50_000,), float(dist.get_rank()), device="npu")
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        dist.broadcast(tensor, 0)
+        return tensor.unique().tolist()
+    work = dist.broadcast(tensor, 0, async_op=True)
+    del tensor
     gc.collect()
-    for _ in range(8):
-        torch.full((50_000,), -1.0, device="npu")
+    later = [torch.full((50_000,), -1.0, device="npu") for _ in range(8)]
     assert work is not None
     work.wait()
-    return results.unique().tolist()
+    return later[0].unique().tolist()
 
 
 def test_an_asynchronous_collective_outlives_its_tensor(two_ranks: Processes) -> None:
-    assert two_ranks.run(outlive) == [[0.0, 1.0]] * 2
+    assert two_ranks.run(outlive) == [[-1.0], [0.0]]
 
 
 def addresses() -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,7 +51,7 @@ class Call:
 
     def rows(self, tensor: Tensor) -> Tensor:
         """The bytes of a contiguous tensor, in rows of its first dimension."""
-        return self.bytes(tensor).view(tensor.size(0), tensor[:1].numel() * tensor.itemsize if tensor.numel() else -1)
+        return self.bytes(tensor).view(tensor.size(0), math.prod(tensor.shape[1:]) * tensor.itemsize)
 
     def again(self, **replaced: Any) -> Work:
         """The operator on the host, with other arguments."""

@@ -43,6 +43,7 @@ def everything(rank: int) -> dict[str, torch.Tensor]:
         "all_to_all_single": exchanged,
         # rank r gives one row of it to rank 0, and the others to rank 1
         "all_to_all_single with splits": torch.cat([x[:1] if rank == 0 else x[1:] for x in inputs]),
+        "all_to_all_single, all to rank 0": whole if rank == 0 else torch.zeros(0),
         "broadcast": inputs[1],
         "gather": whole if rank == 0 else torch.zeros(0),
         "reduce": total if rank == 1 else torch.zeros(0),
@@ -121,6 +122,10 @@ def collect() -> dict[str, torch.Tensor]:
     (output,) = empty(2 if rank == 0 else 6)
     dist.all_to_all_single(output, x, [1, 1] if rank == 0 else [3, 3], [1, 3])
     keep("all_to_all_single with splits", output)
+
+    output = torch.full((4 if rank == 0 else 0, 2), -1.0, device=device)
+    dist.all_to_all_single(output, x.view(2, 2), [2, 2] if rank == 0 else [0, 0], [2, 0])
+    keep("all_to_all_single, all to rank 0", output.flatten())
 
     y = x.clone()
     dist.broadcast(y, 1)

@@ -1,0 +1,105 @@
+"""Trainer on two processes, started by torchrun and by accelerate launch as a user starts them.
+
+Losses and norms of gradients are those of a Trainer in one process on the CPU without kernels, with the same batches:
+in float32 to 1e-5, since AdamW divides by a root of squares; in bfloat16 to 2^-6, a few of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launching import ROOT, TORCHRUN, Launch, launch
+from tests.distributed.training import BATCH, train
+
+pytestmark = pytest.mark.distributed
+
+ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
+SCRIPT = "import softnpu\nfrom tests.distributed.training import main\n\nmain()\n"
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+main_process_ip: 127.0.0.1
+main_process_port: 0
+"""
+FSDP2 = """
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+PLAIN: dict[str, Any] = {}
+CHECKPOINTING = {"gradient_checkpointing": True}
+SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+
+
+def run(tmp_path: Path, name: str, options: dict, *launcher: str) -> Launch:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    paths = ":".join(str(ROOT / folder) for folder in ("", "integration", "tests"))
+    half = {"per_device_train_batch_size": BATCH // 2} | options
+    return launch(
+        *launcher, "train.py", name, json.dumps(half),
+        directory=tmp_path, PYTHONPATH=paths, TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )  # fmt: skip
+
+
+def assert_trains_as_one_process(
+    tmp_path: Path, name: str, launched: Launch, wrapped: str, tolerance: float = 1e-5
+) -> None:
+    assert launched.code == 0, launched.output
+    assert not launched.left
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("found: ")]
+    found = json.loads(line.removeprefix("found: "))
+    expected = train(name, str(tmp_path / "expected"), use_cpu=True)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=tolerance)
+    assert found["wrapped"].startswith(wrapped)
+    assert found["kept"] == []
+    assert found["norm_launches"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wrapped"),
+    [
+        ("qwen3", CHECKPOINTING, "DistributedDataParallel"),
+        pytest.param("qwen3_moe", PLAIN, "DistributedDataParallel", marks=pytest.mark.long),
+        pytest.param("qwen3", SHARDED, "FSDP", marks=pytest.mark.long),
+        pytest.param("qwen3", SHARDED | CHECKPOINTING, "FSDP", marks=pytest.mark.long),
+    ],
+)
+def test_torchrun(tmp_path: Path, name: str, options: dict, wrapped: str) -> None:
+    launched = run(tmp_path, name, options, TORCHRUN, "--standalone", "--nproc-per-node", "2")
+    assert_trains_as_one_process(tmp_path, name, launched, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "options", "wrapped"),
+    [
+        ("qwen3_moe", CONFIG.format(kind="FSDP") + FSDP2, PLAIN, "FSDP"),
+        pytest.param("qwen3", CONFIG.format(kind="FSDP") + FSDP2, CHECKPOINTING, "FSDP", marks=pytest.mark.long),
+        pytest.param(
+            "qwen3", CONFIG.format(kind="MULTI_NPU"), PLAIN, "DistributedDataParallel", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_accelerate_launch(tmp_path: Path, name: str, config: str, options: dict, wrapped: str) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    launched = run(tmp_path, name, options, ACCELERATE, "launch", "--config_file", "config.yaml")
+    assert_trains_as_one_process(tmp_path, name, launched, wrapped)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [PLAIN, SHARDED])
+def test_in_bfloat16(tmp_path: Path, options: dict) -> None:
+    """Autocast under DDP, a policy of FSDP2."""
+    launched = run(tmp_path, "qwen3", options | {"bf16": True}, TORCHRUN, "--standalone", "--nproc-per-node", "2")
+    wrapped = "FSDP" if options else "DistributedDataParallel"
+    assert_trains_as_one_process(tmp_path, "qwen3", launched, wrapped, 2**-6)

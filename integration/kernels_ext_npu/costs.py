@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# allocations, and a note to the allocator
+NO_LAUNCHES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"}
 
 
 class Cost(TorchDispatchMode):
@@ -38,13 +39,25 @@ class Cost(TorchDispatchMode):
         """Count a call; returns the bytes of a launch, None if it is none."""
         given = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         name = operator._schema.name.partition("::")[2]
-        if operator.namespace == "prim" or not given or _is_view(operator) or name in ALLOCATIONS:
+        if (
+            operator.namespace == "prim"
+            or not (given or _writes(operator))
+            or _is_view(operator)
+            or name in NO_LAUNCHES
+        ):
             return None
         taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         moved = sum(tensor.numel() * tensor.element_size() for tensor in taken + given)
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
+
+
+def _writes(operator: torch._ops.OpOverload) -> bool:
+    """Into what it is given, as operators of FSDP2 do that give nothing."""
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments
+    )
 
 
 def _is_view(operator: torch._ops.OpOverload) -> bool:

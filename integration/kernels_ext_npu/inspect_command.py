@@ -15,6 +15,7 @@ from kernels_ext_npu import pictures
 
 if TYPE_CHECKING:
     from kernels_ext_npu.inspection.inspecting import Inspection
+    from kernels_ext_npu.inspection.mesh import Mesh
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -34,6 +35,14 @@ def inspect(
         str, typer.Option(help="The chip of the estimate: 910b, 910b-280, 910b-376, 910c, 910c-560.")
     ] = "910b",
     compare: Annotated[bool, typer.Option("--compare", help="Count each kernel alone, too.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each weight, as transformers' tp_size.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts, as ep_size.")] = 1,
+    fsdp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks, or groups of --tp, with inputs of their own, as fsdp_size; as many as --ep needs."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
@@ -44,8 +53,9 @@ def inspect(
     """Show what the kernels would do for a model, without its weights and without an NPU.
 
     Which modules they serve, and why not the others; launches, bytes, host waits and peak memory of a forward and of a
-    training step, before and after. The model is built at its real size on tensors without memory. Ends with 2 where
-    that cannot be.
+    training step, before and after. The model is built at its real size on tensors without memory. With --tp, --ep or
+    --fsdp it is sharded by transformers as for so many ranks, and one of them is counted, with its collectives. Ends
+    with 2 where that cannot be.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -56,7 +66,7 @@ def inspect(
     except ImportError as error:
         raise _refusal(error) from error
     from kernels_ext_npu import UnsupportedEnvironmentError
-    from kernels_ext_npu.inspection import roofline
+    from kernels_ext_npu.inspection import mesh, roofline
     from kernels_ext_npu.inspection.subject import CannotInspectError
 
     if soc not in roofline.SOCS:
@@ -65,13 +75,15 @@ def inspect(
     try:
         if plot is not None:
             pictures.check(plot)
-        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare)
+        ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
+        mesh.check(ranks)
+        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks)
     except (CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError) as error:
         raise _refusal(error) from error
     _give(inspection, plot, as_json)
 
 
-def _inspect(model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool) -> Inspection:
+def _inspect(model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool, mesh: Mesh) -> Inspection:
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -85,7 +97,7 @@ def _inspect(model: str, soc: Any, dtype: str, batch: int, tokens: int, compare:
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        return inspecting.inspect(found, soc, getattr(torch, dtype), batch, tokens, compare, advance)
+        return inspecting.inspect(found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh)
 
 
 def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:

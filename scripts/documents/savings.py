@@ -7,7 +7,7 @@ from pathlib import Path
 
 import softnpu  # noqa: F401  before torch
 from kernels_ext_npu.inspection import plotting, subject
-from kernels_ext_npu.inspection.counting import Counts
+from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.inspecting import Inspection, inspect
 from kernels_ext_npu.inspection.roofline import SOCS
 

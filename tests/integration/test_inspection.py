@@ -10,6 +10,7 @@ import memory
 import pytest
 import torch
 import zoo
+from launches import computing
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -18,28 +19,13 @@ from transformers import AutoConfig, PreTrainedModel
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.inspection import repetition, roofline
-from kernels_ext_npu.inspection.counting import Counting, Counts, count_forward, count_step
+from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
+from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues
 
 pytestmark = pytest.mark.slow
 SOC = roofline.SOCS["910b"]
 BATCH, TOKENS, TOKEN = 2, 16, 5
-# What moves and fills, but computes nothing. Fake tensors see operators of torch, the device what these become: copies
-# in a conversion, a copy and an operator in place, what is filled in the gradient of a slice.
-BOOKKEEPING = {
-    *("local_scalar_dense", "to_copy", "copy", "clone", "fill", "zero", "zeros", "new_zeros", "zeros_like", "new_ones"),
-    *("full_like", "scalar_tensor", "index_put", "index_put_impl", "slice_backward", "select_backward"),
-    *("geglu_grad", "npu_geglu_grad"),  # an operator of our own around that of torch_npu
-}
-
-
-def computing(launches: Counter[str]) -> Counter[str]:
-    """By operator, whether in place or not."""
-    counts: Counter[str] = Counter()
-    for name, count in launches.items():
-        if name.strip("_") not in BOOKKEEPING:
-            counts[{"npu_gather_backward": "scatter_add"}.get(name, name.strip("_"))] += count
-    return counts
 
 
 class Fake:

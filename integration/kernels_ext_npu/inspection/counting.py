@@ -3,96 +3,104 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import import_utils
 
 from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.inspection import collectives
+from kernels_ext_npu.inspection.counts import Collective, Counts, Layer
 from kernels_ext_npu.inspection.fallbacks import fallback
 from kernels_ext_npu.inspection.known_values import KnownValues
-from kernels_ext_npu.inspection.memory import Memory
+from kernels_ext_npu.inspection.memory import Memory, weight_bytes
 from kernels_ext_npu.inspection.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.inspection.roofline import Soc, seconds
 
 Inputs = dict[str, Tensor]
-
-
-@dataclass
-class Counts:
-    """What something costs.
-
-    Attributes:
-        launches: by operator.
-        bytes: that go in and out of them, by operator.
-        seconds: the least time that they take on a chip, by operator.
-        waits: how often the host waits for the device.
-        peak: the most bytes that live at once beyond weights and their gradients.
-    """
-
-    launches: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    waits: int = 0
-    peak: int = 0
-
-    def add(self, other: Counts, times: int = 1) -> None:
-        """Add what something else costs, so many times."""
-        for name in ("launches", "bytes", "seconds"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            for operator, count in theirs.items():
-                mine[operator] += times * count
-        self.waits += times * other.waits
-        self.peak += times * other.peak
+Axes = Mapping[str, tuple[str, ...]]
 
 
 class Counting(Cost):
-    """Counts while the context is open, on fake tensors of an NPU."""
+    """Counts while the context is open, on fake tensors of an NPU.
 
-    def __init__(self, values: KnownValues, soc: Soc) -> None:
+    Args:
+        axes: those that process groups serve, by the names of the groups.
+    """
+
+    def __init__(self, values: KnownValues, soc: Soc, axes: Axes | None = None) -> None:
         super().__init__()
         self.values, self.soc, self.memory = values, soc, Memory()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[Collective] = Counter()
+        self.messages: Counter[Collective] = Counter()
+        self._axes = axes or {}
         self._waits_before = values.waits
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # these call the operators that run, which come here, too
         kwargs = kwargs or {}
         if (loop := fallback(operator)) is not None:
             self.values.waits += 1
             with self:
                 return loop(*args, **kwargs)
         result = self.values.run(operator, args, kwargs)
-        moved = self.count(operator, args, kwargs, result)
-        if moved is not None:
-            name = operator._schema.name.partition("::")[2]
-            self.seconds[name] += seconds(self.soc, operator, args, kwargs, result, moved)
+        if collectives.is_collective(operator):
+            self._count_message(operator, args, kwargs, result)
+        else:
+            moved = self.count(operator, args, kwargs, result)
+            if moved is not None:
+                name = operator._schema.name.partition("::")[2]
+                self.seconds[name] += seconds(self.soc, operator, args, kwargs, result, moved)
         self.memory.add(value for value in tree_leaves(result) if isinstance(value, Tensor))
         return result
 
     def counts(self) -> Counts:
         """What was counted so far."""
         waits = self.values.waits - self._waits_before
-        return Counts(self.launches, self.bytes, self.seconds, waits, self.memory.peak)
+        return Counts(self.launches, self.bytes, self.seconds, self.calls, self.messages, waits, self.memory.peak)
+
+    def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
+        message = collectives.message(operator, args, kwargs, result)
+        if message is None:
+            return
+        axis = collectives.axis(message.operator, self._axes.get(message.group.group_name, ()))
+        key = Collective(message.operator, axis, message.group.size())
+        self.calls[key] += 1
+        self.messages[key] += message.bytes
+        if message.cloned:
+            self.launches["clone"] += 1
+            self.bytes["clone"] += 2 * message.cloned
+            self.seconds["clone"] += 2 * message.cloned / self.soc.bandwidth
+        if operator is torch.ops.c10d._reduce_scatter_base_.default:
+            self.memory.exclude([args[0]])  # FSDP2's: what comes out is the gradient of weights
 
 
-def count_forward(model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc) -> Counts:
-    """A forward without gradients."""
+def count_forward(
+    model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
+) -> Counts:
+    """A forward without gradients, before which no weight is gathered."""
     model.eval()
 
     def forward() -> None:
         with torch.no_grad():
             model(**inputs)
 
-    return _count(model, inputs, values, soc, forward)
+    return _count(model, inputs, lambda: Counting(values, soc, axes), forward)
 
 
-def count_step(model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc) -> Counts:
+def count_step(
+    model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
+) -> Counts:
     """A forward and backward; the optimiser's step is none of the kernels'."""
     model.train()
 
@@ -100,14 +108,13 @@ def count_step(model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc:
         _loss(model(**inputs)).backward()
         model.zero_grad(set_to_none=True)
 
-    return _count(model, inputs, values, soc, step)
+    return _count(model, inputs, lambda: Counting(values, soc, axes), step)
 
 
 def _count(
     model: PreTrainedModel,
     inputs: Inputs,
-    values: KnownValues,
-    soc: Soc,
+    counting: Callable[[], Counting],
     run: Callable[[], None],
     apart: Sequence[list[nn.Module]] = (),
 ) -> Counts:
@@ -115,26 +122,31 @@ def _count(
     kinds = [kind for kind in find_kinds(model) if kind.layers not in apart]
 
     def count(one_more: Kind | None = None) -> Counts:
-        counting = Counting(values, soc)
+        costs = counting()
         given = [value for value in inputs.values() if isinstance(value, Tensor)]
-        counting.memory.exclude([*model.parameters(), *model.buffers(), *given])
-        hooks = counting.memory.exclude_gradients(model)
+        costs.memory.exclude([*model.parameters(), *model.buffers(), *given])
+        hooks = costs.memory.exclude_gradients(model)
         try:
-            with _untraced(), few(kinds, one_more), counting:
+            with _untraced(), costs.values.read_at_once(), costs.memory.resized(), few(kinds, one_more), costs:
                 run()
         finally:
+            if isinstance(model, FSDPModule):
+                model.reset_iter_state()  # after a forward without a backward some weights are still gathered
             for hook in hooks:
                 hook.remove()
-        return counting.counts()
+        return costs.counts()
 
     try:
         base = count()
     except NotRepeatableError as error:
-        return _count(model, inputs, values, soc, run, [*apart, error.kind.layers])
+        return _count(model, inputs, counting, run, [*apart, error.kind.layers])
     total = Counts()
     total.add(base, 1 - sum(kind.left_out for kind in kinds))
     for kind in kinds:
-        total.add(count(kind), kind.left_out)
+        more = count(kind)
+        total.add(more, kind.left_out)
+        more.add(base, -1)
+        total.layers.append(Layer(kind.name, len(kind.layers), weight_bytes(kind.layers[0]), more))
     return total
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -14,14 +14,19 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.inspection import modules
-from kernels_ext_npu.inspection.counting import Counting, Counts, count_forward, count_step
+from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
+from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
+from kernels_ext_npu.inspection.memory import weight_bytes
+from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
+from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
 from kernels_ext_npu.inspection.roofline import Soc
 from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
 from kernels_ext_npu.reporting import Report
 from kernels_ext_npu.sources import REPOSITORIES
 
 ORIGINAL, ALL = "original", "with kernels"
+_COUNTERS = {"forward": count_forward, "step": count_step}
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
 
 
@@ -49,8 +54,9 @@ class Inspection:
         inputs: what the model was given, in words.
         dtype: of the weights.
         soc: the chip of the estimate.
+        mesh: of the ranks, one of which was counted.
         parameters: their number.
-        weights: their bytes.
+        weights: the bytes of those that a rank holds.
         report: the modules, and the kernels that serve them.
         variants: the original first, all kernels last.
         remarks: what a reader of the figures has to know.
@@ -60,6 +66,7 @@ class Inspection:
     inputs: str
     dtype: torch.dtype
     soc: Soc
+    mesh: Mesh
     parameters: int
     weights: int
     report: Report
@@ -75,39 +82,46 @@ def inspect(
     tokens: int = 4096,
     compare: bool = False,
     advance: Callable[[str], None] = lambda _: None,
+    mesh: Mesh = ONE,
 ) -> Inspection:
     """Build the model on fake tensors, and count it with and without kernels.
 
     Args:
         compare: count each kernel alone, too.
         advance: is called with what comes next; steps() tells how often.
+        mesh: count one of these ranks.
 
     Raises:
-        CannotInspectError: the model cannot be built, or nothing of it can be counted.
+        CannotInspectError: the model cannot be built or sharded, or nothing of it can be counted.
     """
     values, remarks = KnownValues(), list(subject.remarks)
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of models, about inputs that mean nothing
         advance("building the model")
-        model = _build(subject, dtype, values, soc)
-        inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
-        variants, report = [], Report([])
-        for name, kernels in _variants(compare):
-            with _swapped(model, kernels) as found:
-                variant = Variant(name)
-                if found is not None:
-                    report, variant.swapped = found, found.summary()
-                for phase, given in {"forward": inputs, "step": inputs | labels(model, inputs)}.items():
-                    advance(f"{name}: {PHASES[phase]}")
-                    with modules.remark_idle(model, remarks if phase == "forward" and found is None else []):
-                        variant.counts[phase] = _count(model, phase, given, values, soc, f"{name}, {phase}", remarks)
-                variants.append(variant)
-        parameters = list(model.parameters())
+        with fake:
+            model = _build(subject, dtype, values, soc)
+        size = sum(p.numel() for p in model.parameters())
+        with distributed(model, mesh) as axes, fake:
+            inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
+            remarks += remarks_on_mesh(model, mesh)
+            variants, report = [], Report([])
+            for name, kernels in _variants(compare):
+                with _swapped(model, kernels) as found:
+                    variant = Variant(name)
+                    if found is not None:
+                        report, variant.swapped = found, found.summary()
+                    for phase, given in {"forward": inputs, "step": inputs | labels(model, inputs)}.items():
+                        advance(f"{name}: {PHASES[phase]}")
+                        counter = partial(_COUNTERS[phase], model, given, values, soc, axes)
+                        with modules.remark_idle(model, remarks if phase == "forward" and found is None else []):
+                            variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
+                    variants.append(variant)
+            weights = weight_bytes(model)
     if not any(counts for variant in variants for counts in variant.counts.values()):
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    size = sum(p.numel() for p in parameters)
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    return Inspection(subject, described, dtype, soc, size, weights, report, variants, list(dict.fromkeys(remarks)))
+    remarks = list(dict.fromkeys(remarks))
+    return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks)
 
 
 def steps(compare: bool) -> int:
@@ -145,18 +159,10 @@ def _swapped(model: PreTrainedModel, kernels: tuple[str, ...]) -> Iterator[Repor
         kernels_ext_npu.unregister()
 
 
-def _count(
-    model: PreTrainedModel,
-    phase: str,
-    inputs: dict[str, Any],
-    values: KnownValues,
-    soc: Soc,
-    what: str,
-    remarks: list[str],
-) -> Counts | None:
+def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remarks: list[str]) -> Counts | None:
     """What cannot be counted is remarked, and the rest goes on."""
     try:
-        return (count_forward if phase == "forward" else count_step)(model, inputs, values, soc)
+        return count()
     except UnknownValueError as error:
         remarks.append(
             f"{what}: not counted, since {modules.culprit(model, error)} lets the host read what follows from weights "

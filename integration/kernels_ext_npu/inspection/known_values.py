@@ -2,12 +2,13 @@
 
 Models read such values on the host, to decide which mask they need or where an image ends. Fake tensors have no values,
 so operators whose inputs are all known are run a second time, on the CPU. What follows from weights stays unknown, but
-for the experts that tokens are routed to: they are taken in turn.
+for the experts that tokens are routed to: they are taken in turn. All ranks of a mesh are taken to hold the same.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from kernels_ext_npu.inspection import collectives, host_waits
 
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
 _ROUTES = ("topk", "npu_moe_gating_top_k_softmax")  # give values and indices
@@ -65,15 +68,49 @@ class KnownValues:
             with _disable_current_modes():
                 return value.item()
         if _is_sized_by_values(operator, name, args):
-            self.waits += args[0].device.type == "npu"
+            self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
             return self._sized_by_values(operator, name, args, kwargs)
         result = operator(*args, **kwargs)
-        self.waits += _is_copy_to_host(operator, args, result)
+        self.waits += host_waits.of(operator, args, kwargs, result)
         if name in _ROUTES:
             self._in_turn(result[1], args[0].shape[-1])
+        elif collectives.is_collective(operator):
+            self._communicate(operator, args)
         elif operator.namespace == "aten":
             self._follow(operator, name, args, kwargs, result)
         return result
+
+    @contextmanager
+    def read_at_once(self) -> Iterator[None]:
+        """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
+        before = FakeTensor.tolist
+
+        def tolist(fake: FakeTensor) -> Any:
+            value = self._value(fake)
+            if value is None:
+                return before(fake)
+            self.waits += fake.device.type == "npu"
+            with _disable_current_modes():
+                return value.tolist()
+
+        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            FakeTensor.tolist = before  # type: ignore[method-assign]
+
+    def _communicate(self, operator: OpOverload, args: tuple) -> None:
+        """What is exchanged in equal parts is known: each rank sends what this one sends."""
+        if operator.namespace != "c10d":
+            return  # gives new tensors
+        exchanges = operator is torch.ops.c10d.alltoall_base_.default and not args[3] and not args[4]
+        for written in _tensors(args[:1] if exchanges else args):
+            self._forget(written)
+        sent = self._value(args[1]) if exchanges else None
+        if sent is not None:
+            group = collectives.group(operator, args, {})
+            with _disable_current_modes():
+                self._values[args[0]] = torch.cat([sent.chunk(group.size())[group.rank()]] * group.size())
 
     def _follow(self, operator: OpOverload, name: str, args: tuple, kwargs: dict, result: Any) -> None:
         """Compute the values of a result where all that it follows from is known."""
@@ -141,11 +178,5 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
     if name == "index":  # by a mask, of which torch makes indices
-        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+        return host_waits.has_mask(args[1])
     return torch.Tag.dynamic_output_shape in operator.tags
-
-
-def _is_copy_to_host(operator: OpOverload, args: tuple, result: Any) -> bool:
-    if operator._schema.name == "aten::copy_":
-        return args[0].device.type == "cpu" and args[1].device.type == "npu"
-    return operator._schema.name == "aten::_to_copy" and result.device.type == "cpu" and args[0].device.type == "npu"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Memory:
@@ -23,7 +26,7 @@ class Memory:
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count what was there before, nor what is counted elsewhere."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             self.current -= self._living.get(storage._cdata, 0)
             self._follow(storage, 0)
 
@@ -44,6 +47,23 @@ class Memory:
                 self._follow(storage, storage.nbytes())
         self.peak = max(self.peak, self.current)
 
+    @contextmanager
+    def resized(self) -> Iterator[None]:
+        """Follow storages that are given back, and taken again, as FSDP2 does with gathered weights."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            original(storage, size)
+            self.current += size - self._living.get(storage._cdata, 0)
+            self._follow(storage, size)
+            self.peak = max(self.peak, self.current)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
     def _follow(self, storage, size: int) -> None:
         if storage._cdata not in self._living:
             weakref.finalize(storage, self._end, storage._cdata).atexit = False
@@ -51,3 +71,13 @@ class Memory:
 
     def _end(self, storage: int) -> None:
         self.current -= self._living.pop(storage)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """The bytes of the weights that a rank holds."""
+    return sum(local(parameter).numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What a rank holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -6,6 +6,7 @@ its input on; it stays where it is, so that the model's own code sees as many la
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
@@ -41,6 +43,12 @@ class Kind:
 
     layers: list[nn.Module]
     output: Any = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The class of the layers, without what FSDP2 puts in front of it."""
+        name = type(self.layers[0]).__name__
+        return name.removeprefix("FSDP") if isinstance(self.layers[0], FSDPModule) else name
 
     @property
     def left_out(self) -> int:
@@ -94,14 +102,15 @@ def few(kinds: list[Kind], one_more: Kind | None = None) -> Iterator[None]:
     for kind in kinds:
         hooks.append(kind.layers[0].register_forward_hook(kind.note, with_kwargs=True))
         for layer in kind.layers[2 if kind is one_more else 1 : -1]:
-            left_out.append((layer, vars(layer).get("forward")))
+            left_out.append((layer, vars(layer).get("forward"), layer._forward_pre_hooks, layer._forward_hooks))
             layer.forward = kind.hand_on
+            layer._forward_pre_hooks, layer._forward_hooks = OrderedDict(), OrderedDict()  # FSDP2 gathers in them
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for layer, forward in left_out:
+        for layer, forward, layer._forward_pre_hooks, layer._forward_hooks in left_out:
             del layer.forward
             if forward is not None:
                 layer.forward = forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -9,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels_ext_npu.inspection import roofline
-from kernels_ext_npu.inspection.counting import Counts
+from kernels_ext_npu.inspection.counts import Counts, Layer
 from kernels_ext_npu.inspection.inspecting import PHASES, Inspection, Variant
+from kernels_ext_npu.inspection.mesh import ONE
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
 
@@ -23,11 +26,15 @@ def show(inspection: Inspection, console: Console) -> None:
     console.print(inspection.report)
     for phase, title in PHASES.items():
         console.print(_table(inspection, phase, title))
+        if inspection.mesh != ONE:
+            console.print(_collectives(inspection, phase))
     console.print(_COUNTED, highlight=False)
+    alone = inspection.mesh == ONE
     console.print(
-        f"peak: activations, beyond weights ({_gigabytes(inspection.weights)} GB) and their gradients.\n"
+        f"peak: activations{'' if alone else ', and weights while they are gathered'}, beyond the weights "
+        f"{'' if alone else 'of the rank '}({_gigabytes(inspection.weights)} GB) and their gradients.\n"
         f"estimate: the least time on {inspection.soc.name}, a roofline from published peak figures, which no chip "
-        "reaches.",
+        f"reaches{'' if alone else ', and without collectives'}.",
         highlight=False,
     )
 
@@ -39,6 +46,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "class": inspection.subject.model_class.__name__,
         "inputs": inspection.inputs,
         "dtype": _dtype(inspection),
+        "mesh": {"ranks": inspection.mesh.ranks} | asdict(inspection.mesh),
         "parameters": inspection.parameters,
         "weight_bytes": inspection.weights,
         "remarks": inspection.remarks,
@@ -60,20 +68,69 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
 def _describe(inspection: Inspection) -> str:
     return (
         f"{inspection.subject.model_class.__name__}, {inspection.parameters / 1e9:.2f} billion parameters in "
-        f"{_dtype(inspection)}, {inspection.inputs}"
+        f"{_dtype(inspection)}, {inspection.inputs}" + (f", {inspection.mesh}" if inspection.mesh != ONE else "")
     )
 
 
 def _table(inspection: Inspection, phase: str, title: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for heading in ("launches", "GB moved", "host waits", "peak GB", "estimate ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for variant in inspection.variants:
         table.add_row(variant.name, *_cells(variant.counts[phase]))
     table.add_section()
     table.add_row("of the original", *_ratios(inspection.variants, phase), style="bold")
+    for title, *pair in _layers(inspection, phase):
+        table.add_section()
+        table.add_row(title)
+        for variant, counts in zip(_ends(inspection), pair):
+            table.add_row(f"  {variant.name}", *_cells(counts))
     return table
+
+
+def _collectives(inspection: Inspection, phase: str) -> Table:
+    """What ranks send each other; two figures where the kernels change one."""
+    table = Table(box=box.SIMPLE_HEAD, title="collectives", title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column(overflow="fold")
+    for heading in ("ranks", "calls", "GB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    before, after = (variant.counts[phase] for variant in _ends(inspection))
+    if before is None or after is None:
+        table.add_row("not counted")
+        return table
+    for title, one, other in [("", before, after), *_layers(inspection, phase)]:
+        if title and (+one.calls or +other.calls):
+            table.add_section()
+            table.add_row(title)
+        for key in dict.fromkeys([*one.calls, *other.calls]):
+            if one.calls[key] or other.calls[key]:
+                calls = _both(f"{one.calls[key]:,}", f"{other.calls[key]:,}")
+                size = _both(*(_gigabytes(counts.messages[key]) for counts in (one, other)))
+                table.add_row(f"{'  ' * bool(title)}{key.operator}", f"{key.ranks} ({key.axis})", calls, size)
+    table.caption = "The kernels change no collective." if _same(before, after) else "original → with kernels"
+    table.caption_justify = "left"
+    return table
+
+
+def _same(before: Counts, after: Counts) -> bool:
+    return before.calls == after.calls and before.messages == after.messages
+
+
+def _both(before: str, after: str) -> str:
+    return before if before == after else f"{before} → {after}"
+
+
+def _ends(inspection: Inspection) -> tuple[Variant, Variant]:
+    return inspection.variants[0], inspection.variants[-1]
+
+
+def _layers(inspection: Inspection, phase: str) -> Iterator[tuple[str, Counts, Counts]]:
+    """What one layer of each kind costs, without kernels and with them."""
+    before, after = (variant.counts[phase] for variant in _ends(inspection))
+    if before is not None and after is not None:
+        for one, other in zip(before.layers, after.layers):
+            yield f"each of {one.number}\n{one.name}", one.counts, other.counts
 
 
 def _cells(counts: Counts | None) -> list[str]:
@@ -105,17 +162,32 @@ def _ratios(variants: list[Variant], phase: str) -> list[str]:
 def _fields(counts: Counts | None) -> dict[str, Any] | None:
     if counts is None:
         return None
+    return _sums(counts) | {
+        "operators": {
+            name: {"launches": count, "bytes": counts.bytes[name], "estimate_seconds": counts.seconds[name]}
+            for name, count in counts.launches.most_common()
+            if count
+        },
+        "layers": [_layer(layer) for layer in counts.layers],
+    }
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    return {"class": layer.name, "number": layer.number, "weight_bytes": layer.weights} | _sums(layer.counts)
+
+
+def _sums(counts: Counts) -> dict[str, Any]:
     return {
         "launches": counts.launches.total(),
         "bytes": counts.bytes.total(),
         "host_waits": counts.waits,
         "peak_activation_bytes": counts.peak,
         "estimate_seconds": sum(counts.seconds.values()),
-        "operators": {
-            name: {"launches": count, "bytes": counts.bytes[name], "estimate_seconds": counts.seconds[name]}
-            for name, count in counts.launches.most_common()
-            if count
-        },
+        "collectives": [
+            key._asdict() | {"calls": calls, "bytes": counts.messages[key]}
+            for key, calls in counts.calls.items()
+            if calls
+        ],
     }
 
 

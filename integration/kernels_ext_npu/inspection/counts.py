@@ -1,0 +1,72 @@
+"""What a computation costs a rank, as numbers that can be added."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Collective(NamedTuple):
+    """A collective operator over the ranks of an axis of the mesh.
+
+    Attributes:
+        operator: its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
+        axis: ``tp``, ``fsdp``, ``ep``, or ``efsdp``, over which FSDP2 shards experts.
+        ranks: how many take part.
+    """
+
+    operator: str
+    axis: str
+    ranks: int
+
+
+@dataclass
+class Counts:
+    """What something costs.
+
+    Attributes:
+        launches: by operator.
+        bytes: that go in and out of them, by operator.
+        seconds: the least time that they take on a chip, by operator.
+        calls: of collectives, which are no launches.
+        messages: the bytes of what is reduced, gathered, scattered or exchanged, by collective.
+        waits: how often the host waits for the device.
+        peak: the most bytes that live at once beyond weights and their gradients.
+        layers: what each further layer of a kind adds to these.
+    """
+
+    launches: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[Collective] = field(default_factory=Counter)
+    messages: Counter[Collective] = field(default_factory=Counter)
+    waits: int = 0
+    peak: int = 0
+    layers: list[Layer] = field(default_factory=list)
+
+    def add(self, other: Counts, times: int = 1) -> None:
+        """Add what something else costs, so many times."""
+        for name in ("launches", "bytes", "seconds", "calls", "messages"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            for key, count in theirs.items():
+                mine[key] += times * count
+        self.waits += times * other.waits
+        self.peak += times * other.peak
+
+
+@dataclass
+class Layer:
+    """What one layer of a kind costs.
+
+    Attributes:
+        name: of its class.
+        number: of the layers of this kind.
+        weights: the bytes of those of one of them that a rank holds.
+        counts: of one of them; its peak is what it adds to that of the model.
+    """
+
+    name: str
+    number: int
+    weights: int
+    counts: Counts

@@ -1,0 +1,163 @@
+"""A mesh of ranks without processes: transformers' own engines shard a model for the first of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import DistributedConfig, PreTrainedModel
+
+from kernels_ext_npu.inspection import modules, plans
+from kernels_ext_npu.inspection.subject import CannotInspectError
+
+AXES = ("tp", "fsdp", "efsdp", "ep")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes as transformers' DistributedConfig takes them.
+
+    Attributes:
+        tp: ranks that share each weight and a batch.
+        ep: ranks that share the experts.
+        fsdp: ranks, or groups of tp of them, with batches of their own, which gather each weight when they need it.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    fsdp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many there are: those of the experts are among them."""
+        return self.tp * self.fsdp
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {getattr(self, name)}" for name in ("tp", "ep", "fsdp") if getattr(self, name) > 1]
+        return f"1 of {self.ranks} ranks ({', '.join(sizes)})" if sizes else "1 rank"
+
+
+ONE = Mesh()
+
+
+def check(mesh: Mesh) -> None:
+    """Whether sizes go together.
+
+    Raises:
+        CannotInspectError: they do not. The message says what does.
+    """
+    if mesh.ep > 1 and mesh.ep % mesh.tp:
+        raise CannotInspectError(
+            f"--ep {mesh.ep} --tp {mesh.tp}: ranks that share experts are whole groups of tensor parallelism: give a "
+            f"multiple of {mesh.tp} as --ep, or another --tp"
+        )
+    if mesh.ranks % mesh.ep:
+        raise CannotInspectError(
+            f"--ep {mesh.ep} of {mesh.ranks} ranks, --tp {mesh.tp} times --fsdp {mesh.fsdp}: their number has to be a "
+            f"multiple of {mesh.ep}: give --fsdp {mesh.ep // mesh.tp}, or a multiple of it"
+        )
+
+
+@contextmanager
+def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Shard a model on fake tensors as ``from_pretrained(distributed_config=...)`` does, outside of a FakeTensorMode.
+
+    Gives the axes that each process group serves, by the names of the groups. They end with the context, and the model
+    cannot be used after it.
+
+    Raises:
+        CannotInspectError: the model cannot be sharded so. The message says why, and what to do.
+    """
+    if mesh == ONE:
+        yield {}
+        return
+    plans.check(model, mesh.tp, mesh.ep)
+    if mesh.fsdp > 1 and not hasattr(FSDPModule, "reset_iter_state"):
+        raise CannotInspectError(f"--fsdp {mesh.fsdp} is counted with torch 2.13, not with torch {torch.__version__}")
+    if dist.is_initialized():
+        raise CannotInspectError("a mesh cannot be inspected in a process that is in a process group already")
+    hook = sys.excepthook
+    dist.init_process_group("fake", rank=0, world_size=mesh.ranks)
+    try:
+        served = _shard(model, mesh)
+        with _unseen_propagation():
+            yield served
+    finally:
+        dist.destroy_process_group()
+        debug._clear_sharding_prop_cache()  # it holds on to the mesh
+        sys.excepthook = hook  # torch's names a rank
+
+
+@contextmanager
+def _unseen_propagation() -> Iterator[None]:
+    """DTensor finds the shape of a result that is new to it by a call on fake tensors, which is none of the model's."""
+
+    def propagate(*args: Any) -> Any:
+        with _disable_current_modes():
+            return before(*args)
+
+    before = ShardingPropagator._propagate_tensor_meta_non_cached
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]
+
+
+def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:
+    """What a reader of the figures of one of these ranks has to know."""
+    found = []
+    if mesh.fsdp > 1:
+        owners = f"groups of {mesh.tp} ranks" if mesh.tp > 1 else "ranks"
+        found.append(f"{mesh.fsdp} {owners} have such inputs, each of its own")
+    if mesh.ep > 1:
+        found.append("routing is taken to be balanced: each expert gets as many tokens as the next, from each rank")
+    if mesh.tp > 1:
+        others = [p for p in model.parameters() if not _is_sharded(p, "ep")]
+        size, sharded = (sum(p.numel() for p in some) for some in (others, [p for p in others if _is_sharded(p, "tp")]))
+        if 2 * sharded < size:
+            rules = ", ".join(model.tp_plan)
+            found.append(
+                f"transformers' plan of tensor parallelism shards {sharded / 1e9:.2g} of {size / 1e9:.2g} billion "
+                f"parameters: {rules}"
+            )
+    return found
+
+
+def axes(manager: Any) -> dict[str, tuple[str, ...]]:
+    """The axes of transformers' mesh, by the names of their process groups: some groups serve more than one."""
+    experts = manager.get_mesh("ep").size() > 1
+    found: dict[str, tuple[str, ...]] = {}
+    for axis in AXES if experts else AXES[:2]:
+        group = manager.get_mesh(axis).get_group()
+        if group.size() > 1:
+            found[group.group_name] = (*found.get(group.group_name, ()), axis)
+    return found
+
+
+def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    try:
+        wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
+        config, _, manager = type(model).prepare_distribute_model(wanted)
+        type(model).maybe_distribute_model(model, config, manager)
+    except Exception as error:  # sizes or a plan that transformers refuses
+        raise CannotInspectError(f"transformers does not shard it for {mesh}: {modules.line(error)}") from error
+    model.tie_weights()
+    return axes(manager)
+
+
+def _is_sharded(parameter: nn.Parameter, axis: str) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(name == axis and not p.is_replicate() for name, p in zip(names, parameter.placements))

@@ -1,0 +1,178 @@
+"""``kernels-ext-npu inspect --tp N --ep N --fsdp N`` as a stranger runs it, and what its figures follow from."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoConfig
+from typer.testing import CliRunner, Result
+
+from kernels_ext_npu import cli
+from kernels_ext_npu.inspection import inspecting, mesh, roofline, subject
+
+pytestmark = pytest.mark.slow
+COMMAND = "import sys; from kernels_ext_npu.cli import app; sys.argv.insert(1, 'inspect'); app()"
+LAYERS, HIDDEN, HEADS, KEYS, WIDTH, EXPERTS, ROUTED, INNER, VOCABULARY = 5, 64, 8, 4, 16, 16, 2, 32, 128
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS,
+    "head_dim": WIDTH,
+    "vocab_size": VOCABULARY,
+}
+EXPERT_SIZES = {"num_experts": EXPERTS, "num_experts_per_tok": ROUTED, "moe_intermediate_size": INNER}
+TOKENS = 64
+
+
+def inspect(*arguments: object, columns: int = 80) -> Result:
+    return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], env={"COLUMNS": str(columns)})
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    AutoConfig.for_model("qwen3_moe", **SIZES, **EXPERT_SIZES, tie_word_embeddings=False).save_pretrained(folder)
+    return folder
+
+
+def sent(counts: dict) -> dict[tuple[str, str, int], tuple[int, int]]:
+    return {
+        (entry["operator"], entry["axis"], entry["ranks"]): (entry["calls"], entry["bytes"])
+        for entry in counts["collectives"]
+    }
+
+
+def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
+    """Worked out by hand: FSDP2 gathers what a layer has besides its experts, experts exchange each routed token."""
+    report = json.loads(inspect(moe, "--ep", 4, "--tokens", TOKENS, "--json").stdout)
+    assert report["mesh"] == {"ranks": 4, "tp": 1, "ep": 4, "fsdp": 4}  # as many as the experts need
+    attention = HIDDEN * WIDTH * (2 * HEADS + 2 * KEYS) + 2 * WIDTH
+    layer = 2 * (attention + 2 * HIDDEN + HIDDEN * EXPERTS)  # two bytes a number; two norms and a router
+    ends = 2 * (2 * VOCABULARY * HIDDEN + HIDDEN)  # embedding, head and norm
+    experts = 2 * EXPERTS * 3 * HIDDEN * INNER
+    assert report["parameters"] == (LAYERS * (layer + experts) + ends) // 2
+    assert report["weight_bytes"] == (LAYERS * (layer + experts) + ends) // 4
+    exchanged = 2 * TOKENS * ROUTED * HIDDEN
+    lengths = 8 * EXPERTS
+    for variant in report["variants"]:
+        assert sent(variant["forward"]) == {
+            ("all_gather", "fsdp", 4): (LAYERS + 2, LAYERS * layer + ends),
+            ("all_to_all", "ep", 4): (3 * LAYERS, LAYERS * (lengths + 2 * exchanged)),
+        }
+        assert sent(variant["step"]) == {
+            ("all_gather", "fsdp", 4): (2 * LAYERS + 3, 2 * LAYERS * layer + ends + 2 * VOCABULARY * HIDDEN),
+            ("reduce_scatter", "fsdp", 4): (LAYERS + 2, LAYERS * layer + ends),
+            ("all_to_all", "ep", 4): (5 * LAYERS, LAYERS * (lengths + 4 * exchanged)),
+        }
+        (one,) = variant["forward"]["layers"]
+        assert (one["class"], one["number"]) == ("Qwen3MoeDecoderLayer", LAYERS)
+        assert one["weight_bytes"] == (layer + experts) // 4
+        assert sent(one) == {
+            ("all_gather", "fsdp", 4): (1, layer),
+            ("all_to_all", "ep", 4): (3, lengths + 2 * exchanged),
+        }
+    before, after = report["variants"]
+    for phase in inspecting.PHASES:
+        assert after[phase]["host_waits"] < before[phase]["host_waits"]
+        assert after[phase]["launches"] < before[phase]["launches"]
+
+
+def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
+    result = inspect(moe, "--tp", 2, "--ep", 4, "--fsdp", 8, "--tokens", TOKENS)
+    assert result.exit_code == 0, result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines() if str(moe) not in line)
+    output = " ".join(result.output.split())
+    for words in (
+        "1 of 16 ranks (tp 2, ep 4, fsdp 8)",
+        "8 groups of 2 ranks have such inputs, each of its own",
+        "routing is taken to be balanced",
+        "The kernels change no collective.",
+        f"each of {LAYERS} Qwen3MoeDecoderLayer",
+        "launches GB moved host waits peak GB estimate ms",
+        "and without collectives",
+    ):
+        assert words in output
+    for row in ("all_reduce 2 (tp)", "all_to_all 4 (ep)", "all_gather 4 (efsdp)", "reduce_scatter 8 (fsdp)"):
+        assert row in output
+    assert not dist.is_initialized()
+
+
+def test_a_few_layers_tell_what_all_cost_a_rank(moe: Path, monkeypatch) -> None:
+    def count() -> inspecting.Inspection:
+        chosen = mesh.Mesh(tp=2, ep=4, fsdp=4)
+        return inspecting.inspect(subject.find(str(moe)), roofline.SOCS["910b"], tokens=TOKENS, mesh=chosen)
+
+    few = count()
+    monkeypatch.setattr("kernels_ext_npu.inspection.counting.find_kinds", lambda model: [])
+    whole = count()
+    for one, other in zip(few.variants, whole.variants):
+        for phase in inspecting.PHASES:
+            counted, exact = one.counts[phase], other.counts[phase]
+            assert counted is not None
+            assert exact is not None
+            assert +counted.launches == +exact.launches
+            assert +counted.bytes == +exact.bytes
+            assert +counted.calls == +exact.calls
+            assert +counted.messages == +exact.messages
+            assert counted.waits == exact.waits
+            assert counted.peak == pytest.approx(exact.peak, rel=0.02)  # as without a mesh
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "words"),
+    [
+        (
+            "moe",
+            ["--tp", 8],
+            f"does not divide the {KEYS} heads of model.layers.0.self_attn.k_proj: give one of 1, 2, 4",
+        ),
+        ("moe", ["--ep", 3], f"does not divide the {EXPERTS} experts of model.layers.0.mlp.experts.gate_up_proj"),
+        ("moe", ["--tp", 4, "--ep", 2], "give a multiple of 4 as --ep, or another --tp"),
+        ("moe", ["--ep", 8, "--fsdp", 4], "multiple of 8: give --fsdp 8, or a multiple of it"),
+        ("moe", ["--tp", 0], "--tp"),
+        ("llama", ["--ep", 2], "LlamaForCausalLM has no experts, or no plan to distribute them"),
+        ("bert", ["--tp", 2], "BertForMaskedLM has no plan of tensor parallelism in transformers: use --fsdp"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused_in_a_sentence(
+    moe: Path, tmp_path: Path, model: str, arguments: list, words: str
+) -> None:
+    folder = moe
+    if model != "moe":
+        folder = tmp_path
+        AutoConfig.for_model(model, **SIZES).save_pretrained(folder)
+    result = inspect(folder, *arguments, columns=300)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+    assert not dist.is_initialized()
+
+
+def test_a_plan_that_reaches_little_is_remarked(tmp_path: Path) -> None:
+    """transformers 5.22 shards the head of gpt-oss, and nothing else."""
+    AutoConfig.for_model("gpt_oss", **SIZES, num_local_experts=4).save_pretrained(tmp_path)
+    output = " ".join(inspect(tmp_path, "--tp", 2, "--tokens", TOKENS).output.split())
+    assert "plan of tensor parallelism shards" in output
+    assert "lm_head" in output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["--tp", "4"], ["--tp", "4", "--ep", "8", "--fsdp", "16"]], ids=" ".join)
+def test_a_235b_model_takes_less_than_30_seconds(run_python, tmp_path: Path, arguments: list[str]) -> None:
+    from test_inspect_command import QWEN3_235B_A22B
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B_A22B))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = run_python(COMMAND, str(tmp_path), "--json", *arguments, OMP_NUM_THREADS="1")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
+    report = json.loads(run.stdout)  # nothing else is there
+    assert report["parameters"] == 235_093_634_560
+    before, after = (sent(variant["step"]) for variant in report["variants"])
+    assert before == after

@@ -161,4 +161,14 @@ def _where(module: nn.Module) -> str | None:
         hooks = (getattr(child, "_hf_hook", None) for child in module.modules())
         devices = [getattr(hook, "execution_device", None) for hook in hooks]
         return next((torch.device(device).type for device in devices if device is not None), "meta")
-    return tensor.device.type
+    return computes_on(tensor)
+
+
+def computes_on(tensor: torch.Tensor) -> str:
+    """The device that a tensor is used on. FSDP keeps what is offloaded on the CPU between a module's calls."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is not None:
+        return str(mesh.device_type)
+    is_flat = getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
+    accelerator = torch.accelerator.current_accelerator() if is_flat else None
+    return accelerator.type if accelerator is not None else tensor.device.type

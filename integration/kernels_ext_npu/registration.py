@@ -210,6 +210,7 @@ def _loaded_mapping() -> dict[str, Any]:
 def _wrap_set_use_kernels() -> None:
     import kernels
     from transformers import PreTrainedModel
+    from transformers.integrations import hub_kernels
 
     original = PreTrainedModel.set_use_kernels
 
@@ -218,11 +219,12 @@ def _wrap_set_use_kernels() -> None:
         if not use_kernels or current is None:
             original(self, use_kernels, *args, **kwargs)
             return
-        from kernels_ext_npu.marking import on_its_way
+        from kernels_ext_npu.marking import device_of, on_its_way
 
         mode = kernels.Mode.TRAINING if self.training else kernels.Mode.INFERENCE
         with on_its_way(self) as without_weights:
-            if self.device.type != "npu" and not without_weights:
+            is_offloaded = self.device.type != "npu" and device_of(self) == "npu" and not without_weights
+            if self.device.type != "npu" and not is_offloaded and not without_weights:
                 warnings.warn(
                     f"use_kernels=True: {type(self).__name__} is on {self.device.type}, and kernels are swapped in for "
                     "models on the NPU. Load it with device_map='npu', or move it there and call "
@@ -230,8 +232,13 @@ def _wrap_set_use_kernels() -> None:
                     stacklevel=2,
                 )
             prepare(self)
-            original(self, use_kernels, *args, **kwargs)
-            if without_weights:  # transformers looked for kernels for meta
+            has_config = self.kernel_config is not None or any((*args, *kwargs.values()))
+            if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
+                hub_kernels.register_kernel_mapping_transformers()
+                self._use_kernels = True
+            else:
+                original(self, use_kernels, *args, **kwargs)
+            if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 swap(self, mode)
             finish(self, mode)
 

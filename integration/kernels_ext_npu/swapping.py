@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from kernels_ext_npu import everywhere, experts, functions, packing, registration, wrappers
-from kernels_ext_npu.marking import on_its_way
+from kernels_ext_npu.marking import computes_on, on_its_way
 
 if TYPE_CHECKING:
     from kernels import Mode
@@ -35,7 +35,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
     import kernels
     from transformers.integrations import hub_kernels
 
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with on_its_way(model) as without_weights:
         if "npu" not in devices and not without_weights:
             given = ", ".join(sorted(devices)) or "no device"

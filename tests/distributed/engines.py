@@ -1,0 +1,185 @@
+"""The engines of torch and transformers that split the training of a model over devices. Imported in the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DistributedConfig, PreTrainedModel
+
+import kernels_ext_npu
+from tests.distributed import models
+from tests.distributed.models import Tensors
+
+Wrap = Callable[[PreTrainedModel], nn.Module]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a model is split.
+
+    Attributes:
+        wrap: what is done to a model that is loaded whole on the device of each process.
+        config: or what transformers is told; then it loads the shards.
+        replicas: how many different batches there are.
+    """
+
+    replicas: int
+    wrap: Wrap | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def engine(name: str, model: str) -> Engine:
+    """An engine by its name, for a model by its name."""
+    world = dist.get_world_size()
+    if name in _WRAPS:
+        return Engine(world, _WRAPS[name])
+    config = dict(_CONFIGS[name])
+    if name == "EP, router masking":
+        router = {"Qwen3-MoE": "gate", "gpt-oss": "router"}[model]
+        config["ep_plan"] = {
+            f"model.layers.*.mlp.{router}": "ep_router",
+            "model.layers.*.mlp.experts": "moe_tp_experts",
+        }
+    return Engine(config.get("fsdp_size", 1), config=config)
+
+
+def build(name: str, model: str, folder: Path, kernels: bool, checkpointing: str) -> tuple[PreTrainedModel, nn.Module]:
+    """A model from a checkpoint, and what trains it."""
+    chosen = engine(name, model)
+    if chosen.config:
+        whole = models.load(folder, use_kernels=kernels, distributed_config=DistributedConfig(**chosen.config))
+    else:
+        device = torch.device("npu", dist.get_rank())
+        whole = models.load(folder, use_kernels=kernels, device_map=device)
+    if checkpointing != "off":
+        whole.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    return whole, chosen.wrap(whole) if chosen.wrap else whole
+
+
+def batch(name: str, model: str, step: int) -> Tensor:
+    """The rows of this process: the same for processes that share a batch."""
+    replicas = engine(name, model).replicas
+    share = dist.get_rank() * replicas // dist.get_world_size()
+    return models.tokens(step).chunk(replicas)[share].npu()
+
+
+@contextmanager
+def registered(kernels: bool) -> Iterator[None]:
+    """With or without kernels: rotary functions and the experts' default are those of the process."""
+    kernels_ext_npu.unregister()
+    if kernels:
+        kernels_ext_npu.register()
+    try:
+        yield
+    finally:
+        kernels_ext_npu.unregister()
+
+
+def weights(model: nn.Module) -> Tensors:
+    """The whole parameters of a model by their names in the checkpoint. All processes have to call it."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {_plain(path): p.detach().cpu().clone() for path, p in model.named_parameters()}
+    return {_plain(path): _whole(parameter) for path, parameter in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> Tensors:
+    """Their whole gradients; of those that have none there is no entry."""
+    if isinstance(model, FullyShardedDataParallel):
+        return _flat_gradients(model)
+    named = model.named_parameters()
+    return {_plain(path): _whole(parameter.grad) for path, parameter in named if parameter.grad is not None}
+
+
+def _flat_gradients(model: nn.Module) -> Tensors:
+    """FSDP1 shows weights by name and not always gradients: they take the place of the weights for a moment."""
+    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle]
+    shards = [handle.flat_param._local_shard for handle in handles]
+    before = [shard.detach().clone() for shard in shards]
+    flat = [handle.flat_param for handle in handles]
+    given = [p.grad if p.grad is not None else p._saved_grad_shard for p in flat]
+    with torch.no_grad():
+        for shard, gradient in zip(shards, given):
+            shard.copy_(gradient)
+        found = weights(model)
+        for shard, weight in zip(shards, before):
+            shard.copy_(weight)
+    return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().cpu().float().clone()
+
+
+def _plain(path: str) -> str:
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        path = path.replace(wrapper, "")
+    return path.removeprefix("module.")
+
+
+def _ddp(model: PreTrainedModel) -> nn.Module:
+    return DistributedDataParallel(model, device_ids=[dist.get_rank()])
+
+
+def _fsdp2(**options: Any) -> Wrap:
+    def wrap(model: PreTrainedModel) -> nn.Module:
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+
+    return wrap
+
+
+def _hybrid(model: PreTrainedModel) -> nn.Module:
+    mesh = dist.init_device_mesh("npu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return _fsdp2(mesh=mesh)(model)
+
+
+def _fsdp1(**options: Any) -> Wrap:
+    def wrap(model: PreTrainedModel) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+            device_id=torch.device("npu", dist.get_rank()),
+            **options,
+        )
+
+    return wrap
+
+
+_WRAPS: dict[str, Wrap] = {
+    "DDP": _ddp,
+    "FSDP2": _fsdp2(),
+    "FSDP2, hybrid": _hybrid,
+    "FSDP2, bfloat16": _fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    "FSDP2, offload": _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "FSDP1": _fsdp1(use_orig_params=True),
+    "FSDP1, flat": _fsdp1(use_orig_params=False),
+    "FSDP1, offload": _fsdp1(use_orig_params=True, cpu_offload=CPUOffload(offload_params=True)),
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "FSDP2, by transformers": {"fsdp_size": 2},
+    "TP": {"tp_plan": "auto"},
+    "EP, dispatch": {"ep_size": 2, "tp_size": 2},
+    "EP, router masking": {"ep_size": 2, "tp_size": 2},
+    "TP × FSDP2": {"tp_size": 2, "fsdp_size": 2},
+    "EP × FSDP2": {"ep_size": 2, "fsdp_size": 4},
+}

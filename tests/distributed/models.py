@@ -1,0 +1,103 @@
+"""The five models that are trained on several devices, and the one process on the CPU that they are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+Tensors = dict[str, Tensor]
+
+# Halves of gate and up are multiples of 64 bytes on each of two ranks, in bfloat16, too: what the operators ask for.
+# A head size of 32 is what the rotary operator takes on every path.
+TEXT: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "sliding_window": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3": ("qwen3", TEXT),
+    "Llama": ("llama", TEXT | {"mlp_bias": True, "attention_bias": True}),
+    "Gemma 3": (
+        "gemma3_text",
+        TEXT | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
+    ),
+    "Qwen3-MoE": ("qwen3_moe", TEXT | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
+    "gpt-oss": ("gpt_oss", TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+# With these no token lies so close between two experts that bfloat16 sends it to another one.
+_SEEDS = {"Qwen3-MoE": 16, "gpt-oss": 242}
+MIXTURES = ("Qwen3-MoE", "gpt-oss")
+
+STEPS = 2
+# A step of AdamW is rate · m / (√v + eps). Where eps is as large as the rate, a difference in a gradient moves a weight
+# by no more than that difference; with the usual eps of 1e-8 the first step would be the sign of the gradient, and
+# differences of 1e-8 around zero would move weights by the whole rate.
+RATE = EPS = 1e-2
+ROWS, LENGTH = 4, 8
+
+
+def save(name: str, folder: Path) -> None:
+    """A random checkpoint. No norm weight is one, no bias and no sink zero: that would hide who ignores them."""
+    model_type, sizes = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEEDS.get(name, 1))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if "norm" in path or path.endswith(("bias", "sinks")):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                else:
+                    parameter.copy_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def tokens(step: int) -> Tensor:
+    """The whole batch of a step; every row differs."""
+    return torch.randint(2, TEXT["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(10 + step))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, tensor by tensor: torch's foreach refuses DTensors next to plain tensors, which TP has side by side."""
+    return torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS, weight_decay=0.1, foreach=False)
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    """A checkpoint in training mode."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+
+
+def train(folder: Path) -> list[Tensors]:
+    """What one process on the CPU computes without kernels, with transformers' plainest formulas.
+
+    Returns:
+        For each step loss and gradients, ``loss`` and ``gradient <name>``, and behind the last the weights,
+        ``weight <name>``.
+    """
+    model = load(folder, experts_implementation="eager", attn_implementation="eager")
+    optimizer = optimizer_of(model)
+    steps = []
+    for step in range(STEPS):
+        ids = tokens(step)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = {f"gradient {name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+        steps.append({"loss": loss.detach()} | gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {f"weight {name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return [*steps, weights]

@@ -10,10 +10,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage, savings
+from documents import DocumentError, coverage, same_numbers, savings
 
 # name -> language, "en" or "zh" -> lines
-PARTS: dict[str, Callable[[str], str]] = {"coverage": coverage.summary, "savings": savings.table}
+PARTS: dict[str, Callable[[str], str]] = {
+    "coverage": coverage.summary,
+    "same-numbers": same_numbers.table,
+    "savings": savings.table,
+}
 # path -> content
 FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.distributed import comparing, matrix, models
-from tests.distributed.matrix import ENGINES, Row
 from tests.distributed.comparing import Compared
+from tests.distributed.matrix import ENGINES, Row
 
 pytestmark = pytest.mark.distributed
 

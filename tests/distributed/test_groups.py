@@ -1,0 +1,199 @@
+"""Process groups of software devices: their names and kinds, what is counted in them, and what they leave alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+import softnpu
+from tests.distributed.processes import BACKENDS, Processes
+
+RANKS = 2
+
+
+def groups() -> dict:
+    device = torch.device("npu", dist.get_rank())
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
+    x = torch.full((2,), 3.0, device=device)
+    dist.all_reduce(x, group=alone)
+    mesh = dist.init_device_mesh("npu", (1, RANKS), mesh_dim_names=("replicate", "shard"))
+    y = torch.ones(2, device=device)
+    dist.all_reduce(y, group=mesh.get_group("shard"))
+    dist.all_reduce(y, group=mesh.get_group("replicate"))
+    with pytest.raises(RuntimeError) as split:
+        dist.split_group(split_ranks=[[0], [1]])
+    with pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
+    answers = {
+        "backend": dist.get_backend(),
+        "name": backend.name(),
+        "of the group": dist.get_backend(alone),
+        "alone": x.tolist(),
+        "mesh": y.tolist(),
+        "split": str(split.value),
+        "cpu": None,
+    }
+    try:
+        z = torch.ones(1)
+        dist.all_reduce(z)
+        answers["cpu"] = z.item()
+    except RuntimeError as error:
+        answers["cpu"] = str(error)
+    return answers
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups_are_named_and_made_as_with_torch_npu(two_ranks: Processes, backend: str) -> None:
+    for answers in two_ranks.run(groups, backend=backend):
+        assert answers.pop("cpu") == (2.0 if "gloo" in backend else "No backend type associated with device type cpu")
+        # torch_npu 2.13 does not override Backend::supportsSplitting, and torch asks for a bound device first
+        assert "not safe to split" in answers.pop("split")
+        assert answers == {
+            "backend": "hccl" if backend == "hccl" else backend,
+            "name": "hccl",
+            "of the group": "hccl" if backend == "hccl" else backend,
+            "alone": [3.0, 3.0],
+            "mesh": [2.0, 2.0],
+        }
+
+
+def count() -> tuple[dict, dict, dict]:
+    """Of collectives, of work with others, and of a barrier."""
+    rank = dist.get_rank()
+    device = torch.device("npu", rank)
+    x, whole, part = torch.ones(6, device=device), torch.empty(12, device=device), torch.empty(3, device=device)
+    leaf = torch.ones(6, device=device, requires_grad=True)
+    pair = dist.new_group([0, 1])
+    softnpu.reset_counters()
+    dist.all_reduce(x)
+    dist.all_reduce(x.half(), group=pair)
+    dist.all_gather_into_tensor(whole, x)
+    dist.all_gather([torch.empty_like(x) for _ in range(RANKS)], x)
+    dist.reduce_scatter_tensor(part, x)
+    dist.all_to_all_single(
+        torch.empty(2 if rank == 0 else 10, device=device), x, *([[1, 1], [1, 5]] if rank == 0 else [[5, 5], [1, 5]])
+    )
+    dist.broadcast(x, 0)
+    dist.scatter(part, [x[:3].contiguous(), x[3:].contiguous()] if rank == 0 else None)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    # backward runs in a thread of its own
+    functional.all_gather_single_autograd(leaf, 0, dist.group.WORLD).sum().backward()
+    counted, waits = softnpu.collectives(), softnpu.counters()
+    softnpu.reset_counters()
+    assert softnpu.collectives() == {}
+    dist.barrier()
+    return (
+        {(key.operator, key.group == pair.group_name, key.ranks): tuple(value) for key, value in counted.items()},
+        {key: waits[key] for key in ("stream_syncs", "device_to_host_copies")},
+        {
+            "barrier": [tuple(value) for value in softnpu.collectives().values()],
+            "syncs": softnpu.counters()["stream_syncs"],
+        },
+    )
+
+
+def test_calls_and_bytes_are_counted_and_only_a_barrier_waits(two_ranks: Processes) -> None:
+    for rank, (counted, waits, barrier) in enumerate(two_ranks.run(count)):
+        four = 4  # bytes of float32
+        assert counted == {
+            ("all_reduce", False, 2): (2, 2 * 6 * four),
+            ("all_reduce", True, 2): (1, 6 * 2),
+            ("all_gather", False, 2): (3, 3 * 12 * four),
+            ("reduce_scatter", False, 2): (2, (6 + 12) * four),  # the second is the gradient of the gather
+            ("all_to_all", False, 2): (1, 6 * four),
+            ("broadcast", False, 2): (1, 6 * four),
+            ("scatter", False, 2): (1, 6 * four),
+            ("send" if rank == 0 else "recv", False, 2): (1, 6 * four),
+        }
+        assert waits == {"stream_syncs": 0, "device_to_host_copies": 0}
+        assert barrier == {"barrier": [(1, 0)], "syncs": 1}  # WorkHCCL::synchronizeInternal
+
+
+def outlive() -> list[float]:
+    """Rank 0 sends a tensor that is gone, and whose memory would be taken over, once rank 1 is there to receive it."""
+    tensor = torch.full((50_000,), float(dist.get_rank()), device="npu")
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        dist.broadcast(tensor, 0)
+        return tensor.unique().tolist()
+    work = dist.broadcast(tensor, 0, async_op=True)
+    del tensor
+    gc.collect()
+    later = [torch.full((50_000,), -1.0, device="npu") for _ in range(8)]
+    assert work is not None
+    work.wait()
+    return later[0].unique().tolist()
+
+
+def test_an_asynchronous_collective_outlives_its_tensor(two_ranks: Processes) -> None:
+    assert two_ranks.run(outlive) == [[-1.0], [0.0]]
+
+
+def addresses() -> set[str]:
+    """Of all sockets of this process, both ends; those that listen to nobody in particular have 0.0.0.0."""
+    x = torch.ones(2, device="npu")
+    dist.all_reduce(x)
+    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = set()
+    for table, family in {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6, "udp": socket.AF_INET}.items():
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in own:
+                for end in fields[1:3]:
+                    words = bytes.fromhex(end.partition(":")[0])
+                    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))  # each in host order
+                    found.add(socket.inet_ntop(family, packed))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sockets_are_on_loopback(two_ranks: Processes, backend: str) -> None:
+    for found in two_ranks.run(addresses, backend=backend):
+        assert "127.0.0.1" in found
+        assert found <= {"127.0.0.1", "0.0.0.0"}, found  # gloo's listening sockets have no far end
+
+
+def compile_collectives() -> tuple[list[float], list[float]]:
+    group = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        total = functional.all_reduce(x * 2, "sum", group)
+        return functional.all_gather_single_autograd(total[:1] * x[:1], 0, group)
+
+    x = torch.full((2,), dist.get_rank() + 1.0, device="npu", requires_grad=True)
+    result = compute(x.detach())
+    functional.all_gather_single_autograd(x, 0, group).sum().backward()
+    return result.tolist(), x.grad.tolist()
+
+
+@pytest.mark.distributed
+def test_functional_collectives_compile(two_ranks: Processes) -> None:
+    assert two_ranks.run(compile_collectives) == [([6.0, 12.0], [2.0, 2.0])] * 2
+
+
+def reduce_in_a_fake_group() -> list[float]:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
+
+    group = dist.new_group(backend="cpu:fake,npu:fake")
+    x = torch.full((2,), 5.0, device="npu")
+    dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    return x.tolist()
+
+
+@pytest.mark.distributed
+def test_other_backends_for_the_device_stay_what_they_are(two_ranks: Processes) -> None:
+    assert two_ranks.run(reduce_in_a_fake_group) == [[5.0, 5.0]] * 2  # a fake all_reduce leaves what it is given

@@ -52,7 +52,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory):
     command = folder / "bin" / "kernels-ext-npu"
     command.parent.mkdir()
     command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'from kernels_ext_npu.cli import app; app()' \"$@\"\n")
-    command.chmod(0o755)
+    torchrun = command.with_name("torchrun")
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    for script in (command, torchrun):
+        script.chmod(0o755)
     (command.parent / "python").symlink_to(sys.executable)
     (folder / "script.py").write_text("import torch; print(torch.ones(2, device='npu').sum().item())")
     with LocalHub(folder / "hub") as hub:

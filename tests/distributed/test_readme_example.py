@@ -1,0 +1,38 @@
+"""The example of the README for several cards, on two devices."""
+
+import re
+from pathlib import Path
+
+import torch
+import zoo
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def run_example(code: str, ids: torch.Tensor) -> tuple[str, torch.Tensor]:
+    import kernels_ext_npu
+
+    names = {"kernels_ext_npu": kernels_ext_npu}
+    try:
+        exec(code, names)
+        model = names["model"]
+        with torch.no_grad():
+            logits = model(ids.to(model.device)).logits
+        return kernels_ext_npu.report(model).summary(), logits.float().cpu()
+    finally:
+        kernels_ext_npu.unregister()
+
+
+def test_the_example_swaps_all_and_agrees_with_one_process(two_ranks, tmp_path):
+    (code,) = re.findall(r"```python\n([^`]*DistributedConfig[^`]*)```", README.read_text())
+    code = code.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path))).replace("=8", "=2").replace("bfloat16", "float32")
+    model = zoo.build("qwen3_moe").eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(10).reshape(2, 5)
+    with torch.no_grad():
+        expected = model(ids).logits
+    for summary, logits in two_ranks.run(run_example, code, ids):
+        assert all(swapped == found for swapped, found in re.findall(r"(\d+) of (\d+)", summary)), summary
+        assert "experts" in summary and "routers" in summary
+        # as the differences of docs/parallel.md
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

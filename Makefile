@@ -36,7 +36,7 @@ test-slow: $(READY)
 
 # one test after the other: each starts processes that run in parallel
 test-distributed: $(READY)
-	$(PYTEST) tests/distributed $(ARGS)
+	$(PYTEST) -m "not long" tests/distributed $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

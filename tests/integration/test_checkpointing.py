@@ -1,0 +1,102 @@
+"""Activation checkpointing: what is computed again gives the same gradients, whatever a kernel had kept.
+
+To the norm of all gradients, TOLERANCE of the whole models' tests: float32, sums in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from agreement import TOLERANCE
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import kernels_ext_npu
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+# a packed MLP with SwiGLU, one with GeGLU, experts with a SwiGLU, with the clipped one and biases
+NAMES = ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"]
+POLICIES: dict[str, Callable[[str], bool]] = {
+    "products": lambda name: "mm" in name or "matmul" in name,
+    "npu": lambda name: name.startswith("npu."),
+    "all": lambda name: True,
+}
+
+
+def build(name: str, device: str) -> nn.Module:
+    model = zoo.build(name).to(device).train()
+    return kernels_ext_npu.kernelize(model) if device == "npu" else model
+
+
+def gradients(model: nn.Module, name: str, times: int = 1) -> list[Tensor]:
+    """Of the mean of as many backwards through one graph."""
+    inputs = {key: value.to(model.device) for key, value in zoo.inputs(name, model).items()}
+    loss = model(**inputs, use_cache=False).logits.square().mean() / times
+    for left in reversed(range(times)):
+        loss.backward(retain_graph=left > 0)
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= TOLERANCE * whole
+
+
+@functools.cache
+def expected(name: str) -> list[Tensor]:
+    return gradients(build(name, "cpu"), name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_kinds_give_the_gradients_of_the_cpu_also_twice(name: str, reentrant: bool, npu_counters) -> None:
+    model = build(name, "npu")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_close(gradients(model, name), expected(name))
+    norms = sum(1 for _, module in model.named_modules() if "norm" in type(module).__name__.lower())
+    assert npu_counters()["npu_rms_norm"] == 2 * norms - 1  # the last one lies in no layer
+    model.zero_grad(set_to_none=True)
+    assert_close(gradients(model, name, times=2), expected(name))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_selective_checkpointing_takes_what_was_saved_for_what_it_is(name: str, policy: str) -> None:
+    """It finds results by the number of calls of an operator: a forward has to call the same ones again."""
+    model = build(name, "npu")
+
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = POLICIES[policy](str(op))
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+    assert_close(gradients(model, name), expected(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        assert_close(gradients(build(name, "npu"), name), expected(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_kinds_compile(name: str, reentrant: bool, whole: bool) -> None:
+    torch._dynamo.reset()
+    model = build(name, "npu")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    options = {"backend": "aot_eager", "fullgraph": True}
+    for module in [model] if whole else model.model.layers:
+        module.compile(**options)
+    assert_close(gradients(model, name), expected(name))

@@ -111,3 +111,25 @@ def sharded_in_bfloat16(name: str) -> tuple[float, float]:
         if kernels:
             kernels_ext_npu.unregister()
     return distances[0], distances[1]
+
+
+def tensor_parallel(folder: str, name: str, train: bool) -> float:
+    """transformers' own tensor parallelism, each layer compiled; every process has the whole batch."""
+    from transformers import AutoModelForCausalLM, DistributedConfig
+
+    torch._dynamo.reset()
+    kernels_ext_npu.register()
+    reference, _ = _reference(name)
+    config = DistributedConfig(tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
+    kernels_ext_npu.kernelize(model.train())
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    inputs = {key: value.npu() for key, value in _batch(name, model).items()}
+    with torch.set_grad_enabled(train):
+        logits = model(**inputs, use_cache=False).logits
+    if train:
+        _loss(logits).backward()
+    expected = reference(**_batch(name, reference), use_cache=False).logits
+    assert (logits.detach().cpu() - expected).norm() <= TOLERANCE * expected.norm()
+    return _compare(model, reference) if train else 0.0

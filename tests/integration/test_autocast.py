@@ -1,0 +1,76 @@
+"""Autocast: modules give the dtypes that they give without kernels, and are no further from float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import kernels_ext_npu
+
+SLACK = 1.4  # both round, in part at other places: up to 1.2 between the models here
+
+
+def run(model: nn.Module, name: str, dtype: torch.dtype | None) -> tuple[Tensor, dict[str, torch.dtype], list[Tensor]]:
+    """Logits, dtypes of what modules return, gradients."""
+    dtypes: dict[str, torch.dtype] = {}
+
+    def note(path: str) -> None:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            for number, tensor in enumerate(zoo.tensors(output)):
+                dtypes[f"{path}[{number}]"] = tensor.dtype
+
+        hooks.append(model.get_submodule(path).register_forward_hook(hook))
+
+    hooks: list = []
+    for path, _ in model.named_modules():
+        # a hook of a projection, or of an activation, would end what the kernels do
+        if "norm" in path or path.endswith(("mlp", "self_attn", "experts", "gate", "rotary_emb", "lm_head")):
+            note(path)
+    inputs = {key: value.to(model.device) for key, value in zoo.inputs(name, model).items()}
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
+        logits = model(**inputs, use_cache=False).logits
+    logits.float().square().mean().backward()
+    for hook in hooks:
+        hook.remove()
+    return logits.detach().cpu(), dtypes, [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    apart = torch.stack([(a - b).norm() for a, b in zip(found, expected, strict=True)]).norm()
+    return (apart / torch.stack([b.norm() for b in expected]).norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss"])
+def test_dtypes_are_the_originals_and_values_as_near(name: str, dtype: torch.dtype) -> None:
+    logits, _, gradients = run(zoo.build(name), name, None)
+    without, dtypes, gradients_without = run(zoo.build(name).to("npu"), name, dtype)
+    kernels_ext_npu.register()
+    try:
+        found, found_dtypes, found_gradients = run(kernels_ext_npu.kernelize(zoo.build(name).to("npu")), name, dtype)
+    finally:
+        kernels_ext_npu.unregister()
+    assert found_dtypes == dtypes
+    assert found.dtype == without.dtype == dtype
+    assert distance([found.float()], [logits]) <= SLACK * distance([without.float()], [logits])
+    assert distance(found_gradients, gradients) <= SLACK * distance(gradients_without, gradients)
+
+
+def test_scaled_gradients_in_float16_are_those_of_float32(registered) -> None:
+    """float16 rounds to 2^-11: some of them through two layers."""
+    model, reference = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")), zoo.build("qwen3")
+    inputs = zoo.inputs("qwen3", reference)
+    scaler = torch.amp.GradScaler("npu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("npu", dtype=torch.float16):
+        logits = model(**{key: value.npu() for key, value in inputs.items()}, use_cache=False).logits
+    scaler.scale(logits.float().square().mean()).backward()
+    scaler.unscale_(optimizer)
+    reference(**inputs, use_cache=False).logits.square().mean().backward()
+    found, expected = ([p.grad.cpu() for p in m.parameters()] for m in (model, reference))
+    assert distance(found, expected) <= 2**-8
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**10

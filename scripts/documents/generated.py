@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage, same_numbers, savings
+from documents import DocumentError, coverage, parallel, same_numbers, savings
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
     "coverage": coverage.summary,
+    "ranks": parallel.tables,
     "same-numbers": same_numbers.table,
     "savings": savings.table,
 }

@@ -29,7 +29,7 @@ def table(language: str) -> str:
     headings = _HEADINGS[language]
     lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     for model in MODELS:
-        before, after = (variant.counts for variant in _inspected(model).variants)
+        before, after = (variant.counts for variant in inspected(model).variants)
         for phase, name in _PHASES[language].items():
             lines.append(f"| {model}, {name} | {' | '.join(_cells(before[phase], after[phase]))} |")
     return "".join(f"{line}\n" for line in lines)
@@ -38,11 +38,12 @@ def table(language: str) -> str:
 def draw(root: Path) -> None:
     """Write the pictures anew."""
     for path, model in PICTURE.items():
-        plotting.plot(_inspected(model), root / path)
+        plotting.plot(inspected(model), root / path)
 
 
 @cache
-def _inspected(model: str) -> Inspection:
+def inspected(model: str) -> Inspection:
+    """The whole of a model that is known by name."""
     return inspect(subject.find(model), SOCS["910b"])
 
 

@@ -25,7 +25,7 @@ def run_example(code: str, ids: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 def test_the_example_swaps_all_and_agrees_with_one_process(two_ranks, tmp_path):
     (code,) = re.findall(r"```python\n([^`]*DistributedConfig[^`]*)```", README.read_text())
-    code = code.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path))).replace("=8", "=2").replace("bfloat16", "float32")
+    code = code.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path))).replace("=4", "=2").replace("bfloat16", "float32")
     model = zoo.build("qwen3_moe").eval()
     model.save_pretrained(tmp_path)
     ids = torch.arange(10).reshape(2, 5)

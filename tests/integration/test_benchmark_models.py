@@ -22,6 +22,7 @@ from kernels_ext_npu.published_models import MODELS
         ("Llama-3.1-8B", 32, 128256, False, 8.03),
         ("Gemma-3-12B", 48, 262208, True, 11.8),
         ("Qwen3-30B-A3B", 48, 151936, False, 30.5),
+        ("Qwen3-235B-A22B", 94, 151936, False, 235.1),
         ("gpt-oss-20b", 24, 201088, False, 20.9),
     ],
 )

@@ -1,0 +1,40 @@
+"""The tables of a rank: three layers tell what all of them cost."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig, Qwen3MoeForCausalLM
+
+from documents import parallel
+from kernels_ext_npu.inspection.inspecting import inspect
+from kernels_ext_npu.inspection.mesh import Mesh
+from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.inspection.subject import Subject
+
+SIZES = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 100,
+}
+
+
+def test_three_layers_tell_what_seven_cost() -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=7, **SIZES)
+    subject, mesh = Subject("tiny", config, Qwen3MoeForCausalLM, []), Mesh(ep=2, fsdp=4)
+    told = parallel.rank(subject, mesh, tokens=64)
+    inspection = inspect(subject, SOCS["910b"], tokens=64, mesh=mesh)
+    assert told.weights == inspection.weights
+    for phase, both in told.whole.items():
+        for counts, variant in zip(both, inspection.variants):
+            exact = variant.counts[phase]
+            assert exact is not None
+            assert +counts.launches == +exact.launches
+            assert +counts.bytes == +exact.bytes
+            assert (+counts.calls, +counts.messages) == (+exact.calls, +exact.messages)
+            assert counts.waits == exact.waits
+            assert counts.peak == pytest.approx(exact.peak, rel=0.02)  # as in test_inspection.py

@@ -52,7 +52,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
     x, weighted = input.float(), dy.float() * gamma.float()
     dx = rstd * (weighted - x * rstd * rstd * (weighted * x).mean(dims, keepdim=True))
     dgamma = (dy.float() * x * rstd).sum(tuple(range(input.dim() - gamma.dim())))
-    return dx.to(input.dtype), dgamma
+    return dx.to(input.dtype).contiguous(), dgamma  # however dy and x lie
 
 
 @formula

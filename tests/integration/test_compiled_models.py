@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 import kernels_ext_npu
 
 LENGTHS = 9, 13, 21
-LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next", "granitemoehybrid", "falcon_mamba"]
+LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next", "granitemoehybrid"]
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,10 @@ class _Layer(nn.Module):
 
 
 class SwiGLUMLP(_Layer):
-    """``down(silu(gate(x)) * up(x))``, as in Llama: one product for gate and up where their weights are packed."""
+    """``down(silu(gate(x)) * up(x))``, as in Llama: one product for gate and up where their weights are packed.
+
+    Two under ``torch.compile``, which does not see how weights lie.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return _gated(self, SWIGLU, swiglu_of, hidden_states)

@@ -26,6 +26,8 @@ from tests.distributed import modules
 from tests.distributed.modules import SIZE, Along, Holder, normal
 from tests.distributed.parallel import assert_right, compare, largest_difference, mesh
 
+pytestmark = pytest.mark.distributed
+
 WHOLE = Replicate()
 
 

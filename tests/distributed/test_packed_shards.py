@@ -15,6 +15,8 @@ import kernels_ext_npu
 from tests.distributed.parallel import assert_right, largest_difference, mesh, whole
 from tests.distributed.stack import batch, build, is_packed, train, trained_on_the_cpu
 
+pytestmark = pytest.mark.distributed
+
 
 def by_fsdp2(model: nn.Module) -> nn.Module:
     for layer in model.layers:

@@ -29,6 +29,8 @@ from tests.distributed import modules
 from tests.distributed.modules import SIZE, Along, Holder, Latent, normal
 from tests.distributed.parallel import assert_right, compare, mesh, whole
 
+pytestmark = pytest.mark.distributed
+
 X = (2, 6, SIZE)
 
 

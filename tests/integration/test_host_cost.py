@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ import kernels_ext_npu
 from kernels_ext_npu.costs import Cost
 
 pytestmark = pytest.mark.slow
+ATTEMPTS = 6
 T, H = 16, 32
 # so small that a kernel is over soon; its time does not count
 SIZES = {
@@ -114,7 +116,7 @@ def compared(dtype: torch.dtype) -> dict[str, Compared]:
     }
 
 
-def ratio(case: Compared, training: bool) -> float:
+def ratio(case: Compared, training: bool, limit: float) -> float:
     """What ours takes beyond the operators, as a part of what theirs does."""
     differentiable = [a.is_floating_point() for a in case.arguments]
     if len(differentiable) == 4:  # not cos and sin
@@ -126,29 +128,32 @@ def ratio(case: Compared, training: bool) -> float:
             "theirs": lambda: case.theirs(*arguments),
             "operators": case.operators,
         }
-        times = host_times(calls, turns=12)
-    return (times["ours"] - times["operators"]) / (times["theirs"] - times["operators"])
+        least = dict.fromkeys(calls, math.inf)
+        for _ in range(ATTEMPTS):
+            times = host_times(calls, turns=12)
+            least = {name: min(least[name], times[name]) for name in calls}
+            found = (least["ours"] - least["operators"]) / (least["theirs"] - least["operators"])
+            if found <= limit:
+                break
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_a_forward_asks_no_more_of_the_host_than_llama_factorys(registered, dtype) -> None:
     """Beyond the operators: Python, the dispatcher and autograd. Less of a kernel's launches is less of all three.
 
-    What else the machine does can only be taken for ours or theirs, so that one of three attempts has to hold.
+    What else the machine does only adds to a time: where a ratio is above its limit, the least times of more attempts
+    are compared.
     """
     cases, over = compared(dtype), []
     print(f"\nof LLaMA-Factory's, {str(dtype).removeprefix('torch.')}: in inference, and in training")
     with stopped_clock():
         for name, case in cases.items():
-            best = []
-            for training, limit in zip((False, True), case.limit):
-                attempts = [ratio(case, training)]
-                while min(attempts) > limit and len(attempts) < 3:
-                    attempts.append(ratio(case, training))
-                best.append(min(attempts))
-                if best[-1] > limit:
-                    over.append((name, "training" if training else "inference", best[-1], limit))
-            print(f"{name:32} {best[0]:.2f}  {best[1]:.2f}")
+            found = [ratio(case, training, limit) for training, limit in zip((False, True), case.limit)]
+            for kind, value, limit in zip(("inference", "training"), found, case.limit):
+                if value > limit:
+                    over.append((name, kind, value, limit))
+            print(f"{name:32} {found[0]:.2f}  {found[1]:.2f}")
     assert not over
 
 

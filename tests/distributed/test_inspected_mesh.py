@@ -60,6 +60,7 @@ def check(ranks: Processes, model_type: str, sizes: dict[str, int], folder: Path
         assert other.waits <= one.waits
 
 
+@pytest.mark.distributed
 def test_two_devices_do_what_was_counted(two_ranks: Processes, tmp_path: Path) -> None:
     check(two_ranks, "gpt_oss", {"fsdp": 2, "ep": 2}, tmp_path)
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import zoo
 
@@ -23,6 +24,7 @@ def run_example(code: str, ids: torch.Tensor) -> tuple[str, torch.Tensor]:
         kernels_ext_npu.unregister()
 
 
+@pytest.mark.distributed
 def test_the_example_swaps_all_and_agrees_with_one_process(two_ranks, tmp_path):
     (code,) = re.findall(r"```python\n([^`]*DistributedConfig[^`]*)```", README.read_text())
     code = code.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path))).replace("=4", "=2").replace("bfloat16", "float32")

@@ -103,6 +103,7 @@ def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.long
 def test_a_few_layers_tell_what_all_cost_a_rank(moe: Path, monkeypatch) -> None:
     def count() -> inspecting.Inspection:
         chosen = mesh.Mesh(tp=2, ep=4, fsdp=4)

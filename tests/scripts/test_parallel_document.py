@@ -23,6 +23,7 @@ SIZES = {
 }
 
 
+@pytest.mark.long
 def test_three_layers_tell_what_seven_cost() -> None:
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=7, **SIZES)
     subject, mesh = Subject("tiny", config, Qwen3MoeForCausalLM, []), Mesh(ep=2, fsdp=4)

@@ -25,7 +25,7 @@ class RMSNorm(_Layer):
     """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
+        weight = _weight(self)
         if hidden_states.dtype is not weight.dtype:
             hidden_states = _widened(hidden_states, weight)
         return norm(hidden_states, weight, _eps(self))
@@ -67,7 +67,7 @@ class RMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        normed = norm(hidden_states.float(), self.weight.float(), _eps(self))
+        normed = norm(hidden_states.float(), _weight(self).float(), _eps(self))
         if gate is not None:
             normed = normed * _activation(self)(gate.float())
         return normed.to(hidden_states.dtype)
@@ -93,6 +93,12 @@ def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
 def _has(module: nn.Module, name: str) -> bool:
     """As hasattr, which makes an exception of what a module does not have, after a look for parameters and modules."""
     return name in module.__dict__ or hasattr(type(module), name)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """The parameter, without the search that an attribute of a module takes; what others made of it is an attribute."""
+    weight = module._parameters.get("weight")
+    return module.weight if weight is None else weight
 
 
 def _eps(module: nn.Module) -> float:

@@ -65,7 +65,7 @@ def test_two_devices_do_what_was_counted(two_ranks: Processes, tmp_path: Path) -
     check(two_ranks, "gpt_oss", {"fsdp": 2, "ep": 2}, tmp_path)
 
 
-@pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [("llama", {"fsdp": 2}), ("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"tp": 2, "ep": 2})],

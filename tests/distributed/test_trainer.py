@@ -69,7 +69,7 @@ def assert_trains_as_one_process(
 @pytest.mark.parametrize(
     ("name", "options", "wrapped"),
     [
-        ("qwen3", CHECKPOINTING, "DistributedDataParallel"),
+        pytest.param("qwen3", CHECKPOINTING, "DistributedDataParallel", marks=pytest.mark.long),
         pytest.param("qwen3_moe", PLAIN, "DistributedDataParallel", marks=pytest.mark.long),
         pytest.param("qwen3", SHARDED, "FSDP", marks=pytest.mark.long),
         pytest.param("qwen3", SHARDED | CHECKPOINTING, "FSDP", marks=pytest.mark.long),

@@ -1,4 +1,4 @@
-"""Where a norm may have what the layers read: on the instance, on its class, or as a property."""
+"""Where a norm may have what the layers read: on the instance, on its class, or as a property; and its weight."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import MethodType, ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 HIDDEN, GATE = torch.linspace(-2, 2, 24).view(3, 8), torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -52,3 +53,38 @@ def test_the_activation_is_read(kernel: ModuleType, made) -> None:
     found = MethodType(kernel.layers.RMSNormGated.forward, norm)(HIDDEN, GATE)
     expected = normed(norm.weight, 1e-6) * torch.sigmoid(GATE.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrized(norm: Norm) -> Tensor:
+    parametrize.register_parametrization(norm, "weight", Doubled())
+    return norm.weight
+
+
+def a_tensor(norm: Norm) -> Tensor:
+    """As FSDP1 leaves it, and whoever computes weights before a forward."""
+    weight = 3 * norm.weight.detach()
+    del norm.weight
+    norm.weight = weight
+    return weight
+
+
+def exchanged(norm: Norm) -> Tensor:
+    norm.weight = nn.Parameter(norm.weight.detach() + 1)
+    return norm.weight
+
+
+@pytest.mark.parametrize("change", [parametrized, a_tensor, exchanged])
+@pytest.mark.parametrize("layer", ["RMSNorm", "RMSNormGated", "RMSNormZeroCentered", "T5LayerNorm"])
+def test_the_weight_is_what_the_norm_has_as_its_weight(kernel: ModuleType, change, layer: str) -> None:
+    norm = Norm()
+    norm.eps = 1e-6
+    forward = MethodType(getattr(kernel.layers, layer).forward, norm)
+    forward(HIDDEN)
+    weight = change(norm)
+    expected = normed(weight + (layer == "RMSNormZeroCentered"), 1e-6)
+    torch.testing.assert_close(forward(HIDDEN).double(), expected, rtol=1e-6, atol=1e-6)

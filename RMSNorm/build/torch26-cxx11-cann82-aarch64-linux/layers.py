@@ -42,7 +42,7 @@ class RMSNormZeroCentered(_Layer):
     """``((1 + weight) * x_normed).to(x.dtype)`` with the sum in float32, as in Gemma. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, 1.0 + self.weight.float(), _eps(self))
+        return norm(hidden_states, 1.0 + _weight(self).float(), _eps(self))
 
 
 class RMSNormWeightless(_Layer):
@@ -56,7 +56,7 @@ class T5LayerNorm(_Layer):
     """``weight * x_normed`` in the dtype of the weight, as in T5. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
+        weight = _weight(self)
         return norm(_widened(hidden_states, weight), weight, _eps(self)).to(weight.dtype)
 
 
@@ -80,7 +80,7 @@ class MambaRMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        x, weight = hidden_states.float(), self.weight
+        x, weight = hidden_states.float(), _weight(self)
         if gate is not None:
             x = x * F.silu(gate.float())
         return norm(x, weight.float(), _eps(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))

@@ -167,6 +167,18 @@ ACCEPT(aclSetTensorFormat) ACCEPT(aclSetTensorPlaceMent) ACCEPT(aclSetTensorShap
 ACCEPT(aclopSetAttrDataType) ACCEPT(aclopSetAttrFloat) ACCEPT(aclopSetAttrInt) ACCEPT(aclopSetAttrListBool)
 ACCEPT(aclopSetAttrListFloat) ACCEPT(aclopSetAttrListInt) ACCEPT(aclopSetAttrListListInt) ACCEPT(aclopSetAttrString)
 
+/* Releases up to 2.10 are linked with BIND_NOW: whatever they name must be there when they are loaded.
+ * Collectives are softnpu/hccl's, and never arrive here. 2.6 also names C++ of libgraph.so, whose registrations run as
+ * static constructors. */
+REFUSE(HcclAllGather) REFUSE(HcclAllReduce) REFUSE(HcclBroadcast) REFUSE(HcclCommDestroy) REFUSE(HcclCommInitAll)
+REFUSE(HcclCommInitRootInfo) REFUSE(HcclGetRootInfo) REFUSE(HcclRecv) REFUSE(HcclReduceScatter) REFUSE(HcclSend)
+ACCEPT(_ZN2ge12AscendStringC1EPKc) ACCEPT(_ZN2ge8OperatorC2EPKcS2_) ACCEPT(_ZN2ge8OperatorC2ERKNS_12AscendStringES3_)
+ACCEPT(_ZN2ge23OperatorCreatorRegisterC1EPKcRKSt8functionIFNS_8OperatorERKNS_12AscendStringEEE)
+ACCEPT(_ZN2ge8Operator12AttrRegisterEPKcb) ACCEPT(_ZN2ge8Operator12AttrRegisterEPKcl)
+ACCEPT(_ZN2ge8Operator13InputRegisterEPKc) ACCEPT(_ZN2ge8Operator14OutputRegisterEPKc)
+ACCEPT(_ZN2ge8Operator20DynamicInputRegisterEPKcjb) ACCEPT(_ZN2ge8Operator20RequiredAttrRegisterEPKc)
+ACCEPT(_ZN2ge8Operator27DynamicInputRegisterByIndexEPKcjm)
+
 /* counters, read by softnpu/counting.py */
 uint64_t softnpu_device_to_host_copies(void) { return device_to_host_copies; }
 uint64_t softnpu_stream_syncs(void) { return stream_syncs; }

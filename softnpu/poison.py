@@ -7,13 +7,14 @@ every fresh allocation is filled with bytes of ones: NaN for floating dtypes, -1
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from softnpu.hosting import HostCall
+from softnpu.registering import replace
 
 ONES = 0xFF
 
@@ -27,7 +28,7 @@ def poisoned_memory() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     before, active = active, True
     for name, kernel in _KERNELS.items():
-        library.impl(name, kernel, "PrivateUse1", allow_override=True)
+        replace(library, name, kernel)
     try:
         yield
     finally:
@@ -82,7 +83,7 @@ def _resize_(self: torch.Tensor, size: list[int], *, memory_format: torch.memory
     return self.as_strided_(size, stride, self.storage_offset())
 
 
-_KERNELS = {
+_KERNELS: dict[str, Callable] = {
     "empty.memory_format": _empty,
     "empty_like": _empty_like,
     "empty_strided": _empty_strided,

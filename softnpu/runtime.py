@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,13 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("ascendcl.c")
 RUNTIME = "libascendcl.so"
-# what torch_npu's DT_NEEDED names besides: empty libraries that lead to the runtime
-OTHERS = ("libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so")
-# what torch_npu and kernels read as the version of CANN: the newest release that torch_npu's table of 2.13 names
+# what torch_npu's DT_NEEDED names besides, and libopapi.so, which releases before 2.13 open: empty libraries that lead
+# to the runtime
+OTHERS = (
+    "libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so", "libopapi.so",
+)  # fmt: skip
+# what torch_npu and kernels read as the version of CANN, unless SOFTNPU_CANN names another: the newest release that
+# torch_npu's table of 2.13 names
 CANN_VERSION = "9.1.0"
 
 
@@ -45,9 +50,21 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softnpu"
 
 
+def cann_version() -> str:
+    """The version of CANN that the software device has, as CANN's own install file would say it.
+
+    Raises:
+        ImportError: SOFTNPU_CANN is no version of CANN.
+    """
+    version = os.environ.get("SOFTNPU_CANN") or CANN_VERSION
+    if re.match(r"\d\.\d(\.|$)", version) is None:
+        raise ImportError(f"SOFTNPU_CANN={version}: a version of CANN is written as 8.2.RC1 or {CANN_VERSION}")
+    return version
+
+
 def _fingerprint() -> str:
     """Changes with everything that the built folder depends on, so that a folder never has to be updated."""
-    parts = [SOURCE.read_bytes(), Path(__file__).read_bytes(), platform.machine().encode()]
+    parts = [SOURCE.read_bytes(), Path(__file__).read_bytes(), platform.machine().encode(), cann_version().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -73,7 +90,7 @@ def _build(home: Path) -> None:
             _compile(compiler, fresh / name, ["-Wl,--no-as-needed", str(fresh / RUNTIME)])
         for folder in ("opp", "runtime", "compiler"):  # torch_npu checks that they exist
             (fresh / folder).mkdir()
-        (fresh / "ascend_toolkit_install.info").write_text(f"package_name=softnpu\nversion={CANN_VERSION}\n")
+        (fresh / "ascend_toolkit_install.info").write_text(f"package_name=softnpu\nversion={cann_version()}\n")
         fresh.chmod(0o755)
         try:
             fresh.rename(home)

@@ -6,17 +6,35 @@ operator of torch calls.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import TypeVar
+from typing import Any
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+# of the C library, without importing Dynamo, which takes a second
+from torch._C._dynamo import eval_frame
 
-Kernel = TypeVar("Kernel", bound=Callable)
 
-
-def untraced(kernel: Kernel) -> Kernel:
-    """The kernel itself: it, and what it calls, is not looked at. Without importing Dynamo, which takes a second."""
+def _skipped(kernel: Callable) -> Callable:
+    """The kernel itself: it, and what it calls, is not looked at."""
     assert isinstance(kernel, FunctionType)
-    set_code_exec_strategy(kernel.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(kernel.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return kernel
+
+
+def _with_dynamo_away(kernel: Callable) -> Callable:
+    """For torch before 2.8, which can skip a function, but not what it calls."""
+
+    @functools.wraps(kernel)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    return alone
+
+
+untraced = _skipped if hasattr(eval_frame, "set_code_exec_strategy") else _with_dynamo_away

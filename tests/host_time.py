@@ -16,6 +16,7 @@ import torch
 from softnpu import aten
 from softnpu.aten_formulas import FORMULAS as OF_ATEN
 from softnpu.formulas import FORMULAS as OF_NPU
+from softnpu.registering import replace
 
 _in_kernels = 0.0
 
@@ -31,11 +32,11 @@ def stopped_clock() -> Iterator[None]:
                 continue
             if name in OF_ATEN or aten._runs_on_host(op):
                 kernel = _clocked(aten.on_host(op, OF_ATEN.get(name)))
-                libraries[0].impl(name, kernel, "PrivateUse1", allow_override=True)
+                replace(libraries[0], name, kernel)
         for name, formula in OF_NPU.items():
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
-            libraries[1].impl(name, _clocked(aten.on_host(op, formula)), "PrivateUse1", allow_override=True)
+            replace(libraries[1], name, _clocked(aten.on_host(op, formula)))
         yield
     finally:
         for library in libraries:

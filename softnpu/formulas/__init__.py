@@ -13,17 +13,21 @@ from collections.abc import Callable
 import torch
 
 from softnpu.aten import on_host, refusal
+from softnpu.formulas.fitting import fitted
+from softnpu.registering import replace
 
 npu = torch.library.Library("npu", "IMPL")
 FORMULAS: dict[str, Callable] = {}
 
 # These stay with torch_npu. Memory formats launch no kernel for ND tensors, the only ones here; the gradients are
-# composed of aten operators, and npu_moe_token_unpermute calls _npu_moe_token_unpermute.
+# composed of aten operators.
 NATIVE = {
     "_npu_format_cast", "copy_memory_", "fft_c2r_backward", "fft_r2c_backward", "get_npu_format", "get_storage_size",
     "npu_change_data_ptr", "npu_format_cast", "npu_format_cast.Tensor", "npu_format_cast_",
-    "npu_format_cast_.acl_format", "npu_gather_backward", "npu_moe_token_unpermute", "stft_backward",
+    "npu_format_cast_.acl_format", "npu_gather_backward", "stft_backward",
 }  # fmt: skip
+# So do these, in the releases that have the operator that they call.
+COMPOSED = {"npu_moe_token_unpermute": "_npu_moe_token_unpermute"}
 
 
 def formula(function: Callable) -> Callable:
@@ -48,11 +52,12 @@ def install() -> None:
         importlib.import_module(f"{__name__}.{family.name}")  # formulas register themselves
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")
-        if namespace != "npu" or name in NATIVE:
+        if namespace != "npu" or name in NATIVE or hasattr(torch.ops.npu, COMPOSED.get(name, "")):
             continue
         if name in FORMULAS:
             base, _, overload = name.partition(".")
-            kernel = on_host(getattr(getattr(torch.ops.npu, base), overload or "default"), FORMULAS[name])
+            op = getattr(getattr(torch.ops.npu, base), overload or "default")
+            kernel = on_host(op, fitted(op, FORMULAS[name]))
         else:
             kernel = refusal(registration)
-        npu.impl(name, kernel, "PrivateUse1", allow_override=True)
+        replace(npu, name, kernel)

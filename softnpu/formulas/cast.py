@@ -1,4 +1,4 @@
-"""Casts that torch_npu dispatches to operators of its own."""
+"""Casts that torch_npu dispatches to operators of its own: before 2.13 all of ``Tensor.to`` ends in one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import torch
 from torch import Tensor
 
 from softnpu.formulas import formula
+from softnpu.formulas.limits import require
+
+# c10/core/ScalarType.h: newer schemas take the dtype as a number
+_NUMBERS = {
+    0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
+    7: torch.float64, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
+}  # fmt: skip
+
+
+@formula
+def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
+    """``input`` in another dtype. Those that torch does not have are refused."""
+    return input.to(_dtype("npu_dtype_cast", dtype, input_dtype))
+
+
+@formula
+def npu_dtype_cast_backward(
+    grad: Tensor, dtype: torch.dtype, grad_dtype: int | None = None, input_dtype: int | None = None
+) -> Tensor:
+    return grad.to(_dtype("npu_dtype_cast_backward", dtype, grad_dtype, input_dtype))
 
 
 @formula
@@ -16,3 +36,10 @@ def _npu_dtype_cast(input: Tensor, dtype: torch.dtype) -> Tensor:
 @formula
 def _npu_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.to(dtype)
+
+
+def _dtype(operator: str, dtype: int | torch.dtype, *others: int | None) -> torch.dtype:
+    """A dtype that torch has, given as itself or as its number; beside it only numbers of the same kind."""
+    unknown = [n for n in (dtype, *others) if isinstance(n, int) and n not in _NUMBERS]
+    require(not unknown, operator, f"the software device has no dtype number {unknown}")
+    return _NUMBERS[dtype] if isinstance(dtype, int) else dtype

@@ -112,7 +112,7 @@ def _npu_moe_token_unpermute(
     ``probs [T, K]``, which may have a floating dtype of its own; without probs a plain gather, K = 1.
 
     Rows are not read, so that a NaN in them does not count, where the index is at or beyond R or the probability is
-    zero. npu_moe_token_unpermute dispatches to this operator. The second result is what its backward pass keeps:
+    zero. npu_moe_token_unpermute calls this operator since 2.10. The second result is what its backward pass keeps:
     permuted_tokens, and nothing without probs. restore_shape is for padded mode only, which the device has not.
     """
     operator = "npu_moe_token_unpermute"
@@ -121,6 +121,18 @@ def _npu_moe_token_unpermute(
     tokens, top_k = _require_unpermute(operator, permuted_tokens, sorted_indices, probs)
     out = _sums(permuted_tokens, sorted_indices.view(tokens, top_k), probs).to(permuted_tokens.dtype)
     return out, None if probs is None else permuted_tokens
+
+
+@formula
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """The first result of _npu_moe_token_unpermute, in releases that have no such operator."""
+    return _npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)[0]
 
 
 @formula

@@ -17,6 +17,7 @@ from softnpu.hccl.backend import groups
 from softnpu.hccl.call import OPERATORS, Call
 from softnpu.hccl.works import Works
 from softnpu.hosting import HostCall
+from softnpu.registering import replace
 from softnpu.untraced import untraced
 
 c10d = torch.library.Library("c10d", "IMPL")
@@ -28,7 +29,7 @@ def install() -> None:
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")
         if namespace == "c10d" and name in OPERATORS:
-            c10d.impl(name, _kernel(getattr(torch.ops.c10d, name).default), "PrivateUse1", allow_override=True)
+            replace(c10d, name, _kernel(getattr(torch.ops.c10d, name).default))
     reducing.remember_factors()
     for method in (_start_coalescing, _end_coalescing, shutdown):
         original = getattr(ProcessGroup, method.__name__)

@@ -111,6 +111,10 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(4, 8), SLOTS, rows(2, 2)), {}),
         ((rows(3, 8, dtype=HALF), SLOTS, rows(2, 2)), {}),
     ],
+    "npu_moe_token_unpermute": [
+        ((rows(4, 8), SLOTS, rows(2, 2)), {}),
+        ((rows(4, 8, dtype=HALF), SLOTS), {}),
+    ],
     "npu_moe_token_unpermute_grad": [
         ((rows(4, 8), rows(4, 8), SLOTS), {}),
         ((rows(4, 8, dtype=HALF), rows(2, 8, dtype=HALF), SLOTS, rows(2, 2)), {}),
@@ -164,6 +168,8 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(3, 2, 8, dtype=HALF), None, None, None, rows(2, 2), SLOTS, None), {"drop_pad_mode": 3}),
     ],
     "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
+    "npu_dtype_cast": [((rows(3), 15), {}), ((rows(3, dtype=HALF), 6), {"input_dtype": 15})],
+    "npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],
     "_npu_dtype_cast": [((rows(3), HALF), {})],
     "_npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],
     "l1_loss_backward": [((rows(2, 3), rows(2, 3), rows(2, 3), 0), {}), ((rows(1)[0], rows(2, 3), rows(2, 3), 1), {})],

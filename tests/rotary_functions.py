@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
 TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")
 B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
 
@@ -58,6 +59,22 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
     if reference == "qwen2_vl_multimodal":
         return {"q": heads(N), "k": heads(K)} | tables(3, B, positions, width) | {"mrope_section": [2, 3, 3]}
     return {"q": heads(N), "k": heads(K)} | tables(B, positions, width)
+
+
+def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
+    """A rotary embedding with twelve frequencies: what its forward reads, without the config of its architecture."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    frequencies = 1e4 ** -(torch.arange(12) / 12)
+    if not by_type:
+        module.register_buffer("inv_freq", frequencies, persistent=False)
+        module.rope_type, module.attention_scaling = rope_type, scaling
+        return module
+    module.rope_type = dict.fromkeys(LAYER_TYPES, rope_type)
+    for number, name in enumerate(LAYER_TYPES):
+        module.register_buffer(f"{name}_inv_freq", frequencies / (1 + number), persistent=False)
+        setattr(module, f"{name}_attention_scaling", scaling)
+    return module
 
 
 def tensors(outputs: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from counted import counted
+from rotary_functions import LAYER_TYPES, embedding
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -24,7 +25,6 @@ from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-LAYER_TYPES = ("full_attention", "sliding_attention")
 # a row each of its own, with a hole; far positions, where float32 angles are coarse
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
 
@@ -42,19 +42,7 @@ def served() -> tuple[type[nn.Module], ...]:
 
 
 def instance(cls: type[nn.Module], rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
-    """One with twelve frequencies: what a forward reads, without the config of its architecture."""
-    module = cls.__new__(cls)
-    nn.Module.__init__(module)
-    frequencies = 1e4 ** -(torch.arange(12) / 12)
-    if "ByType" not in find_reference(cls).layers[0]:
-        module.inv_freq = nn.Buffer(frequencies, persistent=False)
-        module.rope_type, module.attention_scaling = rope_type, scaling
-        return module
-    module.rope_type = dict.fromkeys(LAYER_TYPES, rope_type)
-    for number, name in enumerate(LAYER_TYPES):
-        setattr(module, f"{name}_inv_freq", nn.Buffer(frequencies / (1 + number), persistent=False))
-        setattr(module, f"{name}_attention_scaling", scaling)
-    return module
+    return embedding(cls, "ByType" in find_reference(cls).layers[0], rope_type, scaling)
 
 
 def calls(module: nn.Module) -> list[tuple[str, ...]]:

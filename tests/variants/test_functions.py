@@ -1,0 +1,148 @@
+"""Every function of the kernels, forward and backward, in every dtype, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import experts_classes
+import proofs
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 12, 32, 48, 4, 2
+COUNTS = torch.tensor([5, 0, 4, 3])
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return rms_norm(x + residual, weight), x + residual
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def unit(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return activation(gate) * up
+
+    return unit
+
+
+def clipped_swiglu(x: Tensor) -> Tensor:
+    return GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def both_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(rotated(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
+
+
+SECTION = [2, 3, 3]
+
+
+def multimodal(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = (torch.cat([part[i % 3] for i, part in enumerate(t.split(SECTION * 2, -1))], -1) for t in (cos, sin))
+    return both_rotated(q, k, cos, sin)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.cat([rows @ w + b for rows, w, b in zip(x.split(COUNTS.tolist()), weight, bias)])
+
+
+def product_of_list(x: Tensor, *weights: Tensor) -> Tensor:
+    return torch.cat([rows @ w.mT for rows, w in zip(x.split(COUNTS.tolist()), weights)])
+
+
+def experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    rows = []
+    for token, chosen, shares in zip(x, index.tolist(), weights):
+        parts = [gated(F.silu)(gate_up[e] @ token) for e in chosen]
+        rows.append(sum(share * (down[e] @ part) for e, share, part in zip(chosen, shares, parts)))
+    return torch.stack(rows)
+
+
+def experts_forward(forward: Callable, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+    module = experts_classes.instance(Qwen3MoeExperts)
+    for name, parameter in zip(("gate_up_proj", "down_proj"), parameters):
+        delattr(module, name)
+        setattr(module, name, parameter)
+    return forward(module, x, index, weights)
+
+
+def top_k(logits: Tensor) -> Tensor:
+    weights, _ = logits.softmax(-1).topk(CHOICES)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def draw(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+HEADS = (2, 4, 6, 16), (2, 2, 6, 16)
+INDEX = torch.stack(
+    [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:CHOICES] for i in range(TOKENS)]
+)
+ROUTED = draw((TOKENS, HIDDEN), (TOKENS, CHOICES), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
+ROUTED = (ROUTED[0], INDEX, ROUTED[1], ROUTED[2] / HIDDEN**0.5, ROUTED[3] / INNER**0.5)
+OF_LIST = draw((TOKENS, HIDDEN), *[(INNER, HIDDEN)] * EXPERTS)
+
+# repository and name -> how a kernel's function is called, what it has to give in float64, arguments
+CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
+    ("RMSNorm", "rms_norm"): (lambda f, x, w: f(x, w, 1e-6), rms_norm, draw((6, HIDDEN), (HIDDEN,))),
+    ("RMSNorm", "add_rms_norm"): (
+        lambda f, x, r, w: f(x, r, w, 1e-6), add_rms_norm, draw((6, HIDDEN), (6, HIDDEN), (HIDDEN,)),
+    ),
+    ("SwiGLU", "swiglu"): (lambda f, x: f(x), gated(F.silu), draw((6, 2 * HIDDEN))),
+    ("SwiGLU", "geglu"): (lambda f, x: f(x), gated(lambda x: F.gelu(x, approximate="tanh")), draw((6, 2 * HIDDEN))),
+    ("SwiGLU", "clipped_swiglu"): (lambda f, x: f(x), clipped_swiglu, draw((6, 2 * HIDDEN))),
+    ("RoPE", "rotary_mul"): (lambda f, *t: f(*t), rotated, draw(HEADS[0], (2, 1, 6, 16), (2, 1, 6, 16))),
+    ("RoPE", "apply_rotary_pos_emb"): (lambda f, *t: f(*t), both_rotated, draw(*HEADS, (2, 6, 16), (2, 6, 16))),
+    ("RoPE", "apply_multimodal_rotary_pos_emb"): (
+        lambda f, *t: f(*t, SECTION), multimodal, draw(*HEADS, (3, 2, 6, 16), (3, 2, 6, 16)),
+    ),
+    ("FusedMoE", "grouped_matmul"): (
+        lambda f, x, w, b: f(x, w, COUNTS.to(x.device), b),
+        product,
+        draw((TOKENS, HIDDEN), (EXPERTS, HIDDEN, INNER), (EXPERTS, INNER)),
+    ),
+    ("FusedMoE", "GmmFunction"): (
+        lambda f, x, w, b: f.apply(x, w, COUNTS.to(x.device), b, None),
+        product,
+        draw((TOKENS, HIDDEN), (EXPERTS, HIDDEN, INNER), (EXPERTS, INNER)),
+    ),
+    ("FusedMoE", "HybridGmmFunction"): (
+        lambda f, x, *w: f.apply(x, COUNTS.to(x.device), None, False, *w), product_of_list, OF_LIST,
+    ),
+    ("FusedMoE", "fused_experts"): (lambda f, *t: f(*t), experts, ROUTED),
+    ("FusedMoE", "experts_forward"): (experts_forward, experts, ROUTED),
+    ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
+}  # fmt: skip
+# they compute nothing, or are parts of what is called here
+OTHERS = {"SWIGLU", "Gate", "layers", "layout", "packing"}
+
+
+def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:
+    assert set(CASES) == {(name, f) for name, kernel in kernels.items() for f in kernel.__all__ if f not in OTHERS}
+
+
+@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
+@pytest.mark.parametrize(("repository", "name"), CASES, ids=lambda value: value)
+def test_it_is_what_float64_gives(kernels, largest, repository: str, name: str, dtype: torch.dtype) -> None:
+    call, exact, arguments = CASES[repository, name]
+    rounded = tuple(t.to(dtype) if t.is_floating_point() else t for t in arguments)
+    function = getattr(kernels[repository], name)
+    found = proofs.results(lambda *t: call(function, *t), proofs.moved(rounded))
+    difference = proofs.distance(found, proofs.results(exact, proofs.doubled(rounded)))
+    largest("functions", dtype, difference)
+    assert difference <= proofs.TOLERANCE[dtype]

@@ -1,0 +1,127 @@
+"""Every layer of the kernels, forward and backward, in every dtype, against what it replaces.
+
+That is the forward as transformers writes it, in float64 on the CPU, of modules with random weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import MethodType, ModuleType
+
+import experts_classes
+import list_blocks
+import norm_classes
+import proofs
+import pytest
+import rotary_functions
+import torch
+from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
+from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
+from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from kernels_ext_npu.references.routers import MixtralTopKRouter, Qwen3MoeTopKRouter
+
+
+def norm(layer: str) -> tuple[nn.Module, tuple]:
+    cls = next(reference.module for reference in REFERENCES if layer in reference.layers)
+    module = norm_classes.instance(cls)
+    return module, tuple(norm_classes.inputs(module, torch.float32))
+
+
+def mlp(cls: type[nn.Module], activation: str) -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return cls(32, 64, activation), (torch.randn(2, 5, 32),)
+
+
+def experts(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    module = experts_classes.instance(cls)
+    return module, experts_classes.inputs(module)
+
+
+def router(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    """With logits that no rounding puts into another order: each token is near to one row of the weight."""
+    module = cls(8, 8, 2)
+    with torch.no_grad():
+        module.weight.copy_(torch.eye(8))
+    return module, (torch.stack([torch.arange(8).roll(i) / 4 for i in range(12)]),)
+
+
+def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    return list_blocks.block(cls), (list_blocks.inputs(),)
+
+
+# layer -> modules that it serves, each with arguments
+MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
+    **{layer: [partial(norm, layer)] for layer, repository in LAYERS.items() if repository == "RMSNorm"},
+    "SwiGLUMLP": [partial(mlp, LlamaMLP, "silu")],
+    "GeGLUMLP": [partial(mlp, LlamaMLP, "gelu_pytorch_tanh")],
+    "FusedSwiGLUMLP": [partial(mlp, Phi3MLP, "silu")],
+    "FusedGeGLUMLP": [partial(mlp, Phi3MLP, "gelu_pytorch_tanh")],
+    "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
+    "SoftmaxTopKRouter": [partial(router, Qwen3MoeTopKRouter)],
+    "SoftmaxTopKRouterFloat32": [partial(router, MixtralTopKRouter)],
+    **{
+        layer: [partial(block, cls) for cls, name in list_blocks.BLOCKS.items() if name == layer]
+        for layer in ("SparseMoEBlock", "GatedMoEBlock")
+    },
+}
+
+
+def test_the_lists_are_complete(kernels: dict[str, ModuleType]) -> None:
+    functions = {reference.layer for reference in FUNCTION_REFERENCES}
+    tables = {layer for reference in ROTARY_EMBEDDINGS for layer in reference.layers}
+    assert set(MODULES) | functions | tables == set(LAYERS)
+    for layer, repository in LAYERS.items():
+        assert issubclass(getattr(kernels[repository].layers, layer), nn.Module)
+
+
+@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
+@pytest.mark.parametrize("layer", MODULES)
+def test_a_layer_is_what_float64_gives(kernels, largest, layer: str, dtype: torch.dtype) -> None:
+    for make in MODULES[layer]:
+        module, arguments = make()
+        original = module.to(dtype)
+        arguments = tuple(t.to(dtype) if t.is_floating_point() else t for t in arguments)
+        device = copy.deepcopy(original).to("npu")
+        device.forward = MethodType(getattr(kernels[LAYERS[layer]].layers, layer).forward, device)
+        truth = copy.deepcopy(original).double()
+        found = proofs.results(device, proofs.moved(arguments), device.parameters())
+        with proofs.wide():
+            exact = proofs.results(truth, proofs.doubled(arguments), truth.parameters())
+        difference = proofs.distance(found, exact)
+        largest("layers", dtype, difference)
+        assert difference <= proofs.TOLERANCE[dtype], type(module).__name__
+
+
+@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
+@pytest.mark.parametrize("reference", FUNCTION_REFERENCES, ids=lambda reference: reference.function.__name__)
+def test_a_rotation_is_what_float64_gives(kernels, largest, reference, dtype: torch.dtype) -> None:
+    inputs = rotary_functions.arguments(reference.function.__name__, dtype, dtype)
+    layer = getattr(kernels["RoPE"].layers, reference.layer)()
+    found = rotary_functions.results(layer, proofs.moved(inputs))
+    difference = proofs.distance(found, rotary_functions.exact(reference.function, inputs))
+    largest("layers", dtype, difference)
+    assert difference <= proofs.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
+@pytest.mark.parametrize("reference", ROTARY_EMBEDDINGS, ids=lambda reference: reference.module.__name__)
+def test_rotary_tables_are_those_of_the_cpu(kernels, largest, reference, dtype: torch.dtype) -> None:
+    """They have no gradient; the angles are of float32 on both sides, far ones too."""
+    layer = getattr(kernels["RoPE"].layers, reference.layers[0])
+    original = rotary_functions.embedding(reference.module, "ByType" in reference.layers[0])
+    device = copy.deepcopy(original).to("npu")
+    device.forward = MethodType(layer.forward, device)
+    arguments = torch.zeros(2, 7, 24, dtype=dtype), torch.stack((torch.arange(7), torch.arange(7) * 19937))
+    for kind in rotary_functions.LAYER_TYPES if "ByType" in reference.layers[0] else (None,):
+        more = () if kind is None else (kind,)
+        expected = original(*arguments, *more)
+        difference = proofs.distance(list(device(*proofs.moved(arguments), *more)), list(expected))
+        largest("layers", dtype, difference)
+        assert difference <= proofs.TOLERANCE[dtype]

@@ -1,0 +1,38 @@
+"""Whole models on the device, loaded with kernels, against the same checkpoint on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from agreement import assert_agrees
+from conftest import ROOT
+from kernels import get_loaded_kernels
+from transformers import AutoModelForCausalLM
+
+import kernels_ext_npu
+from kernels_ext_npu.layers import LAYERS
+
+# architecture -> the repositories that serve it
+MODELS = {
+    "qwen3": {"RMSNorm", "RoPE", "SwiGLU"},
+    "gemma3_text": {"RMSNorm", "RoPE", "SwiGLU"},
+    "qwen3_moe": {"RMSNorm", "RoPE", "FusedMoE"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_is_loaded_with_kernels_agrees_with_the_cpu(
+    registered, variant: str, largest, name: str, tmp_path: Path
+) -> None:
+    """Logits, all gradients, and generated tokens; every kernel is of the variant that has to be taken."""
+    zoo.build(name).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="npu", use_kernels=True)
+    rows = kernels_ext_npu.report(model)
+    assert {LAYERS[row.kernel] for row in rows if row.swapped} == MODELS[name]
+    assert all(row.swapped or row.reason for row in rows)
+    loaded = [Path(kernel.module.__file__).parent for kernel in get_loaded_kernels()]
+    assert {path.name for path in loaded if path.is_relative_to(ROOT)} == {variant}
+    largest("models", torch.float32, assert_agrees(name, model))

@@ -46,10 +46,9 @@ def repositories(root: Path = ROOT) -> list[Path]:
     return sorted(path.parent for path in root.glob("*/build.toml"))
 
 
-def variants(root: Path = ROOT) -> dict[str, list[str]]:
-    """The strict variants, each with the torch_npu releases whose schemas it promises to fit."""
-    tables = tomllib.loads((root / "variants.toml").read_text())
-    return {name: table["torch_npu"] for name, table in tables.items()}
+def variants(root: Path = ROOT) -> tuple[str, ...]:
+    """All variants that a kernel repository builds."""
+    return *NOARCH, *tomllib.loads((root / "variants.toml").read_text())
 
 
 def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
@@ -59,7 +58,7 @@ def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
     source = {str(path.relative_to(package)): path.read_bytes() for path in sorted(package.rglob("*.py"))}
     source[f"{repository.name}/__init__.py"] = SHIM.encode()
     tree = {}
-    for variant in (*NOARCH, *variants(root)):
+    for variant in variants(root):
         tree |= {f"{variant}/{path}": content for path, content in source.items()}
         tree[f"{variant}/metadata.json"] = _metadata(variant, general, source)
     return dict(sorted(tree.items()))
@@ -129,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n  ".join([f"{name}: {'stale, run python scripts/build.py' if lines else 'fresh'}", *lines]))
         else:
             build(known[name])
-            print(f"{name}: built {', '.join((*NOARCH, *variants()))}")
+            print(f"{name}: built {', '.join(variants())}")
     return int(stale)
 
 

@@ -67,7 +67,9 @@ class Clone:
 
     def rebuild(self, *strict: str) -> None:
         """With torch-npu, torch-universal and these variants."""
-        (self.root / "variants.toml").write_text("".join(f'[{name}]\ntorch_npu = ["2.8.0"]\n' for name in strict))
+        (self.root / "variants.toml").write_text(
+            "".join(f'{name} = {{ torch_npu = "2.8.0", cann = "8.2.RC1" }}\n' for name in strict)
+        )
         build.build(self.repository, self.root)
 
     def built(self) -> dict[str, bytes]:

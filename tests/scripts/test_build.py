@@ -21,10 +21,11 @@ from packaging.version import Version
 
 from kernels_ext_npu.sources import REPOSITORIES as KNOWN
 from publishing import trial
+from strict import Strict, strict_variants
 
 REPOSITORIES = build.repositories()
 VARIANTS = [variant for repository in REPOSITORIES for variant in sorted((repository / "build").iterdir())]
-NAMES = {*build.NOARCH, *build.variants()}
+NAMES = set(build.variants())
 SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 
 
@@ -178,14 +179,15 @@ def chosen(torch: str, cann: str | None, cpu: str = "aarch64") -> list[str]:
     return [variant.variant_str for variant in accepted]
 
 
-@pytest.mark.parametrize("torch", ["2.6", "2.7", "2.8"])
-def test_a_strict_variant_wins_where_it_fits(torch: str) -> None:
-    strict = f"torch{torch.replace('.', '')}-cxx11-cann82-aarch64-linux"
-    assert chosen(torch, "8.2") == [strict, "torch-npu", "torch-universal"]
+@pytest.mark.parametrize("strict", strict_variants(build.ROOT), ids=lambda strict: strict.name)
+def test_a_strict_variant_wins_where_it_fits(strict: Strict) -> None:
+    """On the machine that it is written for: torch and CANN as `kernels` reads their versions."""
+    torch, cann = strict.torch.rpartition(".")[0], f"{strict.cann[0]}.{strict.cann[2]}"
+    assert chosen(torch, cann) == [strict.name, "torch-npu", "torch-universal"]
 
 
 @pytest.mark.parametrize(
-    ("torch", "cann", "cpu"), [("2.13", "8.2", "aarch64"), ("2.8", "8.5", "aarch64"), ("2.8", "8.2", "x86_64")]
+    ("torch", "cann", "cpu"), [("2.13", "8.2", "aarch64"), ("2.9", "8.2", "aarch64"), ("2.8", "8.2", "x86_64")]
 )
 def test_elsewhere_the_variant_for_all_npus_wins(torch: str, cann: str, cpu: str) -> None:
     assert chosen(torch, cann, cpu) == ["torch-npu", "torch-universal"]
@@ -216,7 +218,8 @@ assert kernel.rms_norm(x, torch.ones(8, device="npu"), 0.0).sum().item() == 16
         ("2.6.0", "8.2.RC1", "aarch64", "torch26-cxx11-cann82-aarch64-linux"),
         ("2.7.1", "8.2.RC1", "aarch64", "torch27-cxx11-cann82-aarch64-linux"),
         ("2.8.0+cpu", "8.2.RC1", "aarch64", "torch28-cxx11-cann82-aarch64-linux"),
-        ("2.8.0", "8.5.0", "aarch64", "torch-npu"),
+        ("2.10.0", "9.0.0", "aarch64", "torch210-cxx11-cann90-aarch64-linux"),
+        ("2.8.0", "8.1.RC1", "aarch64", "torch-npu"),
         ("2.13.0", "9.1.0", "x86_64", "torch-npu"),
     ],
 )
@@ -230,8 +233,9 @@ def test_the_loader_takes_it_on_a_machine_that_says_so(run_python, tmp_path: Pat
 def schemas() -> dict[str, dict[str, str]]:
     """Release -> operator -> parameters."""
     found: dict[str, dict[str, str]] = {}
-    for release, name, parameters in re.findall(r"^\[(\S+)\] (\w+)\((.*)\) -> ", SCHEMAS.read_text(), re.MULTILINE):
-        found.setdefault(release, {})[name] = parameters
+    for releases, name, parameters in re.findall(r"^\[(.+?)\] (\w+)\((.*)\) -> ", SCHEMAS.read_text(), re.MULTILINE):
+        for release in releases.split():
+            found.setdefault(release, {})[name] = parameters
     return found
 
 
@@ -269,22 +273,19 @@ def misfit(parameters: str, positional: int, keywords: set[str]) -> str | None:
 
 
 RELEASES = schemas()
-CASES = [
-    (repository, name, release)
-    for repository in REPOSITORIES
-    for name in (*build.NOARCH, *build.variants())
-    for release in build.variants().get(name, RELEASES)
-]
+NAMED = {name: list(RELEASES) for name in build.NOARCH} | {s.name: [s.torch_npu] for s in strict_variants(build.ROOT)}
+CASES = [(repository, *pair) for repository in REPOSITORIES for pair in NAMED.items()]
 
 
-@pytest.mark.parametrize(("repository", "variant", "release"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(repository, variant, release) -> None:
+@pytest.mark.parametrize(("repository", "variant", "releases"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(repository, variant, releases) -> None:
     calls = operator_calls(repository / "build" / variant)
     asked = detected(repository / "build" / variant)
     assert calls
-    for name, positional, keywords in calls:
-        assert name in RELEASES[release] or name in asked, f"torch_npu {release} has no {name}"
-        assert name not in RELEASES[release] or misfit(RELEASES[release][name], positional, keywords) is None
+    for release, schemas in ((release, RELEASES[release]) for release in releases):
+        for name, positional, keywords in calls:
+            assert name in schemas or name in asked, f"torch_npu {release} has no {name}"
+            assert name not in schemas or misfit(schemas[name], positional, keywords) is None
 
 
 def test_the_check_finds_calls_that_do_not_fit() -> None:
@@ -307,3 +308,18 @@ def test_layers_pass_kernels_own_validation(repository: Path) -> None:
     for name, layer in vars(layers).items():
         if isinstance(layer, type) and hasattr(layer, "has_backward"):
             _validate_layer(check_cls=layer, cls=layer, repo=name)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('torch26-cxx11-cann82-aarch64-linux = { torch_npu = "2.6.0" }', "must be written as"),
+        ("torch26-cxx11-cann82-aarch64-linux = 3", "must be written as"),
+        ('torch26-cxx11-cann82-aarch64-linux = { torch_npu = "2.7.1.post2", cann = "8.2.RC1" }', "begin with torch27-"),
+        ('torch27-cxx11-cann82-aarch64-linux = { torch_npu = "2.7.1.post2", cann = "8.5.0" }', "cxx11-cann85-"),
+    ],
+)
+def test_a_line_that_does_not_fit_its_variant_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "variants.toml").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        strict_variants(tmp_path)

@@ -13,7 +13,7 @@ from kernels_ext_npu.doctor.probing import Outcome
 
 # what softnpu says as the version of CANN: importing it would import torch
 _RUNTIME = (packages.module_folder("softnpu") or Path()) / "runtime.py"
-SOFTWARE_CANN = str(packages.constants(_RUNTIME).get("CANN_VERSION"))
+SOFTWARE_CANN = os.environ.get("SOFTNPU_CANN") or str(packages.constants(_RUNTIME).get("CANN_VERSION"))
 STACK = ("torch", "torch_npu", "transformers", "kernels", "huggingface-hub", "accelerate")
 
 

@@ -1,0 +1,42 @@
+"""How the weights of experts lie in memory.
+
+The forward multiplies with ``[E, K, N]``, the gradient of its input with the transpose, and one of the two has to be a
+transposed view. transformers stores most weights as ``[E, N, K]``: there it is the forward. Views are the default,
+since a copy would cost as much memory as the weights. Weights that are read in the forward only, as in inference, can
+be stored the other way around in place of a copy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def store_transposed(weight: Tensor) -> None:
+    """Move a weight ``[E, A, B]`` to memory in which ``[E, B, A]`` is contiguous. Shape and values stay.
+
+    Needs the memory of a second such weight while it runs. Parameters stay the same objects; state dicts hold the
+    values in the shape they had, not contiguous, which ``save_pretrained`` and ``torch.save`` take as it is.
+
+    Raises:
+        ValueError: the weight is not three-dimensional, or is part of a larger storage.
+    """
+    _check("store_transposed", weight)
+    if not weight.mT.is_contiguous():
+        weight.data = weight.detach().mT.contiguous().mT
+
+
+def store_contiguous(weight: Tensor) -> None:
+    """Undo :func:`store_transposed`."""
+    _check("store_contiguous", weight)
+    if not weight.is_contiguous():
+        weight.data = weight.detach().contiguous()
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if weight.dim() != 3:
+        raise ValueError(f"{name}: a weight of experts is [E, A, B], got {list(weight.shape)}")
+    if not isinstance(weight, torch.nn.Parameter) or weight.is_meta:
+        raise ValueError(f"{name}: takes parameters with values, got a {type(weight).__name__} on {weight.device.type}")
+    if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
+        raise ValueError(f"{name}: the weight is part of a larger storage, which others may hold too")

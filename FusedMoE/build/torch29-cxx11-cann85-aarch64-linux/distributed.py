@@ -1,0 +1,47 @@
+"""DTensors, for which the operators here have no rules.
+
+Experts of transformers see the local part of what is spread over devices: tensor and expert parallelism hand it to
+them. Who hands over DTensors themselves gets what one device would compute, of tensors that are gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Replicate
+
+    _DISTRIBUTED: tuple[type, ...] = (DTensor,)
+else:
+    _DISTRIBUTED = ()
+
+
+def is_distributed(*tensors: Tensor | None) -> bool:
+    """Whether one of them is spread over a mesh of devices."""
+    for tensor in tensors:  # noqa: SIM110 - a generator takes longer, and every forward asks
+        if isinstance(tensor, _DISTRIBUTED):
+            return True
+    return False
+
+
+def on_whole(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """A function of DTensors computed of the whole of each, on every device: a DTensor that all of them hold.
+
+    Raises:
+        TypeError: some of the tensors are not distributed: what part of a whole they are is not known.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(isinstance(tensor, _DISTRIBUTED) for tensor in given):
+        kinds = [type(tensor).__name__ for tensor in given]
+        raise TypeError(f"experts take tensors or DTensors, not both, got {kinds}: distribute all, or call to_local()")
+    mesh = given[0].device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    whole = [None if t is None else _gathered(t, everywhere) for t in tensors]
+    return DTensor.from_local(function(*whole), mesh, everywhere, run_check=False)
+
+
+def _gathered(tensor: Tensor, everywhere: list) -> Tensor:
+    return tensor.redistribute(placements=everywhere).to_local(grad_placements=everywhere)

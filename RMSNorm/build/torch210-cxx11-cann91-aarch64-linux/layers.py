@@ -1,0 +1,112 @@
+"""Layers whose forward `kernels` binds to the norms of transformers. They read the members of the norm they replace.
+
+Each returns the dtype that transformers' own forward returns. ``eps`` is ``variance_epsilon`` or ``eps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .functional import norm
+
+_ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+
+
+class _Layer(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+
+class RMSNorm(_Layer):
+    """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = _weight(self)
+        if hidden_states.dtype is not weight.dtype:
+            hidden_states = _widened(hidden_states, weight)
+        return norm(hidden_states, weight, _eps(self))
+
+
+class RMSNormCastLast(_Layer):
+    """``(weight * x_normed).to(x.dtype)``, as in Olmo 2 and Gemma 4. Reads ``weight``, which may be absent, and eps."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return norm(hidden_states, getattr(self, "weight", None), _eps(self))
+
+
+class RMSNormZeroCentered(_Layer):
+    """``((1 + weight) * x_normed).to(x.dtype)`` with the sum in float32, as in Gemma. Reads ``weight`` and eps."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return norm(hidden_states, 1.0 + _weight(self).float(), _eps(self))
+
+
+class RMSNormWeightless(_Layer):
+    """``x_normed.to(x.dtype)``, as in NanoChat. Reads eps."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return norm(hidden_states, None, _eps(self))
+
+
+class T5LayerNorm(_Layer):
+    """``weight * x_normed`` in the dtype of the weight, as in T5. Reads ``weight`` and eps."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = _weight(self)
+        return norm(_widened(hidden_states, weight), weight, _eps(self)).to(weight.dtype)
+
+
+class RMSNormGated(_Layer):
+    """``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as in Qwen3-Next: the norm, then the gate.
+
+    Reads ``weight``, eps and ``activation``: "silu", the default, or "sigmoid".
+    """
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        normed = norm(hidden_states.float(), _weight(self).float(), _eps(self))
+        if gate is not None:
+            normed = normed * _activation(self)(gate.float())
+        return normed.to(hidden_states.dtype)
+
+
+class MambaRMSNormGated(_Layer):
+    """``weight * norm(x * silu(gate))`` in float32, as in Mamba 2: the gate, then the norm.
+
+    Reads ``weight`` and eps.
+    """
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        x, weight = hidden_states.float(), _weight(self)
+        if gate is not None:
+            x = x * F.silu(gate.float())
+        return norm(x, weight.float(), _eps(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
+
+
+def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    return hidden_states.to(torch.promote_types(hidden_states.dtype, weight.dtype))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """As hasattr, which makes an exception of what a module does not have, after a look for parameters and modules."""
+    return name in module.__dict__ or hasattr(type(module), name)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """The parameter, without the search that an attribute of a module takes; what others made of it is an attribute."""
+    weight = module._parameters.get("weight")
+    return module.weight if weight is None else weight
+
+
+def _eps(module: nn.Module) -> float:
+    return module.variance_epsilon if _has(module, "variance_epsilon") else module.eps
+
+
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    name = module.activation if _has(module, "activation") else "silu"
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
+    return _ACTIVATIONS[name]

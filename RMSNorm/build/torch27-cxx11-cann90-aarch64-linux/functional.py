@@ -1,0 +1,118 @@
+"""RMS norms as functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``hidden_states / sqrt(mean(hidden_states², -1) + eps) * weight``, computed in float32 and rounded once.
+
+    One launch of ``npu_rms_norm`` for float16, bfloat16 and float32 with 2 to 8 dimensions on the NPU, a weight of
+    the same dtype or float32; the same formula in torch for everything else. Differentiable.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        weight: ``[H]``, or None for a norm without one.
+        eps: added to the mean; 0.0 is legal.
+
+    Returns:
+        ``[..., H]`` in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: ``weight`` is not ``[H]``.
+        TypeError: ``hidden_states`` or ``weight`` is not floating point.
+    """
+    _check(hidden_states, weight)
+    return norm(hidden_states, weight, eps)
+
+
+def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """:func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
+    if not _is_fused(hidden_states, weight):
+        if weight is not None and weight.dtype in _FUSED_DTYPES:
+            weight = weight.float()  # exact, and legal beside every dtype
+        if not _is_fused(hidden_states, weight):
+            return _rms_norm_in_torch(hidden_states, weight, eps)
+    if weight is None:
+        weight = hidden_states.new_ones(hidden_states.shape[-1])
+    # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
+    if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):
+        hidden_states = hidden_states.contiguous()
+    return torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]
+
+
+def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of ``hidden_states + residual``, and the sum.
+
+    One launch of ``npu_add_rms_norm`` where no gradient is needed; it rounds twice, to the sum's dtype before it
+    multiplies with the weight. With gradients an addition and a norm, since the operator has no derivative.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        residual: the same shape.
+        weight: ``[H]``.
+        eps: added to the mean.
+
+    Returns:
+        The norm and the sum, ``[..., H]`` each, in the dtype that the sum has.
+
+    Raises:
+        ValueError: the shapes do not fit.
+        TypeError: an argument is not floating point.
+    """
+    _check(hidden_states, weight)
+    if residual.shape != hidden_states.shape:
+        raise ValueError(
+            f"add_rms_norm: residual {list(residual.shape)} must have the shape of hidden_states "
+            f"{list(hidden_states.shape)}"
+        )
+    if _is_fused_with_add(hidden_states, residual, weight) and not _needs_grad(hidden_states, residual, weight):
+        normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
+        return normed, total
+    total = hidden_states + residual
+    return norm(total, weight, eps), total
+
+
+def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
+    """What ``npu_rms_norm`` takes (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu, npu_rms_norm."""
+    dtype = hidden_states.dtype
+    return (
+        hidden_states.device.type == "npu"
+        and dtype in _FUSED_DTYPES
+        and 2 <= hidden_states.dim() <= 8
+        and (weight is None or weight.dtype is dtype or weight.dtype is torch.float32)
+    )
+
+
+def _is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    """What ``npu_add_rms_norm`` takes: one dtype, and no empty tensor."""
+    one_dtype = hidden_states.dtype == residual.dtype == weight.dtype
+    return one_dtype and hidden_states.numel() > 0 and _is_fused(hidden_states, weight)
+
+
+def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = hidden_states.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x if weight is None else x * weight.float()).to(hidden_states.dtype)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _check(hidden_states: Tensor, weight: Tensor | None) -> None:
+    if not hidden_states.is_floating_point():
+        raise TypeError(f"hidden_states must be floating point, got {hidden_states.dtype}")
+    if weight is None:
+        return
+    if not weight.is_floating_point():
+        raise TypeError(f"weight must be floating point, got {weight.dtype}")
+    if weight.shape != hidden_states.shape[-1:]:
+        raise ValueError(
+            f"weight {list(weight.shape)} must have the size of the last dimension of hidden_states "
+            f"{list(hidden_states.shape)}"
+        )

@@ -1,0 +1,125 @@
+"""q and k, rotated by one cos and sin.
+
+All layers of a model rotate by the same two tensors, and q and k have the same shapes and strides in all of them: what
+follows from those is kept with cos, for as long as cos lives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .distributed import is_distributed
+from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave
+from .rotation import check, rotate
+
+_KEPT = "_rope_layout"
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """:func:`rotate` of q and k, with cos and sin that get the dimension of the heads at ``unsqueeze_dim``.
+
+    Raises:
+        ValueError: the shapes do not fit, or the tensors are on different devices.
+        TypeError: a tensor is not floating point.
+    """
+    layout = None if torch.compiler.is_compiling() else _layout(q, k, cos, sin, unsqueeze_dim, interleaved)
+    if layout is None:
+        check(cos, sin, q=q, k=k)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    a, b = (_Rotations.apply if trains else _rotate_both)(q, k, layout, "interleave" if interleaved else "half")
+    return (a.transpose(1, 2), b.transpose(1, 2)) if layout[0] else (a, b)
+
+
+def _layout(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool
+) -> tuple[bool, Tensor, Tensor] | None:
+    """How the operator takes q and k as they lie in memory; None where it does not, or one differs from the others.
+
+    Returns:
+        Whether the dimensions in the middle of q and k change places, and cos and sin in that order.
+    """
+    if is_distributed(q) or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
+        return None
+    key = (q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim, interleaved)
+    kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)
+    if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
+        return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
+    if not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):
+        return None
+    (q_batch, q1, q2, size), (k_batch, k1, k2, _), (rows, positions, _) = q.shape, k.shape, cos.shape
+    swap = q.stride(1) < q.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
+    if swap:
+        q1, q2, k1, k2 = q2, q1, k2, k1
+    axis = 3 - unsqueeze_dim if swap else unsqueeze_dim
+    table = (rows, 1, positions, size) if axis == 1 else (rows, positions, 1, size)
+    fits, itemsize = fits_interleave if interleaved else fits_half, q.element_size()
+    layout = None
+    if fits((q_batch, q1, q2, size), table, itemsize) and fits((k_batch, k1, k2, size), table, itemsize):
+        # a view of cos itself would keep it alive, and be kept alive by it
+        layout = swap, cos.detach().unsqueeze(axis), sin.detach().unsqueeze(axis)
+    setattr(cos, _KEPT, (sin, key, layout))  # no class of ours: who saves a tensor saves what it holds
+    return layout
+
+
+def _are_alike(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether they keep all rules of :func:`check`, and of the operator but those for shapes, and lie in one way."""
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
+        return False
+    dtype, device, size = q.dtype, q.device, q.shape[-1]
+    return (
+        dtype in DTYPES
+        and dtype is k.dtype is cos.dtype is sin.dtype
+        and device == k.device == cos.device == sin.device
+        and device.type == "npu"
+        and size == k.shape[-1] == cos.shape[-1] < HEAD_SIZE
+        and size % 2 == 0
+        and cos.shape == sin.shape
+        and q.numel() > 0
+        and k.numel() > 0
+        and (q.stride(1) < q.stride(2)) == (k.stride(1) < k.stride(2))
+    )
+
+
+def _rotate_both(q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode: str) -> tuple[Tensor, Tensor]:
+    """What comes out lies as q and k do in memory."""
+    swap, cos, sin = layout
+    if swap:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return torch.ops.npu.npu_rotary_mul(q, cos, sin, mode), torch.ops.npu.npu_rotary_mul(k, cos, sin, mode)
+
+
+class _Rotations(torch.autograd.Function):
+    """Both as one node, which keeps cos and sin as they are kept with cos.
+
+    They are neither inputs nor outputs, and all layers share them: what save_for_backward looks after, in longer time,
+    is that nobody writes to them before the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode: str) -> tuple[Tensor, Tensor]:
+        ctx.layout, ctx.mode = layout, mode
+        ctx.versions = layout[1]._version, layout[2]._version
+        return _rotate_both(q, k, layout, mode)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        swap, cos, sin = ctx.layout
+        if (cos._version, sin._version) != ctx.versions:
+            raise RuntimeError(
+                "cos or sin has been modified by an inplace operation after q and k were rotated by it, and their "
+                "gradients need it as it was: call backward() first, or write to another tensor"
+            )
+        gradients: list[Tensor | None] = [None, None]
+        for i, grad in enumerate(grads):
+            if ctx.needs_input_grad[i]:
+                gradient = torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0]
+                gradients[i] = gradient.transpose(1, 2) if swap else gradient
+        return *gradients, None, None

@@ -1,0 +1,168 @@
+"""Layers that rotate the first half of a head against the second, each named after a model that writes it so."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
+from .layer import Layer, Pair
+from .pairs import rotate_both
+from .rotation import check, rotate, rotate_part
+
+
+class RotaryPosEmb(Layer):
+    """``x * cos + rotate_half(x) * sin`` in the dtype that x and cos promote to, as in Llama."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        return rotate_both(q, k, cos, sin, unsqueeze_dim)
+
+
+class RotaryPosEmbCastBack(Layer):
+    """The same, and then the dtypes of q and k, as in Olmo 2, whose cos and sin are float32."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        q_rotated, k_rotated = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+        return q_rotated.to(q.dtype), k_rotated.to(k.dtype)
+
+
+class RotaryPosEmbFloat32(Layer):
+    """In float32, and then the dtype of q, as in ModernBERT."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        check(cos, sin, q=q, k=k)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate(q, cos, sin, float32=True).to(q.dtype), rotate(k, cos, sin, float32=True).to(q.dtype)
+
+
+class RotaryPosEmbTablesInFloat32(Layer):
+    """The same with cos and sin in float32 too, as in HunYuan-VL: another result only where they are float64."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        check(cos, sin, q=q, k=k)
+        cos, sin = (_at_most_float32(table.unsqueeze(unsqueeze_dim)) for table in (cos, sin))
+        return rotate(q, cos, sin, float32=True).to(q.dtype), rotate(k, cos, sin, float32=True).to(q.dtype)
+
+
+class RotaryPosEmbReversed(Layer):
+    """``rotate_half`` with the other sign, ``[x2, -x1]``, as in NanoChat: a rotation by the negative angle."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        return apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
+
+
+class RotaryPosEmbHalfWidth(Layer):
+    """cos and sin hold each angle once, as in gpt-oss."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        check(cos, sin, times=2, q=q, k=k)
+        return apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim)
+
+
+class RotaryPosEmbPartial(Layer):
+    """Rotates as much of a head as cos is wide, as in GPT-NeoX and Phi-3."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        check(cos, sin, partial=True, q=q, k=k)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
+
+
+class RotaryPosEmbPartialPositions(Layer):
+    """The same with an argument that is not used, as in GLM-ASR."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor | None = None,
+        unsqueeze_dim: int = 1,
+    ) -> Pair:
+        check(cos, sin, partial=True, q=q, k=k)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
+
+
+class RotaryPosEmbPartialOptionalKey(Layer):
+    """The same for q alone if there is no k, as in Qwen4-Exp."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        cos: Tensor = None,  # type: ignore[assignment]  # as transformers declares them
+        sin: Tensor = None,  # type: ignore[assignment]
+        unsqueeze_dim: int = 1,
+    ) -> Tensor | Pair:
+        check(cos, sin, partial=True, q=q, k=k)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        rotated = rotate_part(q, cos, sin)
+        return rotated if k is None else (rotated, rotate_part(k, cos, sin))
+
+
+class RotaryPosEmbLastQueries(Layer):
+    """q has the last of the positions that k and cos have, as in Muse Glimmer's assistant."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+        check(cos, sin, q=q, k=k)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        last = q.size(-2)
+        return rotate(q, cos[..., -last:, :], sin[..., -last:, :]), rotate(k, cos, sin)
+
+
+class RotaryPosEmbPatches(Layer):
+    """Rotates the last positions, as many as cos has, and passes those before through, as in DINOv3."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs) -> Pair:
+        check(cos, sin, q=q, k=k)
+        prefix = q.shape[-2] - sin.shape[-2]
+        if prefix < 0 or k.shape[-2] != q.shape[-2]:
+            raise ValueError(
+                f"q {list(q.shape)} and k {list(k.shape)} must have equally many positions, and at least as many as "
+                f"cos {list(cos.shape)}"
+            )
+        q_rotated, k_rotated = rotate(q[..., prefix:, :], cos, sin), rotate(k[..., prefix:, :], cos, sin)
+        if prefix == 0:
+            return q_rotated, k_rotated
+        return torch.cat((q[..., :prefix, :], q_rotated), -2), torch.cat((k[..., :prefix, :], k_rotated), -2)
+
+
+class RotaryPosEmbSingle(Layer):
+    """One tensor, as in Gemma 4."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        check(cos, sin, x=x)
+        return rotate(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+
+
+class VisionRotaryPosEmb(Layer):
+    """``[S, N, D]`` beside ``[S, D]`` in float32, and then the dtypes of q and k, as in Qwen2-VL."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+        check(cos, sin, q=q, k=k)
+        cos, sin = _at_most_float32(cos.unsqueeze(-2)), _at_most_float32(sin.unsqueeze(-2))
+        return rotate(q, cos, sin, float32=True).to(q.dtype), rotate(k, cos, sin, float32=True).to(k.dtype)
+
+
+class VisionRotaryPosEmbPartial(Layer):
+    """``[B, S, N, D]`` beside ``[S, R]``, of a head as much as cos is wide, as in MiniMax-M3-VL."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+        check(cos, sin, partial=True, q=q, k=k)
+        cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+        return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
+
+
+class MultimodalRotaryPosEmb(Layer):
+    """cos and sin of time, height and width, ``[3, B, S, D]``, as Qwen2-VL wrote it when the function composed them."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1
+    ) -> Pair:
+        return apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+def _at_most_float32(table: Tensor) -> Tensor:
+    return table.float() if table.dtype == torch.float64 else table

@@ -1,0 +1,171 @@
+"""One tensor, rotated: by the operator where it takes the tensors, else in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .distributed import is_distributed
+from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave, fits_tokens
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float32: bool = False) -> Tensor:
+    """``x * cos + rotated(x) * sin`` for cos and sin that broadcast to x.
+
+    With float32 the computation is in float32 whatever the dtypes are, and the caller rounds: the result is float32, or
+    already has the dtype of x.
+    """
+    dtype = torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
+    if _is_fused(x, cos, sin, dtype):
+        rotated = _launch(*_four_dimensions(x.to(dtype), cos.to(dtype), sin.to(dtype)), interleaved)
+        if rotated is not None:
+            return rotated.squeeze(0) if x.dim() == 3 else rotated
+    return _rotate_in_torch(x.float() if float32 else x, cos, sin, interleaved)
+
+
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotates as much of the last dimension as cos is wide, and passes the rest through."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return rotate(x, cos, sin, interleaved)
+    return torch.cat((rotate(x[..., :width], cos, sin, interleaved), x[..., width:]), -1)
+
+
+def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of neighbours as complex numbers, times complex factors, in float32; the dtype of each tensor is kept."""
+    x, y = tensors
+    if x.device.type != "npu" or factors.dtype != torch.complex64 or factors.requires_grad or is_distributed(x):
+        return _times(x, factors), _times(y, factors)
+    parts = torch.view_as_real(factors)
+    cos, sin = each_twice(parts[..., 0]), each_twice(parts[..., 1])
+    return rotate(x, cos, sin, True, True).to(x.dtype), rotate(y, cos, sin, True, True).to(y.dtype)
+
+
+def each_twice(table: Tensor) -> Tensor:
+    """``[c0, c1, ...]`` to ``[c0, c0, c1, c1, ...]``."""
+    return torch.stack((table, table), -1).flatten(-2)
+
+
+def first_half(table: Tensor) -> Tensor:
+    """``[..., D] -> [..., D/2]``: of a table whose halves are the same."""
+    return table[..., : table.shape[-1] // 2]
+
+
+def check(cos: Tensor, sin: Tensor, times: int = 1, partial: bool = False, **rotated: Tensor | None) -> None:
+    """Raise unless ``times`` the width of cos is the head size of the tensors, or with partial no more than that."""
+    tensors = {name: tensor for name, tensor in rotated.items() if tensor is not None}
+    for name, tensor in (tensors | {"cos": cos, "sin": sin}).items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} {list(tensor.shape)} must be floating point, got {tensor.dtype}")
+        if tensor.device != cos.device:
+            raise ValueError(f"{name} {list(tensor.shape)} is on {tensor.device}, cos on {cos.device}: use one device")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin {list(sin.shape)} must have the shape of cos {list(cos.shape)}")
+    width = cos.shape[-1] * times
+    if width % 2:
+        raise ValueError(f"cos {list(cos.shape)} must have an even width: values are rotated in pairs")
+    for name, tensor in tensors.items():
+        head_size = tensor.shape[-1]
+        if not partial and head_size % 2:
+            raise ValueError(f"{name} {list(tensor.shape)} must have an even head size: values are rotated in pairs")
+        if head_size < width if partial else head_size != width:
+            rule = "at most the head size" if partial else "the head size" if times == 1 else "half the head size"
+            raise ValueError(f"cos {list(cos.shape)} must have {rule} of {name} {list(tensor.shape)} as its width")
+
+
+def check_complex(factors: Tensor, name: str, **rotated: Tensor) -> None:
+    """Raise unless the factors are complex and half as wide as the tensors."""
+    if not factors.is_complex():
+        raise TypeError(f"{name} {list(factors.shape)} must be complex, got {factors.dtype}")
+    for other, tensor in rotated.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{other} {list(tensor.shape)} must be floating point, got {tensor.dtype}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{other} {list(tensor.shape)} must have four dimensions")
+        if tensor.shape[-1] != 2 * factors.shape[-1]:
+            raise ValueError(
+                f"{name} {list(factors.shape)} must be half as wide as the head size of {other} {list(tensor.shape)}"
+            )
+
+
+def _times(x: Tensor, factors: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * factors).flatten(3).type_as(x)
+
+
+def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        half = x.shape[-1] // 2
+        rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + rotated * sin
+
+
+def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cos, sin = cos[(None,) * (4 - cos.dim())], sin[(None,) * (4 - sin.dim())]
+    return x[None] if x.dim() == 3 else x, cos, sin
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
+    """The operator in the layout that the memory has, so that nothing is copied; else in another that it takes."""
+    fits, mode = (fits_interleave, "interleave") if interleaved else (fits_half, "half")
+    if x.shape[1] == x.shape[2] == cos.shape[0] == 1:  # one head at one position: the batch stands for heads
+        y = _launch(x.transpose(0, 2), cos, sin, interleaved) if x.shape[0] > 1 else None
+        if y is not None:
+            return y.transpose(0, 2)
+    heads_last = x.stride(1) < x.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
+    for swap in (heads_last, not heads_last):
+        a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)
+        if fits(a.shape, b.shape, a.element_size()):
+            y = _fused(a, b, c, mode)
+        elif fits_tokens(a.shape, b.shape):
+            of_cos, of_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1) for t in (b, c))
+            y = _fused(a.flatten(0, 1), of_cos, of_sin, mode).view(a.shape)
+        else:
+            continue
+        return y.transpose(1, 2) if swap else y
+    return None
+
+
+def _fused(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotation.apply(x, cos, sin, mode)
+    return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
+
+
+class _Rotation(torch.autograd.Function):
+    """torch_npu's own keeps x, which only the gradients of cos and sin want: they are not asked for here."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.mode = mode
+        return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        # the device gives a contiguous gradient, the meta kernel one that lies as grad: graphs trust the latter
+        grad = grad.contiguous() if torch.compiler.is_compiling() else grad
+        return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0], None, None, None
+
+
+def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the operator takes them, if there is a layout for the shapes.
+
+    Where cos or sin need a gradient, torch computes: for those the operator has limits of its own.
+    """
+    needs_grad_of_cos = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return (
+        x.device.type == "npu"
+        and dtype in DTYPES
+        and x.dim() in (3, 4)
+        and cos.dim() <= x.dim()
+        and x.numel() > 0
+        and x.shape[-1] < HEAD_SIZE
+        and not needs_grad_of_cos
+        and not is_distributed(x)
+        and not is_distributed(cos)
+    )

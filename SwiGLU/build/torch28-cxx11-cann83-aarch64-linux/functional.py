@@ -1,0 +1,155 @@
+"""Gated linear units as functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .distributed import is_distributed
+from .operators import clipped_swiglu_fused, geglu_fused, has_clipped_swiglu
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, computed in float32 and rounded once on the NPU.
+
+    One launch of ``npu_swiglu`` where both come as one tensor, as one matrix product gives them; its gradient saves
+    that tensor and nothing else. Two tensors are joined for it where a gradient is needed, and multiplied as they
+    are where none is: that moves less. Differentiable.
+
+    Args:
+        gate: ``[..., I]``; without ``up`` ``[..., 2·I]``, the gate first.
+        up: the shape and device of ``gate``.
+
+    Returns:
+        ``[..., I]``.
+
+    Raises:
+        ValueError: the last dimension of a joined tensor is odd, or gate and up differ in shape or device.
+        TypeError: an argument is not floating point.
+    """
+    _check("swiglu", gate, up)
+    return swiglu_of(gate, up)
+
+
+def swiglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """:func:`swiglu` of arguments that fit, as those from projections do: nothing is checked."""
+    if up is None:
+        if _is_fused(gate) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
+            return torch.ops.npu.npu_swiglu(gate, -1)
+        gate, up = gate.chunk(2, -1)
+    elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
+        return torch.ops.npu.npu_swiglu(torch.cat((gate, up), -1), -1)
+    return F.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """``gelu(gate, approximate="tanh") * up``.
+
+    One launch of ``npu_geglu``, with the conditions of :func:`swiglu`. In float16 the operator rounds the activation
+    before it multiplies. Differentiable, under ``torch.compile`` too.
+
+    Args:
+        gate: ``[..., I]``; without ``up`` ``[..., 2·I]``, the gate first.
+        up: the shape and device of ``gate``.
+
+    Returns:
+        ``[..., I]``.
+
+    Raises:
+        ValueError: the last dimension of a joined tensor is odd, or gate and up differ in shape or device.
+        TypeError: an argument is not floating point.
+    """
+    _check("geglu", gate, up)
+    return geglu_of(gate, up)
+
+
+def geglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """:func:`geglu`, likewise."""
+    if up is None:
+        if _is_fused(gate):
+            return geglu_fused(gate)
+        gate, up = gate.chunk(2, -1)
+    elif _is_worth_joining(gate, up):
+        return geglu_fused(torch.cat((gate, up), -1))
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, interleaved: bool = True) -> Tensor:
+    """``g · sigmoid(alpha · g) · (u + 1)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+
+    The activation of gpt-oss: GptOssExperts._apply_gate of transformers. One launch of ``npu_clipped_swiglu`` where
+    torch_npu has it. Differentiable once; what is saved is ``gate_up``.
+
+    Args:
+        gate_up: ``[..., 2·I]``; gate and up alternate, or with ``interleaved=False`` the gate is the first half.
+        alpha: of the sigmoid.
+        limit: of gate and up.
+        interleaved: how gate and up lie.
+
+    Returns:
+        ``[..., I]``.
+
+    Raises:
+        ValueError: the last dimension is odd.
+        TypeError: ``gate_up`` is not floating point.
+    """
+    _check("clipped_swiglu", gate_up, None)
+    if _is_fused(gate_up) and has_clipped_swiglu():
+        return clipped_swiglu_fused(gate_up, alpha, limit, interleaved)
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+def is_fused_dtype(dtype: torch.dtype) -> bool:
+    """Whether the operators take it."""
+    return dtype in _FUSED_DTYPES
+
+
+def is_aligned(size: int, dtype: torch.dtype) -> bool:
+    """Whether the gradient of ``npu_swiglu`` takes halves of this size."""
+    return size * dtype.itemsize % _ALIGNMENT == 0
+
+
+def _is_fused(x: Tensor) -> bool:
+    """What the operators take (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu; no empty tensor."""
+    return (
+        x.device.type == "npu"
+        and x.dtype in _FUSED_DTYPES
+        and x.numel() > 0
+        and not is_distributed(x)
+        and x.is_contiguous()
+    )
+
+
+def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:
+    """In tensors of the size of ``gate`` that move: joined 7 forward and 5 backward, apart 5 and 9.
+
+    Three launches instead of five, and two tensors saved instead of three.
+    """
+    return _is_fused(gate) and gate.dtype == up.dtype and _needs_grad(gate, up)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _check(name: str, gate: Tensor, up: Tensor | None) -> None:
+    if not gate.is_floating_point():
+        raise TypeError(f"{name}: gate must be floating point, got {gate.dtype}")
+    if up is None:
+        if gate.dim() == 0 or gate.shape[-1] % 2:
+            raise ValueError(
+                f"{name}: gate and up in one tensor need an even last dimension, got {list(gate.shape)}; "
+                "give them as two tensors otherwise"
+            )
+        return
+    if not up.is_floating_point():
+        raise TypeError(f"{name}: up must be floating point, got {up.dtype}")
+    for what, a, b in (("shape", list(gate.shape), list(up.shape)), ("device", gate.device, up.device)):
+        if a != b:
+            raise ValueError(f"{name}: gate and up must have one {what}, got {a} and {b}")

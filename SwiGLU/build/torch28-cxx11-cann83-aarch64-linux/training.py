@@ -1,0 +1,89 @@
+"""A packed MLP as one node of autograd.
+
+Node by node an MLP keeps the product of gate and up, and what the unit makes of it for the gradient of the down
+projection: SwiGLU three times its inner size a token, GeGLU four times. One node keeps the product and computes the
+rest again, but for the MLP that ran last: its gradient comes first, when nothing else has grown yet. Weight gradients
+come out contiguous, so that autograd takes them as they are instead of copying them.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .functional import is_aligned, is_fused_dtype
+from .operators import GatedUnit
+from .packing import both, joined, unfit
+
+
+def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> bool:
+    """Whether an MLP can be one node: plain layers of one dtype on the NPU that need a gradient, gate and up packed."""
+    if not torch.is_grad_enabled() or unfit(down) is not None:
+        return False
+    a, b, c, dtype = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"], x.dtype
+    return (
+        (x.requires_grad or a.requires_grad or b.requires_grad or c.requires_grad)
+        and dtype is a.dtype is c.dtype
+        and is_fused_dtype(dtype)
+        and x.numel() > 0
+        and is_aligned(a.shape[0], dtype)
+        and a.shape[0] == c.shape[1]
+        and x.device == c.device
+        and x.device.type == "npu"
+        and not torch.is_autocast_enabled("npu")
+    )
+
+
+class Latest:
+    """What a forward computed, until another one takes its place or a backward takes it away."""
+
+    _current: weakref.ref[Latest] | None = None
+
+    def __init__(self, computed: tuple[Tensor, ...]) -> None:
+        before = Latest._current and Latest._current()
+        if before is not None:
+            before.take()
+        Latest._current = weakref.ref(self)
+        self._computed = computed
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Nothing where it is gone; then it has to be computed again."""
+        computed, self._computed = self._computed, ()
+        return computed
+
+
+class PackedMLP(torch.autograd.Function):
+    """``down(unit(x @ [gate; up]ᵀ))``; arguments after ``x`` are weights of gate, up and down, then their biases."""
+
+    @staticmethod
+    def forward(ctx, unit: GatedUnit, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias = parameters
+        bias = None if gate_bias is None else both(gate_bias, up_bias)
+        product = F.linear(x, both(gate, up), bias)
+        computed = unit.forward(product)
+        ctx.unit, ctx.computed = unit, Latest(computed)
+        ctx.save_for_backward(x, product, gate, up, down)
+        return F.linear(computed[0], down, down_bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, product, gate, up, down = ctx.saved_tensors
+        _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
+        grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
+        known = ctx.computed.take() or (ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ())
+        known = tuple(tensor.reshape(product.shape[0], -1) for tensor in known)
+        d_down = grad.t() @ known[0] if known and needs_down else None
+        known = known[1:]  # what is largest lives one after the other
+        d_product = ctx.unit.backward(grad @ down, product, *known)
+        d_gate, d_up = (d_product.t() @ x.reshape(-1, x.shape[-1])).chunk(2) if needs_gate or needs_up else (None, None)
+        d_gate_bias, d_up_bias = d_product.sum(0).chunk(2) if any(needs_biases[:2]) else (None, None)
+        d_down_bias = grad.sum(0) if needs_biases[2] else None
+        d_x = (d_product @ joined(gate, up)).view(x.shape) if needs_x else None
+        del d_product
+        if needs_down and d_down is None:
+            d_down = grad.t() @ ctx.unit.forward(product)[0]
+        return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias

@@ -1,0 +1,57 @@
+"""What is to be proven where: a pair of torch and torch_npu, and the strict variants that run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from proving import ProvingError
+from strict import Strict
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A strict variant, on a pair of releases and with a release of CANN."""
+
+    variant: str
+    torch: str
+    torch_npu: str
+    cann: str
+
+
+def proofs(variants: Sequence[Strict], pairs: str = "") -> list[Proof]:
+    """What `variants.toml` names; with pairs, as ``2.6.0 2.8.0=2.8.0.post5``, on those alone.
+
+    A pair is TORCH=TORCH_NPU, or TORCH where both have one version. It proves the variants that name its torch_npu, or
+    if none does, all of its torch.
+
+    Raises:
+        ProvingError: a pair is no pair, or no strict variant is for its torch.
+    """
+    if not pairs.split():
+        return [Proof(strict.name, strict.torch, strict.torch_npu, strict.cann) for strict in variants]
+    found = []
+    for torch, torch_npu in map(_pair, pairs.split()):
+        chosen = [s for s in variants if s.torch_npu == torch_npu] or [s for s in variants if s.torch == torch]
+        if not chosen:
+            known = dict.fromkeys(strict.torch for strict in variants)
+            raise ProvingError(f"no strict variant is for torch {torch}; variants.toml has some for {', '.join(known)}")
+        found += [Proof(strict.name, torch, torch_npu, strict.cann) for strict in chosen]
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    torch, _, torch_npu = text.partition("=")
+    torch_npu = torch_npu or torch
+    try:
+        fits = Version(torch_npu).base_version == str(Version(torch))
+    except InvalidVersion:
+        fits = False
+    if not fits:
+        raise ProvingError(
+            f"{text}: a pair is TORCH=TORCH_NPU, such as 2.8.0=2.8.0.post5, or TORCH alone; torch_npu {torch_npu} "
+            f"does not extend torch {torch}"
+        )
+    return torch, torch_npu

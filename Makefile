@@ -9,13 +9,14 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow test-distributed lint build docs publish clean
+.PHONY: help demo test test-fast test-slow test-distributed test-variants lint build docs publish clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
 	@echo "make test        the tests [ARGS=...];  make test-fast: without the slow ones"
 	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
 	@echo "make test-distributed   the tests on several software devices: FSDP, tensor and expert parallelism"
+	@echo "make test-variants   every strict variant on the torch and torch_npu that it names, emulated [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
 	@echo "make lint        ruff and mypy"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make docs        write the generated parts of the documents anew"
@@ -37,6 +38,10 @@ test-slow: $(READY)
 # one test after the other: each starts processes that run in parallel
 test-distributed: $(READY)
 	$(PYTEST) -m "not long" tests/distributed $(ARGS)
+
+# aarch64 wheels, under qemu where this machine is another one; they stay in a cache
+test-variants: $(READY)
+	@$(BIN)/python scripts/prove.py --pairs "$(PAIRS)" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage, parallel, same_numbers, savings
+from documents import DocumentError, coverage, parallel, same_numbers, savings, variants
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
@@ -18,6 +18,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "ranks": parallel.tables,
     "same-numbers": same_numbers.table,
     "savings": savings.table,
+    "variants": variants.table,
 }
 # path -> content
 FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -39,36 +41,50 @@ def announce(outcome: Outcome, console: Console) -> None:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Releases, seconds and largest differences, a row each."""
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        caption="largest differences from float64, and of models from the CPU, relative to the norm",
-    )
+    caption = "largest differences from float64, of models from the CPU, relative to the norm"
+    made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
     made.add_column("variant", no_wrap=True)
     for heading in ("torch_npu", "s", *COLUMNS):
         made.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         name = outcome.proof.variant.removesuffix("-aarch64-linux")
-        differences = ["failed"] if outcome.failures else _differences(outcome.largest)
-        made.add_row(name, outcome.proof.torch_npu, f"{outcome.seconds:.0f}", *differences)
+        found = ["failed"] if outcome.failures else differences(outcome.largest)
+        made.add_row(name, outcome.proof.torch_npu, f"{outcome.seconds:.0f}", *found)
     return made
 
 
 def write(outcomes: Sequence[Outcome], root: Path) -> None:
     """Keep what holds, as data of the documentation: the entries of other variants stay."""
-    path = root / RECORD
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record = read(root)
     for outcome in outcomes:
         if not outcome.failures:
             record[outcome.proof.variant] = {
                 "torch_npu": outcome.proof.torch_npu,
                 "cann": outcome.proof.cann,
+                "sources": sources(root),
                 "checks": outcome.checks,
                 "seconds": round(outcome.seconds),
                 "largest": {name: float(f"{value:.1e}") for name, value in sorted(outcome.largest.items())},
             }
-    path.write_text(json.dumps(dict(sorted(record.items())), indent=2) + "\n")
+    (root / RECORD).write_text(json.dumps(dict(sorted(record.items())), indent=2) + "\n")
 
 
-def _differences(largest: dict[str, float]) -> list[str]:
+def read(root: Path) -> dict[str, Any]:
+    """What is kept, by variant."""
+    path = root / RECORD
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def sources(root: Path) -> dict[str, str]:
+    """What tells the kernels that were proven from later ones: repository -> digest of what its variants hold."""
+    found = {}
+    for path in sorted(root.glob("*/build/torch-universal/metadata.json")):
+        files = json.dumps(json.loads(path.read_text())["digest"]["files"], sort_keys=True)
+        found[path.parts[-4]] = hashlib.sha256(files.encode()).hexdigest()[:12]
+    return found
+
+
+def differences(largest: dict[str, float]) -> list[str]:
+    """The largest of each of the COLUMNS, empty where nothing was compared."""
     found = ([largest[name] for name in names if name in largest] for names in COLUMNS.values())
     return [f"{max(values):.0e}" if values else "" for values in found]

@@ -30,9 +30,9 @@ NATIVE = {
 
 # torch_npu runs these from the autograd key with kernels of its own, which need CANN. torch's own take their place.
 DIRECT = {
-    "__ior__.Scalar", "conv_tbc_backward", "fill_diagonal_", "gru.input", "lstm.data", "lstm.input", "lstm_cell",
-    "max.out", "min.out", "multilabel_margin_loss", "multilabel_margin_loss.out", "nanmean.out", "one_hot", "slogdet",
-    "softmax.int",
+    "__ior__.Scalar", "__xor__.Scalar", "__xor__.Tensor", "conv_tbc_backward", "fill_diagonal_", "gru.input",
+    "lstm.data", "lstm.input", "lstm_cell", "max.out", "min.out", "multilabel_margin_loss",
+    "multilabel_margin_loss.out", "nanmean.out", "one_hot", "slogdet", "softmax.int",
 }  # fmt: skip
 
 # operators that take index, length or seed tensors of the CPU beside tensors of the device

@@ -18,24 +18,24 @@ _NUMBERS = {
 @formula
 def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
     """``input`` in another dtype. Those that torch does not have are refused."""
-    return input.to(_dtype("npu_dtype_cast", dtype, input_dtype))
+    return input.to(_dtype("npu_dtype_cast", dtype, input_dtype), copy=True)
 
 
 @formula
 def npu_dtype_cast_backward(
     grad: Tensor, dtype: torch.dtype, grad_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    return grad.to(_dtype("npu_dtype_cast_backward", dtype, grad_dtype, input_dtype))
+    return grad.to(_dtype("npu_dtype_cast_backward", dtype, grad_dtype, input_dtype), copy=True)
 
 
 @formula
 def _npu_dtype_cast(input: Tensor, dtype: torch.dtype) -> Tensor:
-    return input.to(dtype)
+    return input.to(dtype, copy=True)
 
 
 @formula
 def _npu_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad.to(dtype)
+    return grad.to(dtype, copy=True)
 
 
 def _dtype(operator: str, dtype: int | torch.dtype, *others: int | None) -> torch.dtype:

@@ -168,6 +168,8 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(3, 2, 8, dtype=HALF), None, None, None, rows(2, 2), SLOTS, None), {"drop_pad_mode": 3}),
     ],
     "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
+    "_npu_dropout": [((rows(3, 50), 0.5), {}), ((rows(2, dtype=HALF), 0.0), {})],
+    "npu_dropout_backward": [((rows(2, 3), torch.zeros(16, dtype=torch.uint8), 0.5), {})],
     "npu_dtype_cast": [((rows(3), 15), {}), ((rows(3, dtype=HALF), 6), {"input_dtype": 15})],
     "npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})],
     "_npu_dtype_cast": [((rows(3), HALF), {})],

@@ -1,0 +1,39 @@
+"""Dropout with a mask of bits, which is the one of torch_npu before 2.13.
+
+op-plugin, op_plugin/ops/opapi/DropoutKernelNpuOpApi.cpp: a bit for each element, filled up to a multiple of 128 bits.
+Which elements are dropped follows the device's generator; the order of the bits in a byte is ours, lowest first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from softnpu.formulas import formula
+from softnpu.formulas.limits import FLOATING, require, require_dtypes
+from softnpu.randomness import draw, seeded
+
+_ALIGNED = 128
+_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+
+
+@formula
+def _npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """``x / (1 - p)`` where an element is kept and zero elsewhere, and the mask that says which are kept."""
+    require_dtypes("_npu_dropout", {(dtype,) for dtype in FLOATING}, input=input)
+    require(0 <= p <= 1, "_npu_dropout", f"dropout probability has to be between 0 and 1, but got {p}")
+    bits = F.pad(torch.rand(input.numel(), generator=seeded(*draw(None))) >= p, (0, -input.numel() % _ALIGNED))
+    mask = (bits.view(-1, 8) * _BITS).sum(-1, dtype=torch.uint8)
+    return _masked(input, mask, p), mask
+
+
+@formula
+def npu_dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
+    require_dtypes("npu_dropout_backward", {(d, torch.uint8) for d in FLOATING}, grad_output=grad_output, mask=mask)
+    return _masked(grad_output, mask, p)
+
+
+def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    kept = (mask.unsqueeze(-1) & _BITS).ne(0).flatten()[: x.numel()].view(x.shape)
+    return torch.where(kept, x.float() / (1 - p) if p < 1 else 0.0, 0.0).to(x.dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 NAME = "hccl"
@@ -29,6 +30,16 @@ def install() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
+    """The backend of a new group.
+
+    Raises:
+        NotImplementedError: this torch has not yet what the collectives are made of.
+    """
+    if not hasattr(torch._prims_common, "is_non_overlapping_and_dense_or_false"):
+        raise NotImplementedError(
+            f"collectives of software devices need torch 2.11 or later, and this is torch {torch.__version__}; "
+            "one device works with every torch from 2.6 on"
+        )
     from softnpu.hccl import dispatch
     from softnpu.hccl.backend import HCCL
 

@@ -189,3 +189,16 @@ def test_import_costs_less_than_half_a_second_beyond_torch_and_torch_npu(run_pyt
             times.append(time.perf_counter() - start)
     ours, theirs = (min(times) for times in seconds.values())
     assert ours - theirs < 0.5
+
+
+def test_the_version_of_cann_can_be_chosen(run_python, tmp_path: Path) -> None:
+    code = "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version())"
+    for version in ("8.2.RC1", ""):
+        result = run_python(code, SOFTNPU_CANN=version, XDG_CACHE_HOME=str(tmp_path))
+        assert result.stdout.splitlines()[-1] == (version or runtime.CANN_VERSION)
+    assert len(list((tmp_path / "softnpu").iterdir())) == 2
+
+
+def test_what_is_no_version_of_cann_is_refused(run_python) -> None:
+    result = run_python("import softnpu", SOFTNPU_CANN="newest", check=False)
+    assert "SOFTNPU_CANN=newest: a version of CANN is written as 8.2.RC1 or" in result.stderr

@@ -25,7 +25,7 @@ def proofs(variants: Sequence[Strict], pairs: str = "") -> list[Proof]:
     """What `variants.toml` names; with pairs, as ``2.6.0 2.8.0=2.8.0.post5``, on those alone.
 
     A pair is TORCH=TORCH_NPU, or TORCH where both have one version. It proves the variants that name its torch_npu, or
-    if none does, all of its torch.
+    if none does, all that `kernels` takes for its torch: those of its minor release.
 
     Raises:
         ProvingError: a pair is no pair, or no strict variant is for its torch.
@@ -34,12 +34,17 @@ def proofs(variants: Sequence[Strict], pairs: str = "") -> list[Proof]:
         return [Proof(strict.name, strict.torch, strict.torch_npu, strict.cann) for strict in variants]
     found = []
     for torch, torch_npu in map(_pair, pairs.split()):
-        chosen = [s for s in variants if s.torch_npu == torch_npu] or [s for s in variants if s.torch == torch]
+        chosen = [strict for strict in variants if strict.torch_npu == torch_npu]
+        chosen = chosen or [strict for strict in variants if _minor(strict.torch) == _minor(torch)]
         if not chosen:
-            known = dict.fromkeys(strict.torch for strict in variants)
+            known = dict.fromkeys(_minor(strict.torch) for strict in variants)
             raise ProvingError(f"no strict variant is for torch {torch}; variants.toml has some for {', '.join(known)}")
         found += [Proof(strict.name, torch, torch_npu, strict.cann) for strict in chosen]
     return found
+
+
+def _minor(torch: str) -> str:
+    return f"{Version(torch).major}.{Version(torch).minor}"
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -46,6 +46,7 @@ def test_without_pairs_each_variant_is_proven_on_what_it_names() -> None:
         ("2.7.1=2.7.1.post2", [("torch27-cxx11-cann85", "2.7.1", "2.7.1.post2")]),
         # of a release that none names, all of its torch
         ("2.6.0=2.6.0.post5", [("torch26-cxx11-cann82", "2.6.0", "2.6.0.post5")]),
+        ("2.6.1", [("torch26-cxx11-cann82", "2.6.1", "2.6.1")]),
         (
             " 2.6.0  2.7.1=2.7.1.post2 ",
             [("torch26-cxx11-cann82", "2.6.0", "2.6.0"), ("torch27-cxx11-cann85", "2.7.1", "2.7.1.post2")],
@@ -60,7 +61,7 @@ def test_pairs_choose_the_variants_that_name_them(text: str, expected: list) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("2.5.1", "no strict variant is for torch 2.5.1; variants.toml has some for 2.6.0, 2.7.1"),
+        ("2.5.1", "no strict variant is for torch 2.5.1; variants.toml has some for 2.6, 2.7"),
         ("2.8.0=2.7.1", "does not extend torch 2.8.0"),
         ("new", "a pair is TORCH=TORCH_NPU"),
         ("2.8.0=", "no strict variant"),

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from kernels import get_local_kernel
+from proofs import ROOT
 
 import kernels_ext_npu
 from kernels_ext_npu.sources import REPOSITORIES
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="session")

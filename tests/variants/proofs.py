@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A value goes through at most eight roundings to its dtype, forward and backward; of float32, sums of some hundred
 # terms differ in their order besides. Relative to the norm of what is compared.

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ROOT
 from kernels import get_local_kernel
 from kernels.variants import VariantAccepted, get_variants_local, parse_variant, resolve_variants
+from proofs import ROOT
 
 from kernels_ext_npu.sources import REPOSITORIES
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import zoo
 from agreement import assert_agrees
-from conftest import ROOT
 from kernels import get_loaded_kernels
+from proofs import ROOT
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ LOOPBACK = "127.0.0.1"
 # By the name of their group, which is all that an operator says of it. They are kept here, until their group is shut
 # down: the group itself holds what is below Python only.
 groups: dict[str, HCCL] = {}
+_shared: weakref.ref[Any] | None = None
 
 
 class HCCL(ProcessGroupGloo):
@@ -36,7 +38,8 @@ class HCCL(ProcessGroupGloo):
     def __init__(self, options: Any) -> None:
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = options.timeout
-        gloo._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        self._transport = _transport()
+        gloo._devices = [self._transport]
         store = _fresh(options.store, options.group_size)
         super().__init__(store, options.group_rank, options.group_size, gloo)
         self._set_sequence_number_for_group()
@@ -88,6 +91,16 @@ class HCCL(ProcessGroupGloo):
 
     def _group(self) -> ProcessGroup:
         return dist.distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[arg-type]
+
+
+def _transport() -> Any:
+    """What carries all groups of this process, until the last of them ends. It has a thread that polls."""
+    global _shared
+    transport = _shared() if _shared else None
+    if transport is None:
+        transport = ProcessGroupGloo.create_device(hostname=LOOPBACK)
+        _shared = weakref.ref(transport)
+    return transport
 
 
 def _fresh(store: dist.Store, ranks: int) -> dist.Store:

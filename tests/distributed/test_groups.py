@@ -165,6 +165,29 @@ def test_sockets_are_on_loopback(two_ranks: Processes, backend: str) -> None:
         assert found <= {"127.0.0.1", "0.0.0.0"}, found  # gloo's listening sockets have no far end
 
 
+def polls() -> list[int]:
+    """How many threads of this process poll for messages, before and after it has made groups."""
+
+    def count() -> int:
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return links.count("anon_inode:[eventpoll]")
+
+    counts = [count()]
+    pairs = [dist.new_group() for _ in range(3)]
+    x = torch.ones(2, device="npu")
+    for pair in pairs:
+        dist.all_reduce(x, group=pair)
+    counts.append(count())
+    for pair in pairs:
+        dist.destroy_process_group(pair)
+    return counts
+
+
+def test_groups_share_the_thread_that_polls(two_ranks: Processes) -> None:
+    """A thread for each would wake up a hundred times a second, and programs with meshes have dozens of groups."""
+    assert two_ranks.run(polls) == [[1, 1]] * 2
+
+
 def compile_collectives() -> tuple[list[float], list[float]]:
     group = dist.group.WORLD
 

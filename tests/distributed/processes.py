@@ -1,13 +1,14 @@
 """Processes with a software device each, in one process group: what a test wants to run on all of them.
 
-They are started once and serve many tests, since each takes seconds to import what it needs. One that fails, dies or
-hangs ends them all; the next test gets new ones.
+They are started once and serve many tests, forked from one process that has imported what they need, which takes
+seconds. One that fails, dies or hangs ends them all; the next test gets new ones.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 90  # a test that takes longer hangs
-GRACE = 5  # what the others get when one has failed
+GRACE = 3  # what the others get when one has failed
 BACKENDS = "hccl", "cpu:gloo,npu:hccl"
+DEVICES = 4  # of the machine, however many processes there are
+PRELOADED = "tests.distributed.preloaded"
 
 
 class FailedOnRanksError(AssertionError):
@@ -72,10 +75,11 @@ class Processes:
         self._backend = ""
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        environment = _environment(self.size)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([PRELOADED])
+        environment = _environment()
         before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)  # softnpu and torch read it while they are imported
+        os.environ.update(environment)  # the process that they are forked from reads it while it imports
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
@@ -113,21 +117,21 @@ class Processes:
         return [results[rank] for rank in range(self.size)]
 
 
-def _environment(size: int) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     return {
         "GLOO_SOCKET_IFNAME": "lo",
-        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONWARNINGS": "ignore",
-        "SOFTNPU_DEVICES": str(size),
-        "WORLD_SIZE": str(size),
+        "SOFTNPU_DEVICES": str(DEVICES),  # torch_npu asks for it while it is imported
     }
 
 
 def _serve(connection: Connection, rank: int, size: int) -> None:
     """A worker's main function: calls what it is sent until the connection closes."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    count = str(size)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     import softnpu  # noqa: F401, I001  before torch
     import torch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.processes import Processes
+from tests.distributed.processes import DEVICES, Processes
 
 FLOATS = ["float16", "bfloat16", "float32"]
 INTEGERS = ["int8", "int16", "int32", "int64"]
@@ -205,7 +205,7 @@ MESSAGES = {
     "several tensors": "one tensor a process, on one NPU; given 2",
     "premultiplied integers": "ReduceOp.PREMUL_SUM of torch.int32; it takes float16, bfloat16, float32",
     "average of integers": "ReduceOp.AVG of torch.int32; it takes float16, bfloat16, float32",
-    "beyond the devices": "There is no device 7: the software devices are 0 to 1. Set the environment variable SOFTNPU",
+    "beyond the devices": f"There is no device 7: the software devices are 0 to {DEVICES - 1}. Set the environment",
     "another device": "HCCL supports one NPU per process",
 }
 

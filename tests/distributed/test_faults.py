@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.launching import TORCHRUN, launch
+from tests.distributed.processes import FailedOnRanksError, Processes
 
 pytestmark = pytest.mark.distributed
 
-TIMEOUT = 6
+TIMEOUT = 6  # under torchrun the first collective waits for who imports more slowly
+SHORT = 2  # for processes that are there
 
 TRAINING = f"""
 import softnpu
@@ -56,7 +66,14 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("how", "engine"), [("exit", "DDP"), ("SIGKILL", "FSDP2"), ("hang", "DDP")])
+@pytest.mark.parametrize(
+    ("how", "engine"),
+    [
+        ("SIGKILL", "FSDP2"),
+        pytest.param("exit", "DDP", marks=pytest.mark.long),
+        pytest.param("hang", "DDP", marks=pytest.mark.long),
+    ],
+)
 def test_the_others_end_with_a_message(how: str, engine: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINING)
     command = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "script.py", how, engine)
@@ -70,3 +87,34 @@ def test_the_others_end_with_a_message(how: str, engine: str, tmp_path: Path) ->
     waited = float(line.split()[3])
     assert waited < (2 * TIMEOUT if how == "hang" else TIMEOUT)  # the end of a process is seen at once
     assert run.left == []
+
+
+def train(how: str) -> None:
+    """Two steps; then rank 1 is gone, and rank 0 raises what it is told and how long that took."""
+    device = torch.device("npu", dist.get_rank())
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
+    model = DistributedDataParallel(nn.Linear(8, 8).to(device), device_ids=[device.index], process_group=group)
+    for step in range(4):
+        start = time.monotonic()
+        if step == 2 and dist.get_rank() == 1:
+            os._exit(7) if how == "exit" else time.sleep(1000)
+        try:
+            model(torch.ones(2, 8, device=device)).sum().backward()
+        except RuntimeError as error:
+            raise RuntimeError(f"step {step} after {time.monotonic() - start:.1f} s: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("how", "other", "said"),
+    [("exit", "its process ended", "by peer"), ("hang", "not done in time", f"Timed out waiting {SHORT}000ms")],
+)
+def test_a_process_that_waits_for_another_ends_with_a_message(
+    how: str, other: str, said: str, two_ranks: Processes
+) -> None:
+    with pytest.raises(FailedOnRanksError) as failed:
+        two_ranks.run(train, how)
+    first, second = str(failed.value).split("rank 1: ")
+    assert second == other
+    assert said in first
+    (waited,) = re.findall(r"RuntimeError: step 2 after (\S+) s: ", first)
+    assert float(waited) < (2 * SHORT if how == "hang" else SHORT)  # the end of a process is seen at once

@@ -1,15 +1,20 @@
-"""The documents: what is generated in them is what the code gives now."""
+"""The documents: what is generated in them is what the code gives now.
+
+The figures of ten inspections take a minute, which `make test-slow` has. `make test` takes two of them anew.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from counted import counted
 
-from documents import DocumentError, generated
+from documents import DocumentError, generated, parallel, savings
 
+INSPECTED = ("ranks", "savings")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -20,11 +25,55 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generated, "FILES", {"docs/bytes.png": lambda: b"\x89new"})
 
 
-@pytest.mark.slow
-@counted
-def test_the_documents_are_what_make_docs_writes() -> None:
+def written(name: str, language: str) -> str:
+    """A part, as it stands in the first document of the language that has it."""
+    pages = sorted(path for pattern in generated._DOCUMENTS for path in ROOT.glob(pattern))
+    pages = [path for path in pages if path.name.endswith(".zh.md") == (language == "zh")]
+    return next(part[3] for page in pages for part in generated._PART.finditer(page.read_text()) if part[2] == name)
+
+
+def assert_up_to_date() -> None:
     stale = [str(path.relative_to(ROOT)) for path in generated.stale(ROOT)]
     assert not stale, f"`make docs` changes {', '.join(stale)}: run it and commit them"
+
+
+@pytest.mark.long
+@counted
+def test_the_documents_are_what_make_docs_writes() -> None:
+    assert_up_to_date()
+
+
+@pytest.mark.slow
+@counted
+def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in INSPECTED:
+        monkeypatch.setitem(generated.PARTS, name, partial(written, name))
+    assert_up_to_date()
+
+
+@pytest.mark.slow
+def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(savings, "MODELS", savings.MODELS[:1])
+    for language in ("en", "zh"):
+        heading, line, *rows = savings.table(language).splitlines()
+        assert len(rows) == 2
+        assert {heading, line, *rows} <= set(written("savings", language).splitlines())
+
+
+@pytest.mark.slow
+def test_the_figures_of_a_rank_are_those_of_its_inspection() -> None:
+    """Of one mesh, in its column of the table that has several."""
+    model, meshes = next(iter(parallel.MESHES.items()))
+    table = written("ranks", "en").partition("\n\n")[0]
+    (headings, *rows), (mine, *mine_rows) = (cells(text) for text in (table, parallel._table(model, meshes[1:2])))
+    column = headings.index(mine[1])
+    found = [(row[0], row[column]) for row in rows]
+    assert len(mine_rows) > 15
+    assert [pair for pair in found if pair in map(tuple, mine_rows)] == list(map(tuple, mine_rows))
+
+
+def cells(table: str) -> list[list[str]]:
+    return [line.strip("|").split("|") for line in table.splitlines() if not line.startswith("| ---")]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What all tests share: no network, one thread a process, and fresh processes where an import is what is tested."""
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         check: bool = True,
         python: str = sys.executable,
         directory: Path | None = None,
+        stdin: str | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), str(ROOT / "integration"), str(ROOT / "tests")]
@@ -42,6 +44,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         result = subprocess.run(
             command,
             cwd=directory,
+            input=stdin,
             env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
             capture_output=True,
             text=True,
@@ -50,6 +53,57 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         if check and result.returncode:
             raise AssertionError(f"{command[1:3]} ended with {result.returncode}\n{result.stdout}\n{result.stderr}")
         return result
+
+    return run
+
+
+_FORKS = """
+import json, os, sys, traceback
+prelude, folder, *codes = json.load(sys.stdin)
+exec(prelude)
+for number, code in enumerate(codes):
+    sys.stdout.flush()
+    if process := os.fork():
+        os.waitpid(process, 0)
+        continue
+    status = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(os.open(f"{folder}/{number}.{stream}", os.O_CREAT | os.O_WRONLY), stream)
+        exec(code)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    with open(f"{folder}/{number}.status", "w") as file:
+        file.write(str(status))
+    os._exit(status)
+"""
+
+
+@pytest.fixture
+def run_forks(run_python, tmp_path: Path) -> Callable[..., list[subprocess.CompletedProcess[str]]]:
+    """Runs pieces of Python code in processes of their own, forked from one that has done what comes first.
+
+    For what changes a process, where importing torch and transformers again is not what is tested.
+    """
+
+    def run(
+        first: str, codes: list[str], *, check: bool = True, **environment: str
+    ) -> list[subprocess.CompletedProcess[str]]:
+        folder = tmp_path / "forks"
+        folder.mkdir()
+        run_python(_FORKS, stdin=json.dumps([first, str(folder), *codes]), **environment)
+        results = []
+        for number, code in enumerate(codes):
+            status, out, err = ((folder / f"{number}.{end}").read_text() for end in ("status", "1", "2"))
+            results.append(subprocess.CompletedProcess(code, int(status), out, err))
+            if check and int(status):
+                raise AssertionError(f"{code} ended with {status}\n{out}\n{err}")
+        return results
 
     return run
 

@@ -15,7 +15,7 @@ from kernels_ext_npu import sources
 from tests.localhub import LocalHub
 
 ROOT = Path(__file__).resolve().parent.parent
-CARDS = ["README.md", *(str(path.parent.relative_to(ROOT) / "README.md") for path in ROOT.glob("*/build.toml"))]
+CARDS = sorted(str(path.parent.relative_to(ROOT) / "README.md") for path in ROOT.glob("*/build.toml"))
 # small models in place of those that the examples load
 MODELS = {"Qwen/Qwen3-8B": "qwen3", "Qwen/Qwen3-30B-A3B": "qwen3_moe"}
 KINDS = {
@@ -99,16 +99,32 @@ def test_both_languages_say_the_same() -> None:
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_the_example_with_a_model_runs(card: str, run_python, tmp_path: Path) -> None:
+def test_the_example_with_a_model_runs(run_python, tmp_path: Path) -> None:
     """On the software device, with a small model and the kernels of this clone: no network is at hand."""
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / card).read_text(), re.DOTALL)
-    example = next(code for code in examples if "from_pretrained" in code)
-    name = re.search(r'from_pretrained\(\s*"([^"]+)"', example)[1]
+    code, model = example("README.md", tmp_path)
+    assert_all_swapped(run_python(f"import softnpu\n{code}").stdout, model)
+
+
+def test_the_examples_of_the_cards_run(run_forks, tmp_path: Path) -> None:
+    examples = [example(card, tmp_path) for card in CARDS]
+    models = ", ".join(f"transformers.models.{model}.modeling_{model}" for _, model in examples)
+    results = run_forks(f"import softnpu, kernels_ext_npu.registration, {models}", [code for code, _ in examples])
+    for (_, model), result in zip(examples, results, strict=True):
+        assert_all_swapped(result.stdout, model)
+
+
+def example(page: str, folder: Path) -> tuple[str, str]:
+    """The first that loads a model, with a small one in its place, and which that is."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    code = next(code for code in examples if "from_pretrained" in code)
+    name = re.search(r'from_pretrained\(\s*"([^"]+)"', code)[1]
     model = MODELS[name]
-    zoo.build(model).save_pretrained(tmp_path)
-    code = example.replace(f'"{name}"', repr(str(tmp_path))).replace('source="hub"', f"source={str(ROOT)!r}")
-    output = run_python(f"import softnpu\n{code}").stdout
+    zoo.build(model).save_pretrained(folder / model)
+    code = code.replace(f'"{name}"', repr(str(folder / model))).replace('source="hub"', f"source={str(ROOT)!r}")
+    return code, model
+
+
+def assert_all_swapped(output: str, model: str) -> None:
     counts = re.findall(rf"(\d+) of (\d+) ({'|'.join(KINDS[model])})", " ".join(output.split()))
     assert {kind for _, _, kind in counts} == KINDS[model]
     assert all(swapped == found != "0" for swapped, found, _ in counts)

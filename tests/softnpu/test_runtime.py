@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import pytest
 
 from softnpu import runtime
 
@@ -48,10 +47,13 @@ def test_a_cache_that_cannot_be_written_is_named(run_python, tmp_path: Path) -> 
 
 
 def test_several_processes_may_build_at_once(run_python, tmp_path: Path) -> None:
+    """Without torch, which takes them longer than to build."""
+    build = f"import runpy; runpy.run_path({runtime.__file__!r})['load']()"
     with ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(run_python, ADD, XDG_CACHE_HOME=str(tmp_path)) for _ in range(4)]
+        runs = [pool.submit(run_python, build, XDG_CACHE_HOME=str(tmp_path)) for _ in range(4)]
         for run in runs:
             run.result()
+    run_python(ADD, XDG_CACHE_HOME=str(tmp_path))
     (home,) = (tmp_path / "softnpu").iterdir()  # no half-built folder is left
     assert {path.name for path in home.glob("*.so")} == {runtime.RUNTIME, *runtime.OTHERS}
 
@@ -95,8 +97,7 @@ def test_a_device_node_counts_only_with_a_number(monkeypatch) -> None:
 
 
 def test_the_number_of_devices_can_be_set(run_python) -> None:
-    for devices in ("1", "3"):
-        run_python(f"import softnpu, torch; assert torch.npu.device_count() == {devices}", SOFTNPU_DEVICES=devices)
+    run_python("import softnpu, torch; assert torch.npu.device_count() == 3", SOFTNPU_DEVICES="3")
 
 
 def test_a_process_may_see_some_of_the_devices(run_python) -> None:
@@ -137,12 +138,15 @@ def test_a_module_runs_as_a_module(run_python) -> None:
     assert "PyTorch version" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["missing.py"]])
-def test_wrong_calls_print_the_usage(run_python, arguments) -> None:
-    result = run_python(None, "-m", "softnpu", *arguments, check=False)
-    assert result.returncode
-    assert "usage: python -m softnpu" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_wrong_calls_print_the_usage(run_forks) -> None:
+    """As ``python -m softnpu`` runs the module."""
+    wrong = [[], ["-m"], ["--help"], ["missing.py"]]
+    call = "sys.argv[1:] = {}; runpy.run_module('softnpu', run_name='__main__', alter_sys=True)"
+    results = run_forks("import runpy, sys, softnpu", [call.format(arguments) for arguments in wrong], check=False)
+    for arguments, result in zip(wrong, results, strict=True):
+        assert result.returncode, arguments
+        assert "usage: python -m softnpu" in result.stderr, arguments
+        assert "Traceback" not in result.stderr, arguments
 
 
 def test_the_pytest_plugin_provides_the_device(run_python, tmp_path: Path) -> None:
@@ -153,9 +157,8 @@ def test_the_pytest_plugin_provides_the_device(run_python, tmp_path: Path) -> No
         "    torch.ones(2, device='npu') * 2\n"
         "    assert npu_counters()['mul'] == 1\n"
     )
-    result = run_python(None, "-m", "pytest", "-p", "softnpu.pytest_plugin", "-q", str(tmp_path), "-c", os.devnull)
-    assert "1 passed" in result.stdout
     result = run_python(None, "-m", "pytest", "-p", "softnpu.pytest_plugin", str(tmp_path), "-c", os.devnull)
+    assert "1 passed" in result.stdout
     assert "npu: software device" in result.stdout
 
 
@@ -175,19 +178,21 @@ y.record_stream(torch.npu.current_stream())
 
 
 def test_import_costs_less_than_half_a_second_beyond_torch_and_torch_npu(run_python, tmp_path: Path) -> None:
-    """The smaller of three runs each, in turns, so that a busy machine does not decide."""
+    """The smaller of up to three runs each, in turns, so that a busy machine does not decide."""
     run_python("import softnpu", XDG_CACHE_HOME=str(tmp_path))
     (home,) = (tmp_path / "softnpu").iterdir()
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     wheel = {"LD_LIBRARY_PATH": str(home), "ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}
-    seconds = {"import softnpu": [], "import torch, torch_npu": []}
+    least = {"import torch, torch_npu": math.inf, "import softnpu": math.inf}
     for _ in range(3):
-        for code, times in seconds.items():
+        for code, seconds in least.items():
             start = time.perf_counter()
             variables = environment | (wheel if "torch_npu" in code else {})
             subprocess.run([sys.executable, "-c", code], env=variables, check=True, capture_output=True)
-            times.append(time.perf_counter() - start)
-    ours, theirs = (min(times) for times in seconds.values())
+            least[code] = min(seconds, time.perf_counter() - start)
+        theirs, ours = least.values()
+        if ours - theirs < 0.5:
+            break
     assert ours - theirs < 0.5
 
 

@@ -1,4 +1,4 @@
-"""The recipes, as they stand on the page, each in a process of its own on the software device.
+"""The recipes, as they stand on the page, one after the other on the software device.
 
 The name of their model is a folder here, a tiny random checkpoint, and their files of data lie beside it: not a word of
 them is changed. What they compute is compared with the same script without kernels on the CPU, in bfloat16 as they are
@@ -114,21 +114,48 @@ def workshop(tmp_path: Path, run_python: Callable) -> Workshop:
     return Workshop(tmp_path, run_python)
 
 
+class Evidence(dict[str, dict[str, Any]]):
+    """What scripts did, by their names, and the folder in which each has a folder."""
+
+    root: Path
+
+
 @pytest.fixture
-def expected(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_python: Callable) -> dict[str, dict]:
-    """What the scripts do without kernels on the CPU: one process for all, which the first test here starts."""
+def together(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_python: Callable) -> Callable[..., Evidence]:
+    """Runs scripts in one process, which the first test that asks for them starts, whichever worker has it."""
     base = tmp_path_factory.getbasetemp()
-    root = (base if worker_id == "master" else base.parent) / "recipes"
-    root.mkdir(exist_ok=True)
-    with (root / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (root / "expected.json").exists():
-            workshop = Workshop(root, run_python)
-            scripts = {name: without_kernels(ENGLISH.code(name)) for name in RECIPES}
-            scripts |= {f"{name} in float32": in_float32(script) for name, script in scripts.items()}
-            found = workshop.run(*(workshop.folder(name, script) for name, script in scripts.items()))
-            (root / "expected.json").write_text(json.dumps(dict(zip(scripts, found))))
-        return json.loads((root / "expected.json").read_text())
+
+    def run(name: str, scripts: dict[str, str]) -> Evidence:
+        root = (base if worker_id == "master" else base.parent) / name
+        root.mkdir(exist_ok=True)
+        found = root / "found.json"
+        with (root / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not found.exists():
+                workshop = Workshop(root, run_python)
+                did = workshop.run(*(workshop.folder(script, text) for script, text in scripts.items()))
+                found.write_text(json.dumps(dict(zip(scripts, did))))
+            evidence = Evidence(json.loads(found.read_text()))
+            evidence.root = root
+            return evidence
+
+    return run
+
+
+def both_precisions(scripts: dict[str, str]) -> dict[str, str]:
+    return scripts | {f"{name} in float32": in_float32(script) for name, script in scripts.items()}
+
+
+@pytest.fixture
+def expected(together) -> Evidence:
+    """What the scripts do without kernels on the CPU."""
+    return together("plain", both_precisions({name: without_kernels(ENGLISH.code(name)) for name in RECIPES}))
+
+
+@pytest.fixture
+def recipes(together) -> Evidence:
+    """What they do as they are."""
+    return together("recipes", both_precisions({name: ENGLISH.code(name) for name in RECIPES}))
 
 
 def assert_swapped(found: dict[str, Any]) -> None:
@@ -159,25 +186,22 @@ def saved(folder: Path) -> torch.Tensor:
 
 # ---- each as it is --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_recipe_trains_through_the_kernels_as_the_cpu_does_without(workshop, expected, name) -> None:
+def test_a_recipe_trains_through_the_kernels_as_the_cpu_does_without(recipes, expected, name) -> None:
     """In bfloat16 to 2^-8, its step: the last product of a loss is rounded to it. In float32 to 1e-5: AdamW divides by
     a root of squares.
     """
-    script = ENGLISH.code(name)
-    exact = workshop.folder("exact", in_float32(script))
-    found, precise = workshop.run(workshop.folder("as it is", script), exact)
+    found, precise = recipes[name], recipes[f"{name} in float32"]
     for evidence in (found, precise):
         assert_swapped(evidence)
         assert {f"{operator}_backward" for operator in FUSED} <= evidence["counters"].keys()
     assert len(found["losses"]) == 4
     assert_same(found, expected[name], 2**-8)
     assert_same(precise, expected[f"{name} in float32"], 1e-5)
-    assert (saved(exact) - torch.tensor(precise["logits"])).abs().max() <= 1e-5
+    assert (saved(recipes.root / f"{name} in float32") - torch.tensor(precise["logits"])).abs().max() <= 1e-5
 
 
-def test_the_inference_recipe_gives_the_tokens_of_the_cpu(workshop, expected) -> None:
-    script = ENGLISH.code("Inference")
-    found, precise = workshop.run(workshop.folder("as it is", script), workshop.folder("exact", in_float32(script)))
+def test_the_inference_recipe_gives_the_tokens_of_the_cpu(recipes, expected) -> None:
+    found, precise = recipes["Inference"], recipes["Inference in float32"]
     for evidence in (found, precise):
         assert_swapped(evidence)
     assert_same(found, expected["Inference"], 2**-8)

@@ -98,6 +98,7 @@ def test_each_kernel_alone_and_all_together(folder: Path) -> None:
     assert "not a measurement" in report["estimate"]["what"]
 
 
+@pytest.mark.long
 def test_a_235b_model_takes_less_than_30_seconds(run_python, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B_A22B))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

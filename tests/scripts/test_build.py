@@ -121,24 +121,25 @@ def test_every_variant_loads_and_computes(variant: Path) -> None:
     torch.testing.assert_close(*example(get_local_kernel(variant), torch.randn(3, 8).npu()))
 
 
-@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
-def test_the_universal_variant_needs_no_torch_npu(run_python, repository: Path) -> None:
+def test_the_universal_variants_need_no_torch_npu(run_forks) -> None:
     """On a machine that knows no device called npu."""
-    general = build.tomllib.loads((repository / "build.toml").read_text())["general"]
-    code = f"""
-import pathlib, sys, torch
-from kernels import get_local_kernel
+    names = [build.tomllib.loads((path / "build.toml").read_text())["general"]["name"] for path in REPOSITORIES]
+    codes = [
+        f"""
 kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
 assert "torch_universal" in kernel.__name__ and "torch_npu" not in sys.modules
 sys.path.append({str(build.ROOT / "scripts")!r})
 from publishing.trial import EXAMPLES
 x = torch.randn(3, 8, requires_grad=True)
-y, expected = EXAMPLES[{general["name"]!r}](kernel, x)
+y, expected = EXAMPLES[{name!r}](kernel, x)
 torch.testing.assert_close(y, expected)
 y.sum().backward()
 assert x.grad.isfinite().all()
 """
-    run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        for repository, name in zip(REPOSITORIES, names)
+    ]
+    first = "import pathlib, sys, torch; from kernels import get_local_kernel"
+    run_forks(first, codes, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=named)

@@ -10,6 +10,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from softnpu import runtime
 
 ADD = "import softnpu, torch; assert (torch.ones(2, device='npu') + 1).sum().item() == 4; "
@@ -22,9 +24,9 @@ def test_import_after_torch_says_what_to_do(run_python) -> None:
     assert "python -m softnpu" in result.stderr
 
 
-def test_works_with_and_without_autoload(run_python) -> None:
-    for autoload in ("0", "1"):
-        run_python(ADD, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+def test_works_without_autoload(run_python) -> None:
+    """With it, everything else does."""
+    run_python(ADD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 def test_a_missing_compiler_is_named_with_a_remedy(run_python, tmp_path: Path) -> None:
@@ -162,19 +164,19 @@ def test_the_pytest_plugin_provides_the_device(run_python, tmp_path: Path) -> No
     assert "npu: software device" in result.stdout
 
 
-def test_streams_and_events_work(run_python) -> None:
-    code = """
-import softnpu, torch
-s = torch.npu.Stream()
-with torch.npu.stream(s):
-    x = torch.ones(3, device="npu")
-    start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
-    start.record(); y = x + 1; end.record()
-torch.npu.current_stream().wait_stream(s)
-assert s.query() and end.query() and start.elapsed_time(end) >= 0
-y.record_stream(torch.npu.current_stream())
-"""
-    run_python(code)
+def test_streams_and_events_work() -> None:
+    stream = torch.npu.Stream()
+    with torch.npu.stream(stream):
+        x = torch.ones(3, device="npu")
+        start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        y = x + 1
+        end.record()
+    torch.npu.current_stream().wait_stream(stream)
+    assert stream.query()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0
+    y.record_stream(torch.npu.current_stream())
 
 
 def test_import_costs_less_than_half_a_second_beyond_torch_and_torch_npu(run_python, tmp_path: Path) -> None:

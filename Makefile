@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# bytecode beside the kernels would be published with them
+PYTEST := OMP_NUM_THREADS=1 PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-fast test-slow test-distributed test-variants lint build docs publish clean

@@ -40,8 +40,9 @@ def find(cache: Path) -> Interpreter:
     Raises:
         ProvingError: something that it needs is missing.
     """
+    bytecode = {"PYTHONPYCACHEPREFIX": str(cache / "bytecode")}  # not beside the kernels, which are published
     if platform.machine() == ARCHITECTURE:
-        return _native()
+        return _native(bytecode)
     missing = [tool for tool in (QEMU, COMPILER, "apt-get", "dpkg-deb") if shutil.which(tool) is None]
     if missing:
         raise ProvingError(
@@ -56,18 +57,18 @@ def find(cache: Path) -> Interpreter:
     return Interpreter(
         (QEMU, str(python)),
         python.name.removeprefix("python"),
-        {"QEMU_LD_PREFIX": str(root), "QEMU_CPU": PROCESSOR, "CC": COMPILER},
+        bytecode | {"QEMU_LD_PREFIX": str(root), "QEMU_CPU": PROCESSOR, "CC": COMPILER},
     )
 
 
-def _native() -> Interpreter:
+def _native(environment: dict[str, str]) -> Interpreter:
     version = "{}.{}".format(*sys.version_info)
     if version not in PYTHONS:
         raise ProvingError(
             f"this is Python {version}; torch_npu 2.6 to 2.10 has wheels for Python {' and '.join(PYTHONS)}: "
             f"make clean, then make test-variants PYTHON=python{PYTHONS[0]}"
         )
-    return Interpreter((sys.executable,), version)
+    return Interpreter((sys.executable,), version, environment)
 
 
 def _unpack(root: Path) -> None:

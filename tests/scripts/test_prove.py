@@ -101,7 +101,9 @@ def test_what_apt_cannot_do_is_said_and_leaves_nothing(monkeypatch, tmp_path: Pa
 def test_an_aarch64_machine_runs_its_own_python(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(sys, "version_info", (3, 11, 4))
-    assert interpreters.find(tmp_path) == Interpreter((sys.executable,), "3.11")
+    found = interpreters.find(tmp_path)
+    assert (found.command, found.version) == ((sys.executable,), "3.11")
+    assert found.environment == {"PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
     monkeypatch.setattr(sys, "version_info", (3, 13, 1))
     with pytest.raises(ProvingError, match=r"this is Python 3\.13; .* make test-variants PYTHON=python3\.11"):
         interpreters.find(tmp_path)
@@ -126,7 +128,8 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run(root: Path, *tests: str, proof: Proof = OWN) -> Outcome:
-    return prove(proof, Interpreter((sys.executable,), "3.11"), [], root, *tests)
+    interpreter = Interpreter((sys.executable,), "3.11", {"PYTHONDONTWRITEBYTECODE": "1"})
+    return prove(proof, interpreter, [], root, *tests)
 
 
 NORM = "RMSNorm-torch.float32"

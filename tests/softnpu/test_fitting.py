@@ -1,0 +1,62 @@
+"""Formulas under the schemas of other releases: parameters by name, their defaults, fewer results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from softnpu.formulas.fitting import fitted
+
+
+def formula(
+    input: Tensor, bias: Tensor | None = None, mode: int = 2, *, scale: float = 1.0
+) -> tuple[Tensor, int, float]:
+    """As the newest schema has it."""
+    return (input if bias is None else input + bias) * scale, mode, scale
+
+
+@pytest.fixture
+def operator() -> Iterator[Callable[[str], torch._ops.OpOverload]]:
+    """Defines an operator with the schema of another release."""
+    library = torch.library.Library("fitting", "DEF")
+
+    def define(schema: str) -> torch._ops.OpOverload:
+        library.define(schema)
+        return getattr(torch.ops.fitting, schema.partition("(")[0]).default
+
+    yield define
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "options", "expected"),
+    [
+        # the newest one
+        (
+            "a(Tensor input, Tensor? bias=None, int mode=2, *, float scale=1.0) -> (Tensor, int, float)",
+            (torch.ones(2), torch.ones(2), 3),
+            {"scale": 2.0},
+            (4.0, 3, 2.0),
+        ),
+        # without the parameter in between, positions say something else
+        ("b(Tensor input, int mode=2) -> (Tensor, int, float)", (torch.ones(2), 3), {}, (1.0, 3, 1.0)),
+        # another default
+        ("c(Tensor input, Tensor? bias=None, int mode=7) -> (Tensor, int, float)", (torch.ones(2),), {}, (1.0, 7, 1.0)),
+        # fewer results
+        ("d(Tensor input, Tensor? bias=None) -> (Tensor, int)", (torch.ones(2), torch.ones(2)), {}, (2.0, 2)),
+        # a parameter that the formula has not, at its default
+        ("e(Tensor input, bool fast=False, int mode=4) -> (Tensor, int, float)", (torch.ones(2),), {}, (1.0, 4, 1.0)),
+    ],
+)
+def test_a_formula_is_called_as_the_schema_says(operator, schema, arguments, options, expected) -> None:
+    result, *others = fitted(operator(schema), formula)(*arguments, **options)
+    assert (result[0].item(), *others) == expected
+
+
+def test_a_parameter_that_the_formula_has_not_is_refused_by_name(operator) -> None:
+    call = fitted(operator("f(Tensor input, bool fast=False) -> (Tensor, int, float)"), formula)
+    with pytest.raises(NotImplementedError, match="fitting::f: the software device has no parameter fast"):
+        call(torch.ones(2), True)

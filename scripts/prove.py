@@ -52,7 +52,7 @@ def main(
 
     def run(proof: Proof) -> Outcome:
         outcome = prove(proof, interpreter, folders[proof], ROOT, *(tests or ()))
-        report.announce(outcome, console)
+        report.announce(outcome, console, default_cache() / "logs")
         return outcome
 
     with ThreadPoolExecutor(jobs) as pool:

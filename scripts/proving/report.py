@@ -24,8 +24,8 @@ COLUMNS = {
 }
 
 
-def announce(outcome: Outcome, console: Console) -> None:
-    """One line when a proof has ended, and what failed in it."""
+def announce(outcome: Outcome, console: Console, logs: Path) -> None:
+    """One line when a proof has ended, and what failed in it; then all that it printed is in a file of ``logs``."""
     proof = outcome.proof
     verdict = "[red]FAILED[/red]" if outcome.failures else "[green]holds[/green]"
     on = f"torch {proof.torch}, torch_npu {proof.torch_npu}, CANN {proof.cann}"
@@ -34,9 +34,10 @@ def announce(outcome: Outcome, console: Console) -> None:
     for failure in outcome.failures:
         console.print(f"    {failure}", markup=False)
     if outcome.failures:
-        log = Path(f"{proof.variant}.log")
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"{proof.variant}.log"
         log.write_text(outcome.log)
-        console.print(f"    all of it is in {log}", markup=False)
+        console.print(f"    all of it is in {log}", markup=False, soft_wrap=True)
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

@@ -145,7 +145,7 @@ def test_a_run_reports_what_it_compared_and_each_repository_that_takes_another_v
     ]
 
 
-def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path, capsys, monkeypatch) -> None:
+def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path, capsys) -> None:
     source = clone / "RMSNorm" / "build" / "torch-npu" / "functional.py"
     text = source.read_text()
     assert text.count("npu_rms_norm(hidden_states, weight, eps)[0]") == 1
@@ -153,10 +153,9 @@ def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path,
     outcome = run(clone, "tests/variants/test_layers.py", "-k", NORM)
     (failure,) = outcome.failures
     assert "test_a_layer_is_what_float64_gives[RMSNorm-torch.float32]" in failure
-    monkeypatch.chdir(clone)
-    report.announce(outcome, Console())
+    report.announce(outcome, Console(), clone / "logs")
     assert "FAILED" in capsys.readouterr().out
-    assert "AssertionError" in (clone / "torch-npu.log").read_text()
+    assert "AssertionError" in (clone / "logs" / "torch-npu.log").read_text()
 
 
 def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def main(
 ) -> None:
     """Run tests/variants for every strict variant, on the wheels of torch and torch_npu that it names.
 
-    Where this machine is not aarch64, they run under qemu. Interpreters and wheels stay in a cache, some 6 GB for all
+    Where this machine is not aarch64, they run under qemu. Interpreters and wheels stay in a cache, about 5 GB for all
     releases. Ends with 0 if all hold, with 1 if not, with 2 if something is missing that the proofs need.
     """
     console = Console()
@@ -44,7 +44,8 @@ def main(
         wanted = proofs(strict_variants(ROOT), pairs)
         interpreter = interpreters.find(default_cache())
         packages = Packages(default_cache(), interpreter.version)
-        console.print(f"{len(wanted)} proofs with Python {interpreter.version} for aarch64, in {default_cache()}")
+        begun = f"{len(wanted)} to prove with Python {interpreter.version} for aarch64, in {default_cache()}"
+        console.print(begun, highlight=False, soft_wrap=True)
         folders = {proof: _folders(proof, packages, console) for proof in wanted}
     except (ProvingError, ValueError) as error:
         typer.echo(f"prove: {error}", err=True)

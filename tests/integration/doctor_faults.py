@@ -74,7 +74,7 @@ def played_cann(folder: Path, version: str, devices: int) -> dict[str, str]:
     Args:
         devices: the number that the runtime tells.
     """
-    libraries = next(path for path in runtime.cache().iterdir() if (path / runtime.RUNTIME).exists())
+    libraries = runtime.cache() / runtime._fingerprint()  # beside it may be those of other processors
     home = cann(folder / version, version)
     for name in ("opp", "runtime", "compiler"):
         (home / name).mkdir()

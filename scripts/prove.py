@@ -31,7 +31,7 @@ def main(
     pairs: Annotated[str, typer.Option(help="TORCH=TORCH_NPU or TORCH, several with spaces.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, each of about 1.5 GB.")] = os.cpu_count() or 1,
     record: Annotated[
-        bool, typer.Option("--record", help="Write what was found into the documentation's data.")
+        bool, typer.Option("--record", help="Keep what was found of the lines of variants.toml, for the documents.")
     ] = False,
 ) -> None:
     """Run tests/variants for every strict variant, on the wheels of torch and torch_npu that it names.
@@ -41,6 +41,8 @@ def main(
     """
     console = Console()
     try:
+        if record and tests:
+            raise ProvingError("--record keeps what tests/variants found as a whole: leave out either it or the tests")
         wanted = proofs(strict_variants(ROOT), pairs)
         interpreter = interpreters.find(default_cache())
         packages = Packages(default_cache(), interpreter.version)

@@ -1,4 +1,4 @@
-"""An aarch64 Python: this machine's own, or Debian's or Ubuntu's under qemu's user emulation.
+"""An aarch64 Python: this machine's own, or Debian's under qemu's user emulation.
 
 Nothing is installed on the machine: packages of the distribution are unpacked in the cache, which needs no root.
 """
@@ -40,15 +40,16 @@ def find(cache: Path) -> Interpreter:
     Raises:
         ProvingError: something that it needs is missing.
     """
-    bytecode = {"PYTHONPYCACHEPREFIX": str(cache / "bytecode")}  # not beside the kernels, which are published
+    # kernels with bytecode beside them are not published
+    bytecode = {"PYTHONPYCACHEPREFIX": str(cache / "bytecode")}
     if platform.machine() == ARCHITECTURE:
         return _native(bytecode)
     missing = [tool for tool in (QEMU, COMPILER, "apt-get", "dpkg-deb") if shutil.which(tool) is None]
     if missing:
         raise ProvingError(
             f"this machine is {platform.machine()}, where aarch64 programs are emulated, and it has no "
-            f"{' and no '.join(missing)}. On Debian 12 or Ubuntu 22.04: apt-get install qemu-user-static "
-            "gcc-aarch64-linux-gnu. On an aarch64 machine nothing of it is needed."
+            f"{' and no '.join(missing)}. On Debian 12: apt-get install qemu-user-static gcc-aarch64-linux-gnu. "
+            "On an aarch64 machine nothing of it is needed."
         )
     root = cache / "root"
     if not root.exists():
@@ -96,7 +97,7 @@ def _unpack(root: Path) -> None:
         if version is None:
             raise ProvingError(
                 f"apt offers Python {', '.join(sorted(offered)) or 'in no version'} for arm64, and torch_npu 2.6 to "
-                f"2.10 has wheels for {' and '.join(PYTHONS)}: use Debian 12, Ubuntu 22.04, or an aarch64 machine"
+                f"2.10 has wheels for {' and '.join(PYTHONS)}: use Debian 12, or an aarch64 machine"
             )
         packages = [f"python{version}", "libstdc++6", "zlib1g"]
         _run([*apt, "install", "-y", "--no-install-recommends", "--download-only", *packages], "arm64 packages")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proving.run import Outcome
+from strict import strict_variants
 
 RECORD = Path("tests", "data", "variants.json")
 # a column of differences: what the tests compared, of which the largest counts
@@ -55,13 +56,15 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def write(outcomes: Sequence[Outcome], root: Path) -> None:
-    """Keep what holds, as data of the documentation: the entries of other variants stay."""
+    """Keep what holds, as data of the documentation, if it ran on what its variant names; other entries stay."""
     record = read(root)
+    named = {(strict.name, strict.torch_npu, strict.cann) for strict in strict_variants(root)}
     for outcome in outcomes:
-        if not outcome.failures:
-            record[outcome.proof.variant] = {
-                "torch_npu": outcome.proof.torch_npu,
-                "cann": outcome.proof.cann,
+        proof = outcome.proof
+        if not outcome.failures and (proof.variant, proof.torch_npu, proof.cann) in named:
+            record[proof.variant] = {
+                "torch_npu": proof.torch_npu,
+                "cann": proof.cann,
                 "sources": sources(root),
                 "checks": outcome.checks,
                 "seconds": round(outcome.seconds),

@@ -23,7 +23,7 @@ class Outcome:
 
     Attributes:
         checks: how many tests passed.
-        failures: what failed, each with the last line of its error; for an unfinished run, the end of its output.
+        failures: what failed, each with its message; for an unfinished run, the end of its output.
         seconds: of the whole process.
         largest: what was compared, such as "layers bfloat16" -> the largest difference.
         log: what the process printed.
@@ -59,7 +59,7 @@ def prove(proof: Proof, interpreter: Interpreter, packages: list[Path], root: Pa
             )
             log, status = process.stdout, process.returncode
         except subprocess.TimeoutExpired as error:
-            log, status = str(error.stdout or ""), -1
+            log, status = (error.stdout or b"").decode(errors="replace"), -1  # bytes, whatever was asked for
         seconds = time.monotonic() - start
         cases = list(ET.parse(report).iter("testcase")) if report.exists() else []
     failures = tuple(

@@ -35,7 +35,7 @@ SCRIPT = str(build.ROOT / "scripts" / "prove.py")
 def test_without_pairs_each_variant_is_proven_on_what_it_names() -> None:
     found = pairs.proofs(strict_variants(build.ROOT))
     assert [proof.variant for proof in found] == list(build.variants()[2:])
-    assert all(proof.torch_npu.startswith(proof.torch) for proof in found)
+    assert (found[0].torch, found[0].torch_npu, found[0].cann) == ("2.6.0", "2.6.0", "8.2.RC1")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_no_pair_is_said(text: str, message: str) -> None:
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="nothing is emulated there")
 @pytest.mark.parametrize("missing", [interpreters.QEMU, interpreters.COMPILER])
 def test_a_missing_tool_is_named_with_how_to_get_it(run_python, tmp_path: Path, missing: str) -> None:
-    tools = {"sh", "apt-get", "dpkg-deb", interpreters.QEMU, interpreters.COMPILER} - {missing}
+    tools = {"apt-get", "dpkg-deb", interpreters.QEMU, interpreters.COMPILER} - {missing}
     for tool in tools:
         (tmp_path / tool).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / tool).chmod(0o755)
@@ -165,17 +165,26 @@ def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) 
     assert "nowhere.py" in failure
 
 
-def test_what_holds_is_recorded_and_other_variants_stay(tmp_path: Path) -> None:
+def test_what_holds_on_what_a_variant_names_is_recorded_and_the_rest_stays(tmp_path: Path) -> None:
     (tmp_path / "tests" / "data").mkdir(parents=True)
-    holds = Outcome(OWN, 9, (), 12.4, {"layers float32": 1.26e-7, "functions float32": 3e-7}, "")
-    other = Outcome(Proof("torch26-x", "2.6.0", "2.6.0.post5", "8.5.0"), 8, (), 11.0, {"models float32": 2e-7}, "")
-    failed = Outcome(Proof("torch27-x", "2.7.1", "2.7.1", "8.3.RC1"), 8, ("why",), 11.0, {}, "")
-    report.write([holds], tmp_path)
-    report.write([other, failed], tmp_path)
+    lines = [f'{v.name} = {{ torch_npu = "{v.torch_npu}", cann = "{v.cann}" }}' for v in VARIANTS]
+    (tmp_path / "variants.toml").write_text("\n".join(lines))
+    first, second, third, _ = pairs.proofs(VARIANTS)
+    largest = {"layers float32": 1.26e-7, "functions float32": 3e-7}
+    report.write([Outcome(first, 9, (), 12.4, largest, "")], tmp_path)
+    elsewhere = pairs.proofs(VARIANTS, "2.6.0=2.6.0.post5")[0]
+    failed = Outcome(third, 8, ("why",), 11.0, {}, "")
+    report.write([Outcome(second, 8, (), 11.0, {}, ""), Outcome(elsewhere, 1, (), 1.0, {}, ""), failed], tmp_path)
     record = json.loads((tmp_path / report.RECORD).read_text())
-    assert list(record) == ["torch-npu", "torch26-x"]
-    assert record["torch-npu"]["largest"] == {"functions float32": 3e-7, "layers float32": 1.3e-7}
-    assert record["torch26-x"]["torch_npu"] == "2.6.0.post5"
+    assert list(record) == [first.variant, second.variant]
+    assert record[first.variant]["largest"] == {"functions float32": 3e-7, "layers float32": 1.3e-7}
+    assert (record[first.variant]["torch_npu"], record[first.variant]["checks"]) == ("2.6.0", 9)
+
+
+def test_other_tests_are_no_record(run_python) -> None:
+    result = run_python(None, SCRIPT, "--record", "tests/rmsnorm", check=False)
+    assert result.returncode == 2
+    assert "leave out either it or the tests" in result.stderr
 
 
 def test_the_table_names_every_variant_with_its_differences() -> None:

@@ -1,6 +1,6 @@
 """``scaled_dot_product_attention`` for the releases whose own calls kernels of the runtime directly.
 
-Up to op-plugin 26.0 torch_npu prepares the mask below the dispatcher, which ends in a kernel launch. What it does is
+Before op-plugin 26.0 torch_npu prepares the mask below the dispatcher, which ends in a kernel launch. What it does is
 composed of operators here: op-plugin, op_plugin/ops/opapi/ScaledDotProductAttentionKernelNpuOpApi.cpp.
 """
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("ascendcl.c")
 RUNTIME = "libascendcl.so"
-# what torch_npu's DT_NEEDED names besides, and libopapi.so, which releases before 2.13 open: empty libraries that lead
-# to the runtime
+# what torch_npu's DT_NEEDED names besides, and libopapi.so, which older releases open when they are imported: empty
+# libraries that lead to the runtime
 OTHERS = (
     "libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so", "libopapi.so",
 )  # fmt: skip

@@ -24,7 +24,7 @@ def _skipped(kernel: Callable) -> Callable:
 
 
 def _with_dynamo_away(kernel: Callable) -> Callable:
-    """For torch before 2.8, which can skip a function, but not what it calls."""
+    """For torch before 2.7, which can skip a function, but not what it calls."""
 
     @functools.wraps(kernel)
     def alone(*args: Any, **kwargs: Any) -> Any:

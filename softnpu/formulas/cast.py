@@ -1,4 +1,4 @@
-"""Casts that torch_npu dispatches to operators of its own: before 2.13 all of ``Tensor.to`` ends in one."""
+"""Casts that torch_npu dispatches to operators of its own: before op-plugin 26.0 all of ``Tensor.to`` ends in one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Dropout with a mask of bits, which is the one of torch_npu before 2.13.
+"""Dropout with a mask of bits, in which ``torch.nn.functional.dropout`` ends before op-plugin 26.0.
 
-op-plugin, op_plugin/ops/opapi/DropoutKernelNpuOpApi.cpp: a bit for each element, filled up to a multiple of 128 bits.
-Which elements are dropped follows the device's generator; the order of the bits in a byte is ours, lowest first.
+op-plugin, op_plugin/ops/opapi/DropoutKernelNpuOpApi.cpp. The mask has the size that torch_npu's meta kernel gives it: a
+bit for each element, filled up to a multiple of 128. Which elements are dropped follows the device's generator; the
+order of the bits in a byte is ours, lowest first.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def _npu_moe_token_unpermute(
     ``probs [T, K]``, which may have a floating dtype of its own; without probs a plain gather, K = 1.
 
     Rows are not read, so that a NaN in them does not count, where the index is at or beyond R or the probability is
-    zero. npu_moe_token_unpermute calls this operator since 2.10. The second result is what its backward pass keeps:
-    permuted_tokens, and nothing without probs. restore_shape is for padded mode only, which the device has not.
+    zero. npu_moe_token_unpermute of newer releases calls this operator. The second result is what its backward pass
+    keeps: permuted_tokens, and nothing without probs. restore_shape is for padded mode only, which the device has not.
     """
     operator = "npu_moe_token_unpermute"
     _require_unpadded(operator, padded_mode)

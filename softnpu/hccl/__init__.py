@@ -37,8 +37,8 @@ def _create(options: Any, _: Any) -> Any:
     """
     if not hasattr(torch._prims_common, "is_non_overlapping_and_dense_or_false"):
         raise NotImplementedError(
-            f"collectives of software devices need torch 2.11 or later, and this is torch {torch.__version__}; "
-            "one device works with every torch from 2.6 on"
+            f"collectives of software devices are made for torch 2.13, and torch {torch.__version__} lacks what they "
+            "are made of; one device works"
         )
     from softnpu.hccl import dispatch
     from softnpu.hccl.backend import HCCL

@@ -109,6 +109,16 @@ def run_forks(run_python, tmp_path: Path) -> Callable[..., list[subprocess.Compl
 
 
 @pytest.fixture
+def registered() -> Iterator[None]:
+    """A registration that ends with the test."""
+    import kernels_ext_npu
+
+    kernels_ext_npu.register()
+    yield
+    kernels_ext_npu.unregister()
+
+
+@pytest.fixture
 def localhub(tmp_path: Path) -> Iterator[LocalHub]:
     """An empty Hub on loopback, for processes that are started with its `environment`."""
     with LocalHub(tmp_path / "localhub") as hub:

@@ -1,21 +1,12 @@
-"""Tiny checkpoints on disk, and a registration that ends with the test."""
+"""Tiny checkpoints on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zoo
-
-import kernels_ext_npu
-
-
-@pytest.fixture
-def registered() -> Iterator[None]:
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 @pytest.fixture(scope="session")

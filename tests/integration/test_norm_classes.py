@@ -18,16 +18,9 @@ from kernels_ext_npu.coverage import classes
 from kernels_ext_npu.kinds import COUNTED, KEPT, NORMS
 from kernels_ext_npu.matching import find_reference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent
 REFUSED = {name for names in KEPT[NORMS].values() for name in names}
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 def swapped(module: nn.Module) -> nn.Module:

@@ -24,16 +24,10 @@ from kernels_ext_npu.coverage import module_classes
 from kernels_ext_npu.matching import find_reference
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 
+pytestmark = pytest.mark.usefixtures("registered")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # a row each of its own, with a hole; far positions, where float32 angles are coarse
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 @cache

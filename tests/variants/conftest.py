@@ -15,7 +15,6 @@ import torch
 from kernels import get_local_kernel
 from proofs import ROOT
 
-import kernels_ext_npu
 from kernels_ext_npu.sources import REPOSITORIES
 
 
@@ -35,10 +34,3 @@ def kernels() -> dict[str, ModuleType]:
 def largest(record_property) -> Callable[[str, torch.dtype, float], None]:
     """Takes a difference into the report of the run."""
     return lambda what, dtype, value: record_property(f"{what} {str(dtype).removeprefix('torch.')}", value)
-
-
-@pytest.fixture
-def registered():
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-# bytecode beside the kernels would be published with them
+# kernels with bytecode beside them are not published
 PYTEST := OMP_NUM_THREADS=1 PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 

@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-# kernels with bytecode beside them are not published
-PYTEST := OMP_NUM_THREADS=1 PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
+# kernels with bytecode beside them are not published; elsewhere it is written, or each process would compile torch anew
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-fast test-slow test-distributed test-variants lint build docs publish clean

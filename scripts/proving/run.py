@@ -66,7 +66,9 @@ def prove(proof: Proof, interpreter: Interpreter, packages: list[Path], root: Pa
         _failure(case) for case in cases if case.find("failure") is not None or case.find("error") is not None
     )
     if not failures and (status or not cases):
-        reason = f"not done after {SECONDS} seconds" if status == -1 else f"pytest ended with {status}"
+        reason = {-1: f"not done after {SECONDS} seconds", 5: "no test was selected"}.get(
+            status, f"pytest ended with {status}"
+        )
         failures = (f"{reason}: {' '.join(log.split()[-40:])}",)
     passed = sum(len(case) == 0 or {child.tag for child in case} <= {"properties", "system-out"} for case in cases)
     return Outcome(proof, passed, failures, seconds, _largest(cases), log)

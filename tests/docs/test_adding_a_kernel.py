@@ -168,7 +168,7 @@ def test_the_build_has_every_variant(outputs, clone: Path) -> None:
 
 def test_the_tests_of_the_page_run(outputs, clone: Path) -> None:
     """Its own, and those of the project that a new operator and a new repository come under by themselves."""
-    passed = re.search(r"(\d+) passed, \d+ deselected in", printed_by(outputs, "python -m pytest"))
+    passed = re.search(r"\n(\d+) passed, \d+ deselected\b", printed_by(outputs, "python -m pytest"))
     # 13 of its own; 2 for each formula; 2 for the repository; of what variants promise, 2 for the choice, 3 dtypes of a
     # function and of a layer, and that both lists are complete
     once = 13 + 2 * 2 + 2 + 2 + 3 + 3 + 2

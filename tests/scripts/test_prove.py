@@ -165,6 +165,13 @@ def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) 
     assert "nowhere.py" in failure
 
 
+def test_a_run_of_no_test_is_a_failure_that_says_so() -> None:
+    outcome = run(build.ROOT, "tests/variants/test_layers.py", "-k", "no_test_has_this_name")
+    (failure,) = outcome.failures
+    assert failure.startswith("no test was selected: ")
+    assert "deselected" in failure
+
+
 def test_what_holds_on_what_a_variant_names_is_recorded_and_the_rest_stays(tmp_path: Path) -> None:
     (tmp_path / "tests" / "data").mkdir(parents=True)
     lines = [f'{v.name} = {{ torch_npu = "{v.torch_npu}", cann = "{v.cann}" }}' for v in VARIANTS]

@@ -61,8 +61,7 @@ def count(model: nn.Module, ids: Tensor, phase: str) -> Happened:
 
     training = phase == "step"
     model.train(training)
-    torch.npu.reset_peak_memory_stats()
-    before = memory.requested("current")
+    before = memory.start()
     softnpu.reset_counters()
     with torch.set_grad_enabled(training):
         output = model(input_ids=ids, use_cache=False, **({"labels": ids} if training else {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import memory
 import peft
 import pytest
 import torch
@@ -172,13 +173,11 @@ def test_a_forward_that_another_library_wrapped_still_ends_in_it(registered, swa
 def test_weights_can_be_stored_the_other_way_around(registered, checkpoint, tmp_path, way) -> None:
     model = load(checkpoint("qwen3_moe"), use_kernels=way == "kernelized")
     expected, state = logits(model), copy.deepcopy(model.state_dict())
-    torch.npu.reset_peak_memory_stats()
-    before = torch.npu.memory_stats()["requested_bytes.all.current"]
+    before = memory.start()
     assert kernels_ext_npu.transpose_experts(model) is model
-    stats = torch.npu.memory_stats()
     largest = max(p.numel() * p.element_size() for p in model.parameters())
-    assert stats["requested_bytes.all.current"] == before
-    assert stats["requested_bytes.all.peak"] <= before + largest
+    assert memory.requested("current") == before
+    assert memory.requested("peak") <= before + largest
     weights = [p for name, p in model.named_parameters() if "experts" in name]
     assert all(weight.mT.is_contiguous() for weight in weights)
     assert (logits(model) - expected).norm() <= 1e-6 * expected.norm()

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import STRICT, Clone
+from tiny import STRICT, Clone
 
 from kernels_ext_npu.identity import identity, render
 from publishing import local, preflight

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import REPO, STRICT, Clone, held
 from huggingface_hub import HfApi
+from tiny import REPO, STRICT, Clone, held
 
 from publishing.remote import Patience
 from tests.localhub import LocalHub

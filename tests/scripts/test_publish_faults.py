@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from conftest import REPO, held
+from tiny import REPO, held
 
 from publishing.remote import Patience
 from tests.localhub import LocalHub

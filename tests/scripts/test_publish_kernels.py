@@ -8,8 +8,8 @@ from pathlib import Path
 
 import build
 import pytest
-from conftest import held
 from huggingface_hub import HfApi
+from tiny import held
 
 from publishing import afterwards, local
 from publishing.apply import apply

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import REPO, STRICT, Clone
 from huggingface_hub import HfApi
+from tiny import REPO, STRICT, Clone
 
 from kernels_ext_npu import machines, targets
 from kernels_ext_npu.published import VersionNotFoundError, differences, download, head, tree

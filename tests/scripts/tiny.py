@@ -1,0 +1,77 @@
+"""A kernel repository of few files, in a clone of its own, and what a Hub holds of it."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import build
+
+from tests.localhub import LocalHub
+
+REPO = "kernels-ext-npu/Tiny"
+STRICT = "torch28-cxx11-cann82-aarch64-linux"
+LAYERS = """
+from torch import nn
+
+
+class Doubled(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x):
+        return x + x
+"""
+
+
+class Clone:
+    """A folder like a clone of the project, with one kernel repository of few files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.repository = root, root / "Tiny"
+        self.source = self.repository / "torch-ext" / "tiny"
+        self.source.mkdir(parents=True)
+        self.write("build.toml", self.build_toml())
+        self.write("README.md", "---\nlibrary_name: kernels\nlicense: apache-2.0\n---\n\n# Tiny\n")
+        self.write("torch-ext/tiny/__init__.py", 'from . import layers\n\n__all__ = ["layers"]\n')
+        self.write("torch-ext/tiny/layers.py", LAYERS)
+        self.rebuild(STRICT)
+
+    @staticmethod
+    def build_toml(version: int = 1) -> str:
+        return textwrap.dedent(f"""\
+            [general]
+            name = "tiny"
+            version = {version}
+            edition = 5
+            license = "Apache-2.0"
+            backends = ["cann"]
+
+            [general.hub]
+            repo-id = "{REPO}"
+
+            [torch-noarch]
+        """)
+
+    def write(self, path: str, text: str) -> None:
+        (self.repository / path).write_text(text)
+
+    def rebuild(self, *strict: str) -> None:
+        """With torch-npu, torch-universal and these variants."""
+        (self.root / "variants.toml").write_text(
+            "".join(f'{name} = {{ torch_npu = "2.8.0", cann = "8.2.RC1" }}\n' for name in strict)
+        )
+        build.build(self.repository, self.root)
+
+    def built(self) -> dict[str, bytes]:
+        """Path on the Hub -> content."""
+        return {f"build/{path}": content for path, content in build.render(self.repository, self.root).items()}
+
+
+def held(hub: LocalHub, branch: str, repo_id: str = REPO) -> dict[str, bytes] | None:
+    """Path -> content of what a branch holds, None where there is no such branch."""
+    repository = hub.store.get("kernels", repo_id)
+    if branch not in repository.refs()["branches"]:
+        return None
+    files = repository.commit(branch).files
+    return {path: hub.store.blob(file.sha256).read_bytes() for path, file in files.items()}

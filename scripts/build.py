@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n  ".join([f"{name}: {'stale, run python scripts/build.py' if lines else 'fresh'}", *lines]))
         else:
             build(known[name])
-            print(f"{name}: built {', '.join(variants())}")
+            print(f"{name}: built {', '.join(NOARCH)} and {len(variants()) - len(NOARCH)} strict variants")
     return int(stale)
 
 

@@ -163,7 +163,7 @@ def printed_by(outputs: dict[str, str], start: str) -> str:
 def test_the_build_has_every_variant(outputs, clone: Path) -> None:
     built = {path.name for path in (clone / "QuickGELU" / "build").iterdir()}
     assert built == {path.name for path in (ROOT / "RMSNorm" / "build").iterdir()}
-    assert all(name in printed_by(outputs, "python scripts/build.py") for name in built)
+    assert printed_by(outputs, "python scripts/build.py").endswith(f" and {len(built) - 2} strict variants\n")
 
 
 def test_the_tests_of_the_page_run(outputs, clone: Path) -> None:

@@ -101,11 +101,11 @@ class HostCall:
         own_bytes = original.untyped_storage().nbytes() and host.untyped_storage().data_ptr() in self.storages
         if own_bytes:
             if original.size() != host.size() or original.stride() != host.stride():
-                original.as_strided_(host.size(), host.stride(), host.storage_offset())
+                _reshape(original, host)
             return
         if original.size() != host.size():
             original.resize_(host.size())
-            original.as_strided_(host.size(), host.stride(), host.storage_offset())
+            _reshape(original, host)
         if host.numel():
             HostCall(self.name).alias(original).copy_(host)
 
@@ -118,6 +118,11 @@ class HostCall:
         )
         self.originals[id(fresh)] = fresh, self.originals[id(host)][1]
         return fresh
+
+
+def _reshape(original: torch.Tensor, host: torch.Tensor) -> None:
+    """Not by ``as_strided_``: that of torch_npu 2.6 gives no tensor back below autograd, and Python crashes."""
+    original.set_(original.untyped_storage(), host.storage_offset(), host.size(), host.stride())
 
 
 # operators that exist to take tensors of two devices

@@ -80,7 +80,7 @@ def _resize_(self: torch.Tensor, size: list[int], *, memory_format: torch.memory
         storage.resize_(int(after))
         grown = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, before, (after - before,), (1,))
         _fill(grown)
-    return self.as_strided_(size, stride, self.storage_offset())
+    return self.set_(self.untyped_storage(), self.storage_offset(), size, stride)
 
 
 _KERNELS: dict[str, Callable] = {

@@ -1,4 +1,7 @@
-"""What torch_npu itself differentiates in this release: the device shows no gradient that the release does not have."""
+"""What torch_npu itself differentiates in this release, and a result that grows in it.
+
+The device shows no gradient that the release does not have.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +75,12 @@ def test_an_operator_has_the_gradient_that_its_release_has(name: str) -> None:
 
 def test_the_operators_that_refuse_a_gradient_do_so_together() -> None:
     assert len({outcome(CALLS[name]) for name in REFUSED}) == 1
+
+
+@pytest.mark.parametrize("call", [torch.add, torch.matmul, torch.maximum], ids=lambda call: call.__name__)
+def test_an_empty_result_grows_to_what_is_written_to_it(call: Callable[..., Tensor]) -> None:
+    """Below autograd, where ``as_strided_`` of torch_npu 2.6 must not be used."""
+    a, b = torch.rand(2, 5, 5).unbind()
+    found = torch.empty(0, device="npu")
+    assert call(a.npu(), b.npu(), out=found) is found
+    torch.testing.assert_close(found.cpu(), call(a, b))

@@ -180,13 +180,13 @@ def test_streams_and_events_work() -> None:
 
 
 def test_import_costs_less_than_half_a_second_beyond_torch_and_torch_npu(run_python, tmp_path: Path) -> None:
-    """Of the processor; the smaller of up to three runs each, in turns, so that a busy machine does not decide."""
+    """Of the processor; the smallest of up to ten runs each, in turns, so that a busy machine does not decide."""
     run_python("import softnpu", XDG_CACHE_HOME=str(tmp_path))
     (home,) = (tmp_path / "softnpu").iterdir()
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     wheel = {"LD_LIBRARY_PATH": str(home), "ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}
     least = {"import torch, torch_npu": math.inf, "import softnpu": math.inf}
-    for _ in range(3):
+    for _ in range(10):
         for code, seconds in least.items():
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             variables = environment | (wheel if "torch_npu" in code else {})

@@ -18,8 +18,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from kernels_ext_npu.identity import identity
-from kernels_ext_npu.identity import render as render_metadata
+from kernels_ext_npu.distribution.identity import identity
+from kernels_ext_npu.distribution.identity import render as render_metadata
 
 ROOT = Path(__file__).resolve().parent.parent
 NOARCH = ("torch-npu", "torch-universal")

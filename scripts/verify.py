@@ -2,7 +2,7 @@
 
 import typer
 
-from kernels_ext_npu.verify_command import verify
+from kernels_ext_npu.cli.verify import verify
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

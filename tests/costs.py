@@ -6,7 +6,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost
 
 
 def fake_model(model_type: str, **sizes: int) -> PreTrainedModel:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.matching.lookup import find_reference
 
 SIZE = 32
 

@@ -71,7 +71,7 @@ def test_the_wheel_holds_both_packages_and_every_variant(wheel: Path) -> None:
     }
     assert built
     assert built <= names
-    assert {"kernels_ext_npu/cli.py", "softnpu/ascendcl.c", "softnpu/formulas/norm.py"} <= names
+    assert {"kernels_ext_npu/cli/__init__.py", "softnpu/ascendcl.c", "softnpu/formulas/norm.py"} <= names
     assert "kernels_ext_npu/troubleshooting.md" in names
     assert {name.partition("/")[0] for name in names} == {
         "kernels_ext_npu",

@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kernels_ext_npu.api.kernelize import kernelize, restore
+    from kernels_ext_npu.api.register import register, unregister
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
-    from kernels_ext_npu.experts import transpose_experts
-    from kernels_ext_npu.registration import register, unregister
-    from kernels_ext_npu.reporting import Report, Row, report
-    from kernels_ext_npu.swapping import kernelize, restore
+    from kernels_ext_npu.reporting.report import Report, Row, report
+    from kernels_ext_npu.swapping.experts import transpose_experts
 
 __version__ = "0.1.0"
 
@@ -30,15 +30,15 @@ __all__ = [
 
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
 _MODULES = {
-    "Report": "reporting",
-    "Row": "reporting",
+    "Report": "reporting.report",
+    "Row": "reporting.report",
     "UnsupportedEnvironmentError": "environment",
-    "kernelize": "swapping",
-    "register": "registration",
-    "report": "reporting",
-    "restore": "swapping",
-    "transpose_experts": "experts",
-    "unregister": "registration",
+    "kernelize": "api.kernelize",
+    "register": "api.register",
+    "report": "reporting.report",
+    "restore": "api.kernelize",
+    "transpose_experts": "swapping.experts",
+    "unregister": "api.register",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.catalogue import LAYERS
 
 if TYPE_CHECKING:
     from torch import nn

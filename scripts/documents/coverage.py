@@ -8,9 +8,9 @@ import transformers
 
 import softnpu  # noqa: F401  before torch
 from documents import DocumentError
-from kernels_ext_npu import coverage_markdown
-from kernels_ext_npu.coverage import Row, survey
-from kernels_ext_npu.kinds import COUNTED, KERNELS
+from kernels_ext_npu.coverage import markdown
+from kernels_ext_npu.coverage.survey import Row, survey
+from kernels_ext_npu.matching.kinds import COUNTED, KERNELS
 
 # For the READMEs: the newest language and vision-language models of those who publish most of them, their mixtures of
 # experts and hybrids, and earlier ones that are still trained everywhere.
@@ -82,7 +82,7 @@ _SENTENCES = {
 
 def page() -> bytes:
     """docs/coverage.md."""
-    return coverage_markdown.page(_rows()).encode()
+    return markdown.page(_rows()).encode()
 
 
 def summary(language: str) -> str:
@@ -92,15 +92,15 @@ def summary(language: str) -> str:
         return _CHINESE.get(english, english) if language == "zh" else english
 
     rows = {model_type: row for row in _rows() for model_type in row.folder.model_types}
-    sums = [[word(text) for text in line] for line in coverage_markdown.sums(_rows())]
-    known = [[_name(name, rows[name], word("with")), *coverage_markdown.cells(rows[name])] for name in BEST_KNOWN]
+    sums = [[word(text) for text in line] for line in markdown.sums(_rows())]
+    known = [[_name(name, rows[name], word("with")), *markdown.cells(rows[name])] for name in BEST_KNOWN]
     first, second, last = _SENTENCES[language]
     return "\n".join(
         [
             first.format(version=transformers.__version__, types=len(rows)) + "\n",
-            coverage_markdown.table([word(text) for text in ("kernel", "for", "served", "kept")], sums, right=2),
+            markdown.table([word(text) for text in ("kernel", "for", "served", "kept")], sums, right=2),
             second + "\n",
-            coverage_markdown.table([word("model type"), *KERNELS], known, right=len(KERNELS)),
+            markdown.table([word("model type"), *KERNELS], known, right=len(KERNELS)),
             last + "\n",
         ]
     )

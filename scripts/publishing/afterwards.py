@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu import published
-from kernels_ext_npu.verification import verify_build
+from kernels_ext_npu.distribution import published
+from kernels_ext_npu.distribution.verification import verify_build
 from publishing import trial
 from publishing.apply import Applied
 from publishing.remote import Remote, RemoteError, redact

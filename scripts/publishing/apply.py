@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from dataclasses import dataclass
 
-from kernels_ext_npu.published import KERNEL
+from kernels_ext_npu.distribution.published import KERNEL
 from publishing import plan as planning
 from publishing.plan import Plan, Wanted
 from publishing.remote import FAILURES, ChangedError, RefusedError, Remote

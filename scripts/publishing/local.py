@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.verification import published_files
+from kernels_ext_npu.distribution.verification import published_files
 
 if sys.version_info >= (3, 11):
     import tomllib

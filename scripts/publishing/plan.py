@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-from kernels_ext_npu.published import Content
+from kernels_ext_npu.distribution.published import Content
 from publishing.remote import Remote
 
 

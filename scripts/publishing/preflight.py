@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, get_token
 from kernels._rust import Build, Metadata
 from kernels.variants import NoarchVariant, parse_variant
 
-from kernels_ext_npu.verification import METADATA, Verified, is_bytecode, verify_build
+from kernels_ext_npu.distribution.verification import METADATA, Verified, is_bytecode, verify_build
 from publishing import trial
 from publishing.local import CARD, Local
 

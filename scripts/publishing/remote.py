@@ -13,8 +13,8 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError
 
-from kernels_ext_npu import published
-from kernels_ext_npu.published import KERNEL, Content
+from kernels_ext_npu.distribution import published
+from kernels_ext_npu.distribution.published import KERNEL, Content
 
 CONFLICTS = (409, 412)
 FINAL = (400, 401, 403)

@@ -21,7 +21,7 @@ SECONDS = 600
 
 def loadable(variant: Path) -> bool:
     """Python alone loads anywhere; libraries where kernels' resolver takes the variant."""
-    from kernels_ext_npu import machines
+    from kernels_ext_npu.distribution import machines
 
     if not any(path.suffix == ".so" for path in variant.rglob("*")):
         return True
@@ -98,7 +98,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def _published(repo_id: str, version: int | None, revision: str | None) -> dict[str, Any]:
     from kernels import get_kernel
 
-    from kernels_ext_npu.published import refusal
+    from kernels_ext_npu.distribution.published import refusal
 
     try:
         kernel = get_kernel(repo_id, version=version, revision=revision, trust_remote_code=[repo_id])

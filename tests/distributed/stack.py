@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu import packing
+from kernels_ext_npu.swapping import packing
 from tests.distributed.modules import SIZE, gelu_mlp, mlp, normal
 from tests.distributed.parallel import seeded
 

@@ -7,8 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from kernels_ext_npu import hub_cache
-from kernels_ext_npu.bundle_archive import KernelRepository
+from kernels_ext_npu.distribution import hub_cache
+from kernels_ext_npu.distribution.bundle_archive import KernelRepository
 
 
 def repository(name: str, text: bytes) -> KernelRepository:

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.matching.lookup import find_reference
 
 SIZE, INNER = 32, 64
 

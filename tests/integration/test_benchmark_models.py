@@ -12,7 +12,7 @@ from benchmark_runs import EXPERTS, TOKENS, rows, run, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels_ext_npu.benchmarking import models, providers
-from kernels_ext_npu.published_models import MODELS
+from kernels_ext_npu.inspection.published_models import MODELS
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_layers_have_as_many_parameters_as_was_published(name, layers, vocabular
 
 
 def test_the_table_has_every_kind_of_kernel() -> None:
-    from kernels_ext_npu import reporting
+    from kernels_ext_npu.reporting import report
 
     layers = set()
     for name in MODELS:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(models.load(name, 8).config)
-        layers |= {row.kernel for row in reporting.report(model)}
+        layers |= {row.kernel for row in report.report(model)}
     wanted = {
         "RMSNorm",
         "RMSNormZeroCentered",

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels_ext_npu import bundle_archive, bundles
-from kernels_ext_npu.bundle_archive import MANIFEST, BundleError, KernelRepository
+from kernels_ext_npu.distribution import bundle_archive, bundles
+from kernels_ext_npu.distribution.bundle_archive import MANIFEST, BundleError, KernelRepository
 
 SMALL = [
     KernelRepository("A", 1, {"build/torch-npu/__init__.py": b"x = 1\n", "build/torch-npu/metadata.json": b"{}"}),

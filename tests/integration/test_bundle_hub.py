@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu import bundle_archive, sources
+from kernels_ext_npu import sources
+from kernels_ext_npu.distribution import bundle_archive
 from tests.localhub import LocalHub
 
 COMMAND = "from kernels_ext_npu.cli import app; app()"

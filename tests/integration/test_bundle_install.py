@@ -15,9 +15,10 @@ import pytest
 from bundle_faults import NEW, OLD
 from typer.testing import CliRunner
 
-from kernels_ext_npu import bundle_archive, bundles, hub_cache, sources
-from kernels_ext_npu.bundle_archive import BundleError, KernelRepository
+from kernels_ext_npu import sources
 from kernels_ext_npu.cli import app
+from kernels_ext_npu.distribution import bundle_archive, bundles, hub_cache
+from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
 
 HOME = "kernels--kernels-ext-npu--A"
 

@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost
 
 QWEN3_8B = {
     "hidden_size": 4096,

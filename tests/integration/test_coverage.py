@@ -14,8 +14,10 @@ import zoo
 from counted import counted
 
 import kernels_ext_npu
-from kernels_ext_npu import coverage, kinds, model_types
-from kernels_ext_npu.coverage import Entry, Row
+from kernels_ext_npu.coverage import model_types
+from kernels_ext_npu.coverage import survey as surveying
+from kernels_ext_npu.coverage.survey import Entry, Row
+from kernels_ext_npu.matching import kinds
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(transformers.__path__[0]) / "models"
@@ -23,7 +25,7 @@ SOURCE = Path(transformers.__path__[0]) / "models"
 
 @cache
 def survey() -> list[Row]:
-    return coverage.survey()
+    return surveying.survey()
 
 
 def entries() -> list[Entry]:
@@ -255,7 +257,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(imports: str = "") -> Row:
         monkeypatch.delitem(sys.modules, "modeling_toy", raising=False)
         (tmp_path / "modeling_toy.py").write_text(TOY.replace("{imports}", imports))
-        (row,) = coverage.survey([model_types.Folder("toy", (ToyConfig.model_type,), ("modeling_toy",))])
+        (row,) = surveying.survey([model_types.Folder("toy", (ToyConfig.model_type,), ("modeling_toy",))])
         return row
 
     yield make

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import kernels_ext_npu
-from kernels_ext_npu import cli, demo, demo_models, sources
+from kernels_ext_npu import cli, sources
+from kernels_ext_npu.demo import models, run
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
     experts = {"gpt-oss": ["2 of 2", "0 of 2"], "Qwen3-MoE": ["2 of 2"] * 2, "DeepSeek-V3": ["1 of 1", "0 of 1"]}
     # positions of three dimensions; cos and sin that are scaled
     tables_kept = {"Qwen2.5-VL": "0 of 0", "gpt-oss": "0 of 1"}
-    for name in demo_models.MODELS:
+    for name in models.MODELS:
         norm, mlp, *moe, function, embeddings = swapped[name]
         others = norm, mlp, function
         assert moe == experts.get(name, ["0 of 0"] * 2)
@@ -106,8 +107,8 @@ def test_what_is_not_shown_to_agree_disagrees(change) -> None:
         "calls": {"npu_rms_norm": 1},
         "operators_before": 7,
     }
-    assert demo.Result(**agreeing).agrees()
-    assert not demo.Result(**(agreeing | change)).agrees()
+    assert run.Result(**agreeing).agrees()
+    assert not run.Result(**(agreeing | change)).agrees()
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -
 
 
 def test_norms_of_the_saved_models_are_not_all_ones(tmp_path: Path) -> None:
-    demo_models.save("Llama", tmp_path)
+    models.save("Llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not torch.allclose(model.model.norm.weight, torch.ones(()), atol=0.1)
 

@@ -118,18 +118,18 @@ def test_a_source_that_holds_no_kernels_is_named(source) -> None:
     message = f'has no {missing}. A source is "bundled", "hub", or the path'
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
-    from kernels_ext_npu import registration
+    from kernels_ext_npu.api import register
 
-    assert registration.current is None
+    assert register.current is None
 
 
 def test_a_failed_registration_keeps_the_one_before(registered) -> None:
-    from kernels_ext_npu import registration
+    from kernels_ext_npu.api import register
 
-    before = registration.current
+    before = register.current
     with pytest.raises(FileNotFoundError):
         kernels_ext_npu.register(source="/nowhere")
-    assert registration.current is before
+    assert register.current is before
 
 
 def test_unknown_attributes_are_attribute_errors() -> None:

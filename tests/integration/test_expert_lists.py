@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.references.expert_lists import (
     EXPERT_LISTS,
     MixtralSparseMoeBlock,

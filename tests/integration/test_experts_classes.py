@@ -14,11 +14,12 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import coverage, kinds
-from kernels_ext_npu.matching import is_experts_class
+from kernels_ext_npu.coverage import survey
+from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching.lookup import is_experts_class
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in coverage.classes(kinds.EXPERTS) if is_experts_class(cls)]
+SERVED = [cls for cls in survey.classes(kinds.EXPERTS) if is_experts_class(cls)]
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
 
 

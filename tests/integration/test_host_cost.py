@@ -24,7 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 import kernels_ext_npu
-from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost
 
 pytestmark = pytest.mark.slow
 ATTEMPTS = 6

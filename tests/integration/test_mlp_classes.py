@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.coverage import classes
-from kernels_ext_npu.kinds import KEPT, MLPS
-from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.coverage.survey import classes
+from kernels_ext_npu.matching.kinds import KEPT, MLPS
+from kernels_ext_npu.matching.lookup import find_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SERVED = [cls for cls in classes(MLPS) if is_served(cls)]

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost
 
 QWEN3_30B_A3B = {
     "hidden_size": 2048,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.coverage import classes
-from kernels_ext_npu.kinds import COUNTED, KEPT, NORMS
-from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.coverage.survey import classes
+from kernels_ext_npu.matching.kinds import COUNTED, KEPT, NORMS
+from kernels_ext_npu.matching.lookup import find_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent

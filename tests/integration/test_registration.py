@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import sources
-from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -18,9 +18,9 @@ from rotary_functions import calls, modeling
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
-from kernels_ext_npu.coverage import rotary_functions
-from kernels_ext_npu.kinds import KEPT, ROTARY
-from kernels_ext_npu.matching import find_function_reference, is_kernel_function
+from kernels_ext_npu.coverage.survey import rotary_functions
+from kernels_ext_npu.matching.kinds import KEPT, ROTARY
+from kernels_ext_npu.matching.lookup import find_function_reference, is_kernel_function
 
 TESTS = Path(__file__).resolve().parent.parent
 REFUSED = KEPT[ROTARY]

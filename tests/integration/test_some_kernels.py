@@ -7,7 +7,7 @@ import zoo
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.reporting import KINDS
+from kernels_ext_npu.reporting.report import KINDS
 from kernels_ext_npu.sources import REPOSITORIES
 
 NAMES = ", ".join(REPOSITORIES)

@@ -40,8 +40,8 @@ EVERY_MARK = """
 import sys
 import softnpu, json
 sys.path.append(sys.argv[1])
-from kernels_ext_npu.coverage import modeling_files, module_classes
-from kernels_ext_npu.matching import find_function_reference, find_reference, is_kernel_function
+from kernels_ext_npu.coverage.survey import modeling_files, module_classes
+from kernels_ext_npu.matching.lookup import find_function_reference, find_reference, is_kernel_function
 from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
 found = {name: set() for name, devices in get_kernel_mapping_transformers().items() if "npu" in devices}

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import wrappers
+from kernels_ext_npu.swapping import forwards
 
 SIZE = 32
 
@@ -196,7 +196,7 @@ def test_the_kernel_goes_inside_and_comes_out_again(registered, way) -> None:
     assert launches(model, x) == 0
     assert torch.equal(model(x), expected)
     assert len(seen) == (0 if way is by_compiler else 4)
-    assert wrappers.own_forward(model.first) is Qwen3RMSNorm.forward
+    assert forwards.own_forward(model.first) is Qwen3RMSNorm.forward
 
 
 def test_wrappers_in_wrappers_all_stay_and_run_in_their_order(registered) -> None:
@@ -301,7 +301,7 @@ def test_offloaded_norms_are_served(registered) -> None:
     model, plain = accelerate.cpu_offload(norms().cpu(), execution_device=torch.device("npu", 0)), norms()
     kernels_ext_npu.register()
     for module in (model.first, model.second):
-        assert wrappers.own_forward(module) is Qwen3RMSNorm.forward
+        assert forwards.own_forward(module) is Qwen3RMSNorm.forward
     x = torch.randn(3, SIZE)
     with_hooks = model(x.to("npu"))
     torch.testing.assert_close(with_hooks, plain(x.to("npu")))

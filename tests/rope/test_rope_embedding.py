@@ -19,9 +19,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.costs import Cost
-from kernels_ext_npu.coverage import module_classes
-from kernels_ext_npu.matching import find_reference
+from kernels_ext_npu.coverage.survey import module_classes
+from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 
 pytestmark = pytest.mark.usefixtures("registered")

@@ -11,8 +11,8 @@ from rotary_functions import arguments, exact, results, tensors
 from torch import Tensor
 
 import softnpu
-from kernels_ext_npu.coverage import rotary_functions
-from kernels_ext_npu.matching import find_function_reference, original_function
+from kernels_ext_npu.coverage.survey import rotary_functions
+from kernels_ext_npu.matching.lookup import find_function_reference, original_function
 from kernels_ext_npu.references import FUNCTION_REFERENCES, FunctionReference
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 

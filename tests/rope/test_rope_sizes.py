@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels_ext_npu.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 

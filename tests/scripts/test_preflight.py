@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import STRICT, Clone
 
-from kernels_ext_npu.identity import identity, render
+from kernels_ext_npu.distribution.identity import identity, render
 from publishing import local, preflight
 
 

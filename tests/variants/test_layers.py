@@ -21,7 +21,7 @@ from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS

@@ -13,7 +13,7 @@ from proofs import ROOT
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
-from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.catalogue import LAYERS
 
 # architecture -> the repositories that serve it
 MODELS = {

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kernels_ext_npu import functions
 from kernels_ext_npu.benchmarking.models import Model
-from kernels_ext_npu.layers import LAYERS
-from kernels_ext_npu.reporting import KINDS, report
+from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.reporting.report import KINDS, report
+from kernels_ext_npu.swapping import rotary
 
 SEQUENCES = 32  # in decoding
 
@@ -61,7 +61,7 @@ class Call:
     kernel: str
     name: str
     path: str
-    use: functions.Use | None = None
+    use: rotary.Use | None = None
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -161,7 +161,7 @@ def _calls(model: PreTrainedModel) -> Iterator[Call]:
         use = None
         if row.kind == KINDS["RoPE"]:
             path, _, name = row.path.rpartition(".")
-            use = next(use for use in functions.uses(type(model.get_submodule(path))) if use.name == name)
+            use = next(use for use in rotary.uses(type(model.get_submodule(path))) if use.name == name)
         yield Call(LAYERS[row.kernel], row.class_name, row.path, use)
     count = model.config.num_hidden_layers
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}

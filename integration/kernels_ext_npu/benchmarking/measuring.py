@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import softnpu
 from kernels_ext_npu.benchmarking.calls import Call
-from kernels_ext_npu.costs import Cost
 from kernels_ext_npu.inspection.fallbacks import fallback
+from kernels_ext_npu.measuring.costs import Cost
 
 WARM_UP, REPEATS = 10, 50
 NO_TIMES = (

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kernels_ext_npu import published_models
 from kernels_ext_npu.benchmarking.choices import CannotRunError, unknown_model
-from kernels_ext_npu.inspection import subject
-from kernels_ext_npu.published_models import MODELS
-from kernels_ext_npu.reporting import KINDS, report
+from kernels_ext_npu.inspection import published_models, subject
+from kernels_ext_npu.inspection.published_models import MODELS
+from kernels_ext_npu.reporting.report import KINDS, report
 
 SEED = 0
 VOCABULARY = 64  # the embedding is nobody's kernel

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-from kernels_ext_npu import functions
 from kernels_ext_npu.benchmarking.calls import Call
+from kernels_ext_npu.swapping import rotary
 
 ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
 # in the order of LLaMA-Factory's own "auto"
@@ -88,7 +88,7 @@ class LlamaFactory:
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
         """It replaces rotary functions in transformers' modules for good: they are put back here."""
-        uses = {use for module in model.modules() for use in functions.uses(type(module))}
+        uses = {use for module in model.modules() for use in rotary.uses(type(module))}
         originals = {use: vars(sys.modules[use.file])[use.name] for use in uses}
         try:
             with redirect_stdout(sys.stderr):
@@ -100,7 +100,7 @@ class LlamaFactory:
                 vars(sys.modules[use.file])[use.name] = original
 
     @staticmethod
-    def _serves(call: Call, model: nn.Module, originals: dict[functions.Use, Callable]) -> bool:
+    def _serves(call: Call, model: nn.Module, originals: dict[rotary.Use, Callable]) -> bool:
         if call.use is not None:
             return call.target(model) is not originals[call.use]
         if call.kernel == "layer":

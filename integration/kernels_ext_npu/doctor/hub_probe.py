@@ -41,7 +41,8 @@ def _head(api: Any, repo_id: str) -> str | None:
     from huggingface_hub import get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    from kernels_ext_npu import published, sources
+    from kernels_ext_npu import sources
+    from kernels_ext_npu.distribution import published
 
     try:
         return published.head(api, repo_id, sources.VERSION)
@@ -58,7 +59,8 @@ def _as_kernels(organisation: str) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
     from kernels.hf_hub import _get_hf_api
 
-    from kernels_ext_npu import published, sources
+    from kernels_ext_npu import sources
+    from kernels_ext_npu.distribution import published
 
     with suppress(RepositoryNotFoundError):
         _get_hf_api().list_repo_refs(f"{organisation}/{sources.REPOSITORIES[0]}", repo_type=published.KERNEL)

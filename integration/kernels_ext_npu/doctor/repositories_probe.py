@@ -14,7 +14,8 @@ COPIES, CACHE = "verifying the kernels", "reading the Hub's cache"
 def probe(source: str, torch: str, cann: str | None, arch: str) -> None:
     """Which variants there are, which one is taken here, and whether their files are intact."""
     step("import kernels")
-    from kernels_ext_npu import machines, sources
+    from kernels_ext_npu import sources
+    from kernels_ext_npu.distribution import machines
 
     machine = machines.describe(torch, cann, arch)
     if source != "hub":
@@ -28,8 +29,8 @@ def probe(source: str, torch: str, cann: str | None, arch: str) -> None:
 
 
 def _copy(folder: Path, machine: Any) -> dict[str, Any]:
-    from kernels_ext_npu import machines
-    from kernels_ext_npu.verification import verify_build
+    from kernels_ext_npu.distribution import machines
+    from kernels_ext_npu.distribution.verification import verify_build
 
     if not (folder / "build").is_dir():
         return {"missing": str(folder / "build")}
@@ -46,8 +47,8 @@ def _cache() -> dict[str, Any]:
 
     from huggingface_hub import constants
 
-    from kernels_ext_npu import hub_cache
-    from kernels_ext_npu.bundle_archive import BundleError
+    from kernels_ext_npu.distribution import hub_cache
+    from kernels_ext_npu.distribution.bundle_archive import BundleError
 
     facts: dict[str, Any] = {"offline": constants.HF_HUB_OFFLINE, "hub_cache": constants.HF_HUB_CACHE}
     try:
@@ -67,8 +68,9 @@ def _cache() -> dict[str, Any]:
 
 def _cached(name: str, machine: Any) -> dict[str, Any]:
     """As `kernels` looks for it without a network: it wants a note of the commit and all files of it."""
-    from kernels_ext_npu import hub_cache, machines, sources, targets
-    from kernels_ext_npu.bundle_archive import BundleError
+    from kernels_ext_npu import sources
+    from kernels_ext_npu.distribution import hub_cache, machines, targets
+    from kernels_ext_npu.distribution.bundle_archive import BundleError
 
     try:
         folder = hub_cache.folder()
@@ -98,7 +100,8 @@ def _offline(repo_id: str, folder: Path) -> Path:
     from kernels._versions import resolve_version_spec_as_ref
     from kernels.resolver import _BYTECODE_IGNORE_PATTERNS
 
-    from kernels_ext_npu import published, sources
+    from kernels_ext_npu import sources
+    from kernels_ext_npu.distribution import published
 
     commit = resolve_version_spec_as_ref(repo_id, sources.VERSION, local_files_only=True).target_commit
     found = HfApi().snapshot_download(

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import import_utils
 
-from kernels_ext_npu.costs import Cost
 from kernels_ext_npu.inspection import collectives
 from kernels_ext_npu.inspection.counts import Collective, Counts, Layer
 from kernels_ext_npu.inspection.fallbacks import fallback
@@ -24,6 +23,7 @@ from kernels_ext_npu.inspection.known_values import KnownValues
 from kernels_ext_npu.inspection.memory import Memory, weight_bytes
 from kernels_ext_npu.inspection.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.inspection.roofline import Soc, seconds
+from kernels_ext_npu.measuring.costs import Cost
 
 Inputs = dict[str, Tensor]
 Axes = Mapping[str, tuple[str, ...]]

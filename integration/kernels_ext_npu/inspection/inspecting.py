@@ -22,7 +22,7 @@ from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
 from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
 from kernels_ext_npu.inspection.roofline import Soc
 from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
-from kernels_ext_npu.reporting import Report
+from kernels_ext_npu.reporting.report import Report
 from kernels_ext_npu.sources import REPOSITORIES
 
 ORIGINAL, ALL = "original", "with kernels"

@@ -19,8 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from kernels_ext_npu import published_models
-from kernels_ext_npu.inspection import modules
+from kernels_ext_npu.inspection import modules, published_models
 from kernels_ext_npu.inspection.known_values import KnownValues
 
 # the classes of a configuration, the whole model before its parts

@@ -153,7 +153,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def _refuse(block: Any) -> str | None:
     """What changes later, and what only the weights show, the kernel sees in every forward, and the report says."""
-    from kernels_ext_npu.matching import find_reference  # which compares with the classes of this file
+    from kernels_ext_npu.matching.lookup import find_reference  # which compares with the classes of this file
 
     experts = list(block.experts)
     choices = block.gate.weight.shape[0]

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
-from kernels_ext_npu import implementation
 from kernels_ext_npu.references.reference import Reference
+from kernels_ext_npu.swapping import experts_choice
 
 
 @use_experts_implementation
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
 
 def _refuse(module: nn.Module) -> str | None:
-    if (asked_for := implementation.named(module.config)) is not None:
+    if (asked_for := experts_choice.named(module.config)) is not None:
         return f"the experts implementation {asked_for} was asked for"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for name in (first, "down_proj"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kernels_ext_npu.layers import LAYERS
+from kernels_ext_npu.catalogue import LAYERS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Swaps kernels into a model that is already loaded, and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+
+from kernels_ext_npu.api import register
+from kernels_ext_npu.swapping import experts, forwards, packing, rotary, waiting
+from kernels_ext_npu.swapping.classes import computes_on, on_its_way
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def kernelize(model: Model, mode: Mode | None = None) -> Model:
+    """Swap the kernels into a model on the NPU. Registers the bundled kernels if none are registered.
+
+    A model without weights yet, all of whose parameters are on meta, takes them for the NPU too. Once its weights are
+    loaded kernelize it again: gate and up of its MLPs become one product then.
+
+    Args:
+        model: a transformers model, or any module that contains one.
+        mode: a ``kernels.Mode``; by default training or inference, as the model is.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: no part of the model is on the NPU.
+    """
+    import kernels
+    from transformers.integrations import hub_kernels
+
+    devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    with on_its_way(model) as without_weights:
+        if "npu" not in devices and not without_weights:
+            given = ", ".join(sorted(devices)) or "no device"
+            raise ValueError(f"kernelize: the model is on {given}; move it first: model.to('npu')")
+        if register.current is None:
+            register.register()
+        register.prepare(model)
+        hub_kernels.register_kernel_mapping_transformers()
+        if mode is None:
+            mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
+        register.swap(model, mode)
+        for pretrained in _pretrained(model):
+            vars(pretrained)["_use_kernels"] = True
+        register.finish(model, mode)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Put the original forwards back; the model stays as it is through later ``train()``, ``eval()`` and calls.
+
+    The rotary functions that the model calls go back for all models of its architecture: they are one object for the
+    process.
+
+    Returns:
+        The model itself.
+    """
+    packing.unpack(model)
+    experts.restore(model)
+    for module in model.modules():
+        waiting.forget(module)
+        forwards.take_out(module)
+    rotary.restore(model)
+    for pretrained in _pretrained(model):
+        vars(pretrained)["_use_kernels"] = False
+    return model
+
+
+def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost transformers models in a module: they swap kernels again when the mode changes."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _pretrained(child)

@@ -1,0 +1,122 @@
+"""``kernels-ext-npu inspect``: what the kernels do for a model, without its weights and without an NPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kernels_ext_npu.cli import pictures
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.inspection.inspecting import Inspection
+    from kernels_ext_npu.inspection.mesh import Mesh
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint folder, a config.json, a model id in the local cache, a model type such as qwen3_moe, "
+            "or a model that benchmark knows, such as Qwen3-8B."
+        ),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(_DTYPES)}.")] = _DTYPES[0],
+    soc: Annotated[
+        str, typer.Option(help="The chip of the estimate: 910b, 910b-280, 910b-376, 910c, 910c-560.")
+    ] = "910b",
+    compare: Annotated[bool, typer.Option("--compare", help="Count each kernel alone, too.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each weight, as transformers' tp_size.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts, as ep_size.")] = 1,
+    fsdp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks, or groups of --tp, with inputs of their own, as fsdp_size; as many as --ep needs."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A report on standard output, and nothing else there.")
+    ] = False,
+) -> None:
+    """Show what the kernels would do for a model, without its weights and without an NPU.
+
+    Which modules they serve, and why not the others; launches, bytes, host waits and peak memory of a forward and of a
+    training step, before and after. The model is built at its real size on tensors without memory. With --tp, --ep or
+    --fsdp it is sharded by transformers as for so many ranks, and one of them is counted, with its collectives. Ends
+    with 2 where that cannot be.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if dtype not in _DTYPES:
+        raise _refusal(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
+    try:
+        import softnpu  # noqa: F401  before torch; changes nothing where there is an NPU
+    except ImportError as error:
+        raise _refusal(error) from error
+    from kernels_ext_npu import UnsupportedEnvironmentError
+    from kernels_ext_npu.inspection import mesh, roofline
+    from kernels_ext_npu.inspection.subject import CannotInspectError
+
+    if soc not in roofline.SOCS:
+        raise _refusal(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
+    try:
+        if plot is not None:
+            pictures.check(plot)
+        ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
+        mesh.check(ranks)
+        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks)
+    except (CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError) as error:
+        raise _refusal(error) from error
+    _give(inspection, plot, as_json)
+
+
+def _inspect(model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool, mesh: Mesh) -> Inspection:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kernels_ext_npu.inspection import inspecting, subject
+
+    found = subject.find(model)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=inspecting.steps(compare))
+
+        def advance(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        return inspecting.inspect(found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh)
+
+
+def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from kernels_ext_npu.inspection import showing
+
+    if plot is not None:
+        from kernels_ext_npu.inspection import plotting
+
+        plotting.plot(inspection, plot)
+    if as_json:
+        typer.echo(json.dumps(showing.as_json(inspection), indent=2))
+    else:
+        showing.show(inspection, Console())
+        if plot is not None:
+            typer.echo(f"drawn: {plot}")
+
+
+def _refusal(error: object) -> typer.Exit:
+    typer.echo(f"kernels-ext-npu: {error}", err=True)
+    return typer.Exit(2)

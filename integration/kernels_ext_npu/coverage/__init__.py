@@ -1,0 +1,1 @@
+"""What of the installed transformers has a kernel."""

@@ -1,0 +1,79 @@
+"""The page of `kernels-ext-npu coverage --markdown`, which is docs/coverage.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import transformers
+
+from kernels_ext_npu.coverage.survey import Row
+from kernels_ext_npu.coverage.tables import cell, empty, entries_of, kept_by_reason, name_of, not_empty
+from kernels_ext_npu.matching.kinds import KERNELS
+
+_INTRODUCTION = """\
+# What of transformers {version} is served
+
+Written by `make docs`: what `kernels-ext-npu coverage` finds in the modeling files of transformers.
+`kernels-ext-npu coverage qwen3` names each class and function of a model type, and `kernels-ext-npu coverage` counts
+those of the transformers that is installed.
+
+**Served** means that a kernel computes what the class or function computes; the syntax tree decides, not the name.
+**Kept** ones keep their forward, for the reasons below. What can stand in the way of an instance, such as an activation
+that a kernel does not have, is in `report(model)`.
+
+**Model types** are what `model_type` in a `config.json` says. transformers has a folder for those of a family and says
+which it is: a row is a folder, and its numbers are about the classes and functions that its modeling files define. A
+model type whose folder has no modeling file is in the row of the class that transformers makes for it. Many models are
+made of models in other folders: *with* names those that it takes unless a config names others.
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """All of it."""
+    nothing = [f"`{name}`" for name in empty(rows)]
+    count = sum(len(row.folder.model_types) for row in rows)
+    parts = [
+        _INTRODUCTION.format(version=transformers.__version__),
+        f"## {count} model types in {len(rows)} folders\n",
+        "Cells are served of all; `–` where there is nothing of the kind.\n",
+        table(["kernel", "for", "served", "kept"], sums(rows), right=2),
+        "## By model type\n",
+        table(["model types", *KERNELS], [[_name(row), *cells(row)] for row in not_empty(rows)], right=4),
+        f"Nothing to serve in {len(nothing)} model types: {', '.join(nothing)}.\n",
+        "## What is kept, and why\n",
+        *(_kept(rows, kind) for kinds in KERNELS.values() for kind in kinds),
+    ]
+    return "\n".join(parts)
+
+
+def sums(rows: Sequence[Row]) -> list[list[str]]:
+    """Kernel, kind, served, kept."""
+    found = [(kernel, kind, entries_of(rows, kind)) for kernel, kinds in KERNELS.items() for kind in kinds]
+    served = [sum(entry.layer is not None for entry in entries) for _, _, entries in found]
+    return [[kernel, kind, str(n), str(len(entries) - n)] for (kernel, kind, entries), n in zip(found, served)]
+
+
+def cells(row: Row) -> list[str]:
+    """One a kernel."""
+    return [cell(row.of(kernel)) for kernel in KERNELS]
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:
+    """A table in Markdown, with the last columns to the right."""
+    rules = ["---"] * (len(headers) - right) + ["---:"] * right
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headers, rules, *rows))
+
+
+def _name(row: Row) -> str:
+    name = ", ".join(f"`{model_type}`" for model_type in row.folder.model_types)
+    if row.parts:
+        name += f"<br>*with* {', '.join(f'`{part}`' for part in row.parts)}"
+    return name + "".join(f"<br>`{file}` {why}" for file, why in row.missing.items())
+
+
+def _kept(rows: Sequence[Row], kind: str) -> str:
+    kept = [
+        [reason, ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
+        for reason, entries in kept_by_reason(rows, kind).items()
+    ]
+    return f"### {kind.capitalize()}\n\n{table(['reason', 'which'], kept, right=0)}"

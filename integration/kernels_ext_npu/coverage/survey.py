@@ -1,0 +1,160 @@
+"""What of the installed transformers has a kernel: norms, gated MLPs, rotary functions and tables, experts, routers."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+from torch import nn
+
+from kernels_ext_npu.coverage import model_types
+from kernels_ext_npu.coverage.model_types import Folder
+from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching.lookup import find_function_reference, find_reference, original_function
+
+Track = Callable[[Sequence[Folder]], Iterable[Folder]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A class or function of transformers.
+
+    Attributes:
+        kind: what it is.
+        name: its name, of a method with that of its class.
+        file: the modeling file that it is in, without ``modeling_`` and ``.py``.
+        layer: the layer that serves it; for a gated MLP those between which the activation of an instance decides.
+        reason: why none does.
+    """
+
+    kind: str
+    name: str
+    file: str
+    layer: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is in a folder of transformers.
+
+    Attributes:
+        folder: the folder and its model types.
+        entries: what is of a kind that is counted.
+        parts: the model types of other folders that its models are made of, unless a config names others.
+        missing: why what was not imported was not, by file.
+    """
+
+    folder: Folder
+    entries: tuple[Entry, ...]
+    parts: tuple[str, ...]
+    missing: dict[str, str]
+
+    def of(self, kernel: str) -> list[Entry]:
+        """What is counted for a kernel."""
+        return [entry for kind in kinds.KERNELS[kernel] for entry in self.entries if entry.kind == kind]
+
+
+def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list[Row]:
+    """Reads the modeling files of some folders, or of all.
+
+    Args:
+        folders: of model_types.folders().
+        track: what the folders go through, such as a progress bar.
+    """
+    with _quiet():
+        return [_row(folder) for folder in track(model_types.folders() if folders is None else folders)]
+
+
+def entries(module: ModuleType) -> Iterator[Entry]:
+    """What a modeling file defines."""
+    file = _short(module)
+    for cls in _classes(module):
+        kind, reference = kinds.of_class(cls), find_reference(cls)
+        if kind is not None:
+            layer = " or ".join(reference.layers) if reference else None
+            yield Entry(kind, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
+        for method in kinds.rotary_methods(cls):
+            name = f"{cls.__name__}.{method}"
+            yield Entry(kinds.ROTARY, name, file, None, kinds.reason(kinds.ROTARY, f"{file}:{name}"))
+    for name, function in _rotary(module):
+        found = find_function_reference(function)
+        reason = None if found else kinds.reason(kinds.ROTARY, f"{file}:{name}")
+        yield Entry(kinds.ROTARY, name, file, found.layer if found else None, reason)
+
+
+@cache
+def classes(kind: str) -> tuple[type[nn.Module], ...]:
+    """All of a kind."""
+    return tuple(cls for cls in module_classes() if kinds.of_class(cls) == kind)
+
+
+@cache
+def rotary_functions() -> dict[str, object]:
+    """file:name -> the function, or what `kernels` made of it."""
+    return {f"{_short(module)}:{name}": f for module in modeling_files() for name, f in _rotary(module)}
+
+
+def module_classes() -> Iterator[type[nn.Module]]:
+    """Every module of every architecture that can be imported."""
+    for module in modeling_files():
+        yield from _classes(module)
+
+
+@cache
+def modeling_files() -> tuple[ModuleType, ...]:
+    """The modeling files of transformers whose requirements are installed."""
+    with _quiet():
+        loaded = [model_types.load(file) for folder in model_types.folders() for file in folder.files]
+    return tuple(module for module in loaded if isinstance(module, ModuleType))
+
+
+def _row(folder: Folder) -> Row:
+    loaded = {file: model_types.load(file) for file in folder.files}
+    found = [entry for module in loaded.values() if isinstance(module, ModuleType) for entry in entries(module)]
+    missing = {file.split(".")[-1] + ".py": why for file, why in loaded.items() if isinstance(why, str)}
+    return Row(folder, tuple(found), model_types.parts(folder), missing)
+
+
+def _classes(module: ModuleType) -> Iterator[type[nn.Module]]:
+    for value in dict.fromkeys(value for value in vars(module).values() if inspect.isclass(value)):
+        if issubclass(value, nn.Module) and _is_defined_in(value, module):
+            yield value
+
+
+def _rotary(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """Not what a served function is made of, nor what leaves the rotation to one: the report knows neither."""
+    named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
+    served = {name for name, value in named.items() if find_function_reference(value) is not None}
+    inside = set().union(*(kinds.names(original_function(named[name])) for name in served))
+    for name, value in named.items():
+        is_part = name in inside or not served.isdisjoint(kinds.names(original_function(value)))
+        if name in served or (kinds.is_rotary(name, value) and not is_part):
+            yield name, value
+
+
+def _is_defined_in(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
+
+
+def _short(module: ModuleType) -> str:
+    return module.__name__.rpartition("modeling_")[2]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Importing everything, and making every config, has packages complain that do not matter here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,173 @@
+"""What `kernels-ext-npu coverage` prints: tables for a terminal, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import transformers
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
+from kernels_ext_npu.coverage.survey import Entry, Row
+from kernels_ext_npu.matching.kinds import KEPT, KERNELS
+
+NOTHING = "–"
+MEANING = (
+    "A model type has what the modeling files of its folder in transformers define, and shares it with the other model "
+    "types of the folder. After “with” are model types of other folders that its models have parts of, unless a config "
+    "names others. Served means that a kernel computes what the class or function computes. What can stand in the way "
+    "of an instance, such as an activation that the kernel does not have, is in the report of a model."
+)
+
+
+def whole(rows: Sequence[Row]) -> RenderableType:
+    """All rows, what is kept and why, and the sums."""
+    cells = _table(f"transformers {transformers.__version__}", "model types", *KERNELS)
+    for column in cells.columns[1:]:
+        column.justify = "right"
+    for row in not_empty(rows):
+        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in KERNELS))
+    return Group(cells, *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
+
+
+def detailed(rows: Sequence[Row]) -> RenderableType:
+    """Every class and function of some folders."""
+    return Group(*(_details(row) for row in rows), Text(MEANING, style="dim"))
+
+
+def to_json(rows: Sequence[Row]) -> dict:
+    """For each model type what is in its folder, and the sums over the folders."""
+    return {
+        "transformers": transformers.__version__,
+        "kernels": {kernel: _count(entry for row in rows for entry in row.of(kernel)) for kernel in KERNELS},
+        "kinds": {kind: _count(entries_of(rows, kind)) for kind in KEPT},
+        "model_types": {
+            model_type: {
+                "folder": row.folder.name,
+                "kernels": {kernel: _count(row.of(kernel)) for kernel in KERNELS},
+                "entries": [
+                    {"kernel": kernel, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
+                    for kernel in KERNELS
+                    for e in row.of(kernel)
+                ],
+                "with": list(row.parts),
+                "not_imported": row.missing,
+            }
+            for row in rows
+            for model_type in row.folder.model_types
+        },
+    }
+
+
+def cell(found: Sequence[Entry]) -> str:
+    """Served of all: "2/3", or a dash where there is nothing."""
+    return f"{sum(entry.layer is not None for entry in found)}/{len(found)}" if found else NOTHING
+
+
+def not_empty(rows: Sequence[Row]) -> list[Row]:
+    """Those that have something that is counted, themselves or in their parts, or that could not be read."""
+    found = {row.folder for row in rows if row.entries or row.missing or UNNAMED in row.parts}
+    while more := {row.folder for row in rows if _types(found).intersection(row.parts)} - found:
+        found |= more
+    return [row for row in rows if row.folder in found]
+
+
+def empty(rows: Sequence[Row]) -> list[str]:
+    """The model types of all others."""
+    return sorted(_types(row.folder for row in rows) - _types(row.folder for row in not_empty(rows)))
+
+
+def entries_of(rows: Iterable[Row], kind: str) -> list[Entry]:
+    """All of a kind."""
+    return [entry for row in rows for entry in row.entries if entry.kind == kind]
+
+
+def kept_by_reason(rows: Iterable[Row], kind: str) -> dict[str, list[Entry]]:
+    """What is kept, those reasons first that keep most."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries_of(rows, kind):
+        if entry.reason is not None:
+            found.setdefault(entry.reason, []).append(entry)
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def name_of(entry: Entry) -> str:
+    """Functions of many files have the same name; classes begin with their architecture's."""
+    return entry.name if entry.name[0].isupper() else f"{entry.file}:{entry.name}"
+
+
+def _types(folders: Iterable[Folder]) -> set[str]:
+    return {name for folder in folders for name in folder.model_types}
+
+
+def _table(title: str, *headers: str) -> Table:
+    return Table(*headers, box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+
+
+def _name(row: Row) -> Text:
+    name = Text(", ".join(row.folder.model_types))
+    if row.parts:
+        name.append(f"\n  with {', '.join(row.parts)}", style="dim")
+    for file, why in row.missing.items():
+        name.append(f"\n  {file} {why}", style="yellow")
+    return name
+
+
+def _cell(found: Sequence[Entry]) -> Text:
+    served = sum(entry.layer is not None for entry in found)
+    style = "dim" if not found else "green" if served == len(found) else "yellow" if served else "red"
+    return Text(cell(found), style=style)
+
+
+def _kept(rows: Sequence[Row]) -> Iterator[RenderableType]:
+    for kind in KEPT:
+        reasons = kept_by_reason(rows, kind)
+        yield Text(f"{kind}, kept: {sum(map(len, reasons.values()))}", style="bold")
+        shown = Table.grid(padding=(0, 1))
+        shown.add_column(justify="right", min_width=4)
+        for reason, found in reasons.items():
+            which = ", ".join(sorted(name_of(entry) for entry in found))
+            shown.add_row(str(len(found)), Text.assemble(f"{reason}: ", (which, "dim")))
+        yield shown
+
+
+def _empty(rows: Sequence[Row]) -> Iterator[Text]:
+    if names := empty(rows):
+        yield Text(f"\nNothing to serve in {len(names)} model types: {', '.join(names)}.\n", style="dim")
+
+
+def _sums(rows: Sequence[Row]) -> Table:
+    count = sum(len(row.folder.model_types) for row in rows)
+    shown = _table(f"{count} model types in {len(rows)} folders", "kernel", "", "served", "kept")
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for kernel, kinds in KERNELS.items():
+        for kind in kinds:
+            sums = _count(entries_of(rows, kind))
+            shown.add_row(kernel if kind == kinds[0] else "", kind, str(sums["served"]), str(sums["kept"]))
+    return shown
+
+
+def _details(row: Row) -> RenderableType:
+    shown = _table(f"{', '.join(row.folder.model_types)}: models/{row.folder.name}", "", "class or function", "layer")
+    for kernel in KERNELS:
+        for entry in row.of(kernel):
+            served = Text(entry.layer, style="green") if entry.layer else Text(f"kept: {entry.reason}", style="yellow")
+            shown.add_row(entry.kind, Text(entry.name, overflow="fold"), served)
+    notes = [f"{file} {why}" for file, why in row.missing.items()]
+    if not row.folder.files:
+        notes.append("It has no modeling file.")
+    elif not row.entries and not row.missing:
+        notes.append("It defines nothing that is counted.")
+    if row.parts:
+        notes.append(f"It has parts of other model types, unless a config names others: {', '.join(row.parts)}.")
+    heading: RenderableType = shown if row.entries else Text(str(shown.title), style="bold")
+    return Group(heading, *(Text(f" {note}") for note in notes))
+
+
+def _count(found: Iterable[Entry]) -> dict[str, int]:
+    layers = [entry.layer is not None for entry in found]
+    return {"served": sum(layers), "kept": len(layers) - sum(layers)}

@@ -1,0 +1,1 @@
+"""Kernel repositories on their way: bundled, cached, on the Hub, verified, chosen for a machine."""

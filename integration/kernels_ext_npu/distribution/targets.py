@@ -1,0 +1,99 @@
+"""What a path may be that is to be verified: a clone, a kernel repository, a build, a variant, or a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.utils.sha import git_hash
+
+from kernels_ext_npu.distribution.verification import METADATA, Verified, verify_build, verify_variant
+
+CACHED = re.compile(r"(?:kernels|models)--(.+)--(.+)")
+
+
+class NothingToVerifyError(ValueError):
+    """There is no variant of a kernel at a path. The message says what may be there."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel repository on disk, or one variant of it alone."""
+
+    name: str
+    folder: Path
+    cached: bool = False
+
+    def verify(self, signers: list[str] | None = None) -> list[Verified]:
+        """Its variants; what a cache has besides them counts as one more."""
+        if (self.folder / METADATA).exists():
+            return [verify_variant(self.folder.resolve(), signers=signers)]
+        build = self.folder / "build" if (self.folder / "build").is_dir() else self.folder
+        found = verify_build(build, signers=signers) if build != self.folder or not self.cached else []
+        if self.cached:
+            found.append(
+                Verified("(cache)", self.folder, len(_links(self.folder)), problems=blob_problems(self.folder))
+            )
+        return found
+
+
+def find(path: Path) -> list[Target]:
+    """The kernel repositories at a path."""
+    path = path.resolve()
+    if (path / METADATA).exists() or _is_build(path):
+        return [Target(_display(path), path)]
+    if _is_build(path / "build"):
+        return [Target(path.name, path)]
+    snapshots = _snapshots(path)
+    if snapshots:
+        return snapshots
+    clone = [Target(child.name, child) for child in sorted(path.iterdir()) if _is_build(child / "build")]
+    if not clone:
+        raise NothingToVerifyError(
+            f"{path} holds no variants of a kernel: expected is a clone of the project, a kernel repository, its build "
+            "folder, one variant, or a cache with folders such as kernels--kernels-ext-npu--RMSNorm"
+        )
+    return clone
+
+
+def blob_problems(snapshot: Path) -> list[str]:
+    """How a cached snapshot differs from what was downloaded: a blob is named by the hash of its content."""
+    problems = []
+    for link in _links(snapshot):
+        name = link.relative_to(snapshot)
+        try:
+            blob = link.resolve(strict=True)
+        except OSError:
+            problems.append(f"{name}: missing in the cache, its link leads nowhere")
+            continue
+        content = blob.read_bytes()
+        expected = git_hash(content) if len(blob.name) == 40 else hashlib.sha256(content).hexdigest()
+        if blob.name != expected:
+            problems.append(f"{name}: changed since it was downloaded")
+    return problems
+
+
+def _links(snapshot: Path) -> list[Path]:
+    return sorted(path for path in snapshot.rglob("*") if path.is_symlink())
+
+
+def _snapshots(path: Path) -> list[Target]:
+    """Of a cache, a repository in it, or one snapshot."""
+    if path.parent.name == "snapshots" and (match := CACHED.fullmatch(path.parent.parent.name)):
+        return [Target(f"{match[1]}/{match[2]} at {path.name[:12]}", path, cached=True)]
+    if CACHED.fullmatch(path.name) and (path / "snapshots").is_dir():
+        return [target for snapshot in sorted((path / "snapshots").iterdir()) for target in _snapshots(snapshot)]
+    if path.name != "hub" and (path / "hub").is_dir():  # HF_HOME
+        return _snapshots(path / "hub")
+    return [target for child in sorted(path.glob("kernels--*")) for target in _snapshots(child)]
+
+
+def _is_build(path: Path) -> bool:
+    return path.is_dir() and any((child / METADATA).exists() for child in path.iterdir())
+
+
+def _display(path: Path) -> str:
+    repository = path.parent.parent if (path / METADATA).exists() and path.parent.name == "build" else path.parent
+    return repository.name if path.name == "build" else f"{repository.name}/{path.name}"

@@ -1,0 +1,152 @@
+"""Whether the variants of a kernel repository are what their ``metadata.json`` says.
+
+`kernels` does not check it when it loads one. Everything that is wrong is listed, each with the file that it concerns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, DigestViolation, Metadata
+from kernels.variants import parse_variant
+
+from kernels_ext_npu.distribution.identity import identity, render
+
+METADATA = "metadata.json"
+SIGNATURE = "metadata.json.sigstore"
+
+
+@dataclass
+class Verified:
+    """What was found in one variant. It is intact where there are no problems."""
+
+    variant: str
+    path: Path
+    files: int = 0
+    version: int | None = None
+    id: str | None = None
+    problems: list[str] = field(default_factory=list)
+    signature: str = "absent"
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.problems
+
+
+def verify_build(build: Path, *, signers: list[str] | None = None) -> list[Verified]:
+    """Verify every variant below the folder ``build`` of a kernel repository, and that they fit one another.
+
+    Args:
+        signers: workflows whose signatures count, as `kernels_ext_npu.signatures.check` takes them.
+    """
+    found = []
+    for path in sorted(build.iterdir()):
+        if path.is_dir() and path.name != "__pycache__":
+            found.append(verify_variant(path, signers=signers))
+        elif not path.is_dir():
+            found.append(Verified(path.name, path, problems=[f"{path.name}: a file where variants are"]))
+    by_id: dict[str | None, list[Verified]] = defaultdict(list)
+    for verified in found:
+        by_id[verified.id].append(verified)
+    for same_id, sharers in by_id.items():
+        if same_id is not None and len(sharers) > 1:
+            names = ", ".join(verified.variant for verified in sharers)
+            for verified in sharers:
+                verified.problems.append(f"{METADATA}: the id {same_id} is that of {names}: they would share modules")
+    return found
+
+
+def verify_variant(path: Path, *, signers: list[str] | None = None) -> Verified:
+    """Verify one variant, a folder that is named like it."""
+    found = Verified(path.name, path)
+    found.problems += _name_problems(path.name)
+    try:
+        found.files = sum(1 for _ in published_files(path))
+        content = (path / METADATA).read_bytes()
+    except FileNotFoundError:
+        found.problems.append(f"{METADATA}: missing")
+        return found
+    except OSError as error:
+        found.problems.append(f"{METADATA}: cannot be read: {error.strerror}")
+        return found
+    try:
+        metadata = Metadata.from_bytes(content)
+    except ValueError as error:
+        found.problems.append(f"{METADATA}: {error}")
+        return found
+    found.version, found.id = metadata.version, metadata.id
+    found.problems += _metadata_problems(content, path.name)
+    found.problems += _digest_problems(path, metadata)
+    if (path / SIGNATURE).is_file():
+        from kernels_ext_npu.distribution import signatures
+
+        found.signature, problem = signatures.check(content, (path / SIGNATURE).read_bytes(), signers)
+        if problem:
+            found.problems.append(f"{SIGNATURE}: {problem}")
+    return found
+
+
+def published_files(variant: Path) -> Iterator[Path]:
+    """The files of a variant, without the bytecode that Python leaves beside them."""
+    for path in sorted(variant.rglob("*")):
+        if not (path.is_dir() and not path.is_symlink()) and not is_bytecode(path.relative_to(variant)):
+            yield path
+
+
+def is_bytecode(path: Path) -> bool:
+    """What `kernels` neither downloads nor counts in a digest."""
+    return "__pycache__" in path.parts or path.suffix == ".pyc"
+
+
+def _name_problems(name: str) -> list[str]:
+    try:
+        written = parse_variant(name).variant_str
+    except ValueError as error:
+        return [f"{name}: kernels does not know such a variant: {error}"]
+    return [] if written == name else [f"{name}: kernels reads this variant as {written}"]
+
+
+def _metadata_problems(content: bytes, variant: str) -> list[str]:
+    written = json.loads(content)
+    if content != render(written) or written.get("id") != identity(written, variant):
+        return [
+            f"{METADATA}: changed: its id is not the one that belongs to its content, "
+            f"{identity(written, variant)}; scripts/build.py writes both"
+        ]
+    return []
+
+
+def _digest_problems(path: Path, metadata: Metadata) -> list[str]:
+    problems = [
+        # Python would run it in place of a source
+        f"{stray.relative_to(path)}: bytecode without its source"
+        for stray in path.rglob("*.pyc")
+        if "__pycache__" not in stray.relative_to(path).parts
+    ]
+    if metadata.digest is None:
+        return [*problems, f"{METADATA}: has no digest"]
+    if metadata.digest.algorithm not in (DigestAlgorithm.SHA256, DigestAlgorithm.SHA512):
+        return [*problems, f"{METADATA}: the digest's algorithm {metadata.digest.algorithm} is unknown"]
+    try:
+        metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, path))
+    except DigestValidationError as error:
+        problems += [_violation(violation) for violation in error.violations]
+    except OSError as error:  # a link that leads nowhere
+        problems.append(f"cannot be read: {error}")
+    return problems
+
+
+def _violation(violation: DigestViolation) -> str:
+    match violation:
+        case DigestViolation.MissingFile(path=path):
+            return f"{path}: missing"
+        case DigestViolation.UnknownFile(path=path):
+            return f"{path}: not in the digest, an extra file"
+        case DigestViolation.HashMismatch(path=path):
+            return f"{path}: changed, its digest differs"
+    return str(violation)

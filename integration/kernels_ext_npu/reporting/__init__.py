@@ -1,0 +1,1 @@
+"""What was swapped in a model, and what was not, and why."""

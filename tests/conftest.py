@@ -37,7 +37,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         stdin: str | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), str(ROOT / "integration"), str(ROOT / "tests")]
+        paths = [str(ROOT), str(ROOT / "integration")]
         # what the software device set in this process is not what a user starts with
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
         command = [python, *(["-c", code] if code is not None else []), *arguments]

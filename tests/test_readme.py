@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import zoo
 
 from kernels_ext_npu import sources
 from tests.localhub import LocalHub
+from tests.support import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = sorted(str(path.parent.relative_to(ROOT) / "README.md") for path in ROOT.glob("*/build.toml"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import zoo
-from agreement import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import kernels_ext_npu
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
 
 
 def _batch(name: str, model: nn.Module, seed: int = 0) -> dict[str, Tensor]:

@@ -55,9 +55,8 @@ def run(folder: Path, sizes: dict[str, int]) -> dict[tuple[str, str], Happened]:
 
 def count(model: nn.Module, ids: Tensor, phase: str) -> Happened:
     """One forward or training step, before which no weight is gathered."""
-    import memory
-
     import softnpu
+    from tests.support import memory
 
     training = phase == "step"
     model.train(training)

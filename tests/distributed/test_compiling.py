@@ -4,9 +4,9 @@ Each process has one row of the batch. float32 sums in another order: 1e-5 of th
 """
 
 import pytest
-import zoo
 
 from tests.distributed import compiling
+from tests.support import zoo
 
 pytestmark = pytest.mark.distributed
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import computing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels_ext_npu.inspection import inspecting, roofline, subject
 from kernels_ext_npu.inspection.mesh import Mesh
 from tests.distributed import sharded
 from tests.distributed.processes import Processes
+from tests.support.launches import computing
 
 SIZES = {
     "hidden_size": 64,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DistributedConfig
 from transformers.distributed import expert_parallel, tensor_parallel
@@ -28,6 +27,7 @@ import kernels_ext_npu
 from tests.distributed import modules
 from tests.distributed.modules import SIZE, Along, Holder, Latent, normal
 from tests.distributed.parallel import assert_right, compare, mesh, whole
+from tests.support import zoo
 
 pytestmark = pytest.mark.distributed
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
+
+from tests.support import zoo
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

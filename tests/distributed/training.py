@@ -6,11 +6,11 @@ import json
 import sys
 from typing import Any
 
-import zoo
 from transformers import Trainer, TrainingArguments, set_seed
 
 import kernels_ext_npu
 import softnpu
+from tests.support import zoo
 
 BATCH, STEPS = 4, 3
 

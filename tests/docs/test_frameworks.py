@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import pages
 import pytest
 import torch
+
+from tests.support import checkpoints, pages
 
 pytestmark = pytest.mark.long
 

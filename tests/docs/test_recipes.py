@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import pages
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from tests.support import checkpoints, pages
 
 pytestmark = pytest.mark.slow
 

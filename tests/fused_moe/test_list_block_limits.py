@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from list_blocks import assert_close, block, bound, each_block, inputs, results
 from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
+from tests.support.list_blocks import assert_close, block, bound, each_block, inputs, results
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -6,7 +6,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from list_blocks import (
+from torch import Tensor, nn
+
+import softnpu
+from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from tests.support.list_blocks import (
     INNER,
     SIZE,
     assert_close,
@@ -20,10 +24,6 @@ from list_blocks import (
     packed_or_not,
     results,
 )
-from torch import Tensor, nn
-
-import softnpu
-from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zoo
+
+from tests.support import zoo
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from agreement import TOLERANCE
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import kernels_ext_npu
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("registered")
 

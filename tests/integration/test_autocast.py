@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
 
 import kernels_ext_npu
+from tests.support import zoo
 
 SLACK = 1.4  # both round, in part at other places: up to 1.2 between the models here
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import EXPERTS, HIDDEN, TOKENS, rows, run, write_config
 from click.testing import Result
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.api import register
 from kernels_ext_npu.benchmarking import providers
+from tests.support.benchmark_runs import EXPERTS, HIDDEN, TOKENS, rows, run, write_config
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_runs import TOKENS, run, write_config
+
+from tests.support.benchmark_runs import TOKENS, run, write_config
 
 
 @pytest.mark.parametrize(

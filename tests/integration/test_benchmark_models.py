@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_runs import EXPERTS, TOKENS, rows, run, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels_ext_npu.benchmarking import models, providers
 from kernels_ext_npu.inspection.published_models import MODELS
+from tests.support.benchmark_runs import EXPERTS, TOKENS, rows, run, write_config
 
 
 @pytest.mark.parametrize(

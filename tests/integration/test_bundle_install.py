@@ -10,15 +10,15 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import bundle_faults
 import pytest
-from bundle_faults import NEW, OLD
 from typer.testing import CliRunner
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.cli import app
 from kernels_ext_npu.distribution import bundle_archive, bundles, hub_cache
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
+from tests.support import bundle_faults
+from tests.support.bundle_faults import NEW, OLD
 
 HOME = "kernels--kernels-ext-npu--A"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.distribution import bundles, targets
+from tests.support import zoo
 
 NOBODY = "http://127.0.0.1:9"  # refuses every connection
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}

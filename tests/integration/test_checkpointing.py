@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from agreement import TOLERANCE
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels_ext_npu
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("registered")
 

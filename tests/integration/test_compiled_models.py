@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import zoo
-from agreement import TOLERANCE
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import kernels_ext_npu
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
 
 LENGTHS = 9, 13, 21
 LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next", "granitemoehybrid"]

@@ -6,8 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-import zoo
-from costs import costs
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -15,6 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import zoo
+from tests.support.costs import costs
 
 QWEN3_8B = {
     "hidden_size": 4096,

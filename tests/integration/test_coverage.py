@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import transformers
-import zoo
-from counted import counted
 
 import kernels_ext_npu
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage import survey as surveying
 from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import kinds
+from tests.support import zoo
+from tests.support.counted import counted
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(transformers.__path__[0]) / "models"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import doctor_faults as faults
 import pytest
 from rich.console import Console
 from test_bundle_hub import PUBLISH
@@ -19,6 +18,7 @@ from kernels_ext_npu.doctor import copies, display
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.probing import run
 from tests.localhub import LocalHub
+from tests.support import doctor_faults as faults
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import doctor_faults as faults
 import pytest
 
 from kernels_ext_npu.doctor import (
@@ -28,6 +27,7 @@ from kernels_ext_npu.doctor import (
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.probing import Outcome, run
 from kernels_ext_npu.sources import REPOSITORIES
+from tests.support import doctor_faults as faults
 
 
 @pytest.fixture(autouse=True)

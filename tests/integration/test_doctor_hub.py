@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import doctor_faults as faults
 import pytest
 
 from kernels_ext_npu.doctor import examination, network
@@ -13,6 +12,7 @@ from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.secrecy import hide
 from kernels_ext_npu.sources import REPOSITORIES
 from tests.localhub import LocalHub
+from tests.support import doctor_faults as faults
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from types import MethodType
 import pytest
 import torch
 import torch_npu
-import zoo
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import kernels_ext_npu
+from tests.support import zoo
 
 WAITS = "swapped in when the model is first called on the NPU"
 

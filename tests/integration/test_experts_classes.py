@@ -7,8 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-from counted import counted
-from experts_classes import EXPERTS, inputs, instance
 from torch import Tensor, nn
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
@@ -17,6 +15,8 @@ import softnpu
 from kernels_ext_npu.coverage import survey
 from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.matching.lookup import is_experts_class
+from tests.support.counted import counted
+from tests.support.experts_classes import EXPERTS, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SERVED = [cls for cls in survey.classes(kinds.EXPERTS) if is_experts_class(cls)]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import memory
 import peft
 import pytest
 import torch
-import zoo
 from kernels import get_local_kernel
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -17,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
+from tests.support import memory, zoo
 
 NAME = "npu_grouped_mm"
 

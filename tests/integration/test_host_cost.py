@@ -13,10 +13,8 @@ from time import perf_counter
 from types import MethodType
 from typing import NamedTuple
 
-import llama_factory
 import pytest
 import torch
-from host_time import host_times, stopped_clock
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -25,6 +23,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import llama_factory
+from tests.support.host_time import host_times, stopped_clock
 
 pytestmark = pytest.mark.slow
 ATTEMPTS = 6

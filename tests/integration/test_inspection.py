@@ -6,11 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import memory
 import pytest
 import torch
-import zoo
-from launches import computing
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,6 +19,8 @@ from kernels_ext_npu.inspection import repetition, roofline
 from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues
+from tests.support import memory, zoo
+from tests.support.launches import computing
 
 pytestmark = pytest.mark.slow
 SOC = roofline.SOCS["910b"]

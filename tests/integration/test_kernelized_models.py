@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import zoo
-from agreement import assert_agrees
 
 import kernels_ext_npu
+from tests.support import zoo
+from tests.support.agreement import assert_agrees
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import memory
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import kernels_ext_npu
+from tests.support import memory
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = 1024

@@ -7,8 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-from counted import counted
-from mlp_classes import inputs, instance, is_served
 from torch import Tensor, nn
 
 import kernels_ext_npu
@@ -16,6 +14,8 @@ import softnpu
 from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import KEPT, MLPS
 from kernels_ext_npu.matching.lookup import find_reference
+from tests.support.counted import counted
+from tests.support.mlp_classes import inputs, instance, is_served
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SERVED = [cls for cls in classes(MLPS) if is_served(cls)]

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MethodType
 
-import llama_factory
-import memory
 import pytest
 import torch
-import zoo
-from costs import costs
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -19,6 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import llama_factory, memory, zoo
+from tests.support.costs import costs
 
 QWEN3_30B_A3B = {
     "hidden_size": 2048,

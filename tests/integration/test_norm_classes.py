@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from counted import counted
-from norm_classes import exact, inputs, instance
 from torch import Tensor, nn
 
 import kernels_ext_npu
@@ -17,6 +15,8 @@ import softnpu
 from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import COUNTED, KEPT, NORMS
 from kernels_ext_npu.matching.lookup import find_reference
+from tests.support.counted import counted
+from tests.support.norm_classes import exact, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent

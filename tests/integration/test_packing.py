@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
-import memory
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kernels_ext_npu
 import softnpu
+from tests.support import memory
 
 pytestmark = pytest.mark.usefixtures("registered")
 IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))

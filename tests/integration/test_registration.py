@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import utils as distributed
@@ -21,6 +20,7 @@ import softnpu
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
+from tests.support import zoo
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

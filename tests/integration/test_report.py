@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import torch
-import zoo
 from torch import nn
 
 import kernels_ext_npu
+from tests.support import zoo
 
 
 def test_lists_every_norm_like_module(registered) -> None:

@@ -6,15 +6,15 @@ import inspect
 
 import pytest
 import torch
-import zoo
-from agreement import assert_agrees
-from rotary_functions import calls, forward, kernelized
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swapping import rotary
+from tests.support import zoo
+from tests.support.agreement import assert_agrees
+from tests.support.rotary_functions import calls, forward, kernelized
 
 pytestmark = pytest.mark.slow
 

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-import zoo
-from rotary_functions import calls, forward, kernelized, modeling
 from transformers import AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 from kernels_ext_npu.matching.lookup import is_kernel_function
 from kernels_ext_npu.swapping import rotary
+from tests.support import zoo
+from tests.support.rotary_functions import calls, forward, kernelized, modeling
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,6 @@ import copy
 
 import pytest
 import torch
-from counted import counted
-from experts_classes import EXPERTS, HIDDEN, Config
 from torch import Tensor, nn
 
 import kernels_ext_npu
@@ -15,6 +13,8 @@ import softnpu
 from kernels_ext_npu.coverage import survey
 from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.matching.lookup import find_reference
+from tests.support.counted import counted
+from tests.support.experts_classes import EXPERTS, HIDDEN, Config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SERVED = [cls for cls in survey.classes(kinds.ROUTERS) if find_reference(cls) is not None]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import zoo
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.reporting.report import KINDS
 from kernels_ext_npu.sources import REPOSITORIES
+from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 

@@ -7,11 +7,11 @@ import warnings
 import accelerate
 import pytest
 import torch
-import zoo
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kernels_ext_npu
 import softnpu
+from tests.support import zoo
 
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = ["qwen3", "qwen3_moe", "gemma3_text", "deepseek_v3", "phi3"]

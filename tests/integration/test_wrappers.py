@@ -10,7 +10,6 @@ import accelerate
 import kernels
 import pytest
 import torch
-import zoo
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -19,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swapping import forwards
+from tests.support import zoo
 
 SIZE = 32
 

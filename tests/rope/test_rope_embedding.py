@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from counted import counted
-from rotary_functions import LAYER_TYPES, embedding
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -23,6 +21,8 @@ from kernels_ext_npu.coverage.survey import module_classes
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from tests.support.counted import counted
+from tests.support.rotary_functions import LAYER_TYPES, embedding
 
 pytestmark = pytest.mark.usefixtures("registered")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

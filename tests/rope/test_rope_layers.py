@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from rotary_functions import arguments, exact, results, tensors
 from torch import Tensor
 
 import softnpu
@@ -15,6 +14,7 @@ from kernels_ext_npu.coverage.survey import rotary_functions
 from kernels_ext_npu.matching.lookup import find_function_reference, original_function
 from kernels_ext_npu.references import FUNCTION_REFERENCES, FunctionReference
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from tests.support.rotary_functions import arguments, exact, results, tensors
 
 pytestmark = pytest.mark.slow
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

@@ -10,12 +10,12 @@ import huggingface_hub.utils._http as hub_http
 import pytest
 from huggingface_hub import HfApi, constants
 from rich.console import Console
-from tiny import Clone
 
 from publishing.remote import Patience
 from publishing.report import Report
 from publishing.run import Request, publish
 from tests.localhub import LocalHub
+from tests.support.tiny import Clone
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from counted import counted
 
 from documents import DocumentError, generated, parallel, savings
+from tests.support.counted import counted
 
 INSPECTED = ("ranks", "savings")
 ROOT = Path(__file__).resolve().parent.parent.parent

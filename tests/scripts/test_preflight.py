@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny import STRICT, Clone
 
 from kernels_ext_npu.distribution.identity import identity, render
 from publishing import local, preflight
+from tests.support.tiny import STRICT, Clone
 
 
 def found(

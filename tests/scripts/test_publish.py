@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from huggingface_hub import HfApi
-from tiny import REPO, STRICT, Clone, held
 
 from publishing.remote import Patience
 from tests.localhub import LocalHub
+from tests.support.tiny import REPO, STRICT, Clone, held
 
 NEW = "torch27-cxx11-cann82-aarch64-linux"
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from tiny import REPO, held
 
 from publishing.remote import Patience
 from tests.localhub import LocalHub
+from tests.support.tiny import REPO, held
 
 OTHER = "build/torch-cpu/__init__.py"
 ONCE = {  # how a request fails: as faults of the Hub, from that request on

@@ -9,13 +9,13 @@ from pathlib import Path
 import build
 import pytest
 from huggingface_hub import HfApi
-from tiny import held
 
 from publishing import afterwards, local
 from publishing.apply import apply
 from publishing.plan import Wanted
 from publishing.remote import Patience, Remote, RemoteError, explain
 from tests.localhub import LocalHub
+from tests.support.tiny import held
 
 SCRIPT = str(build.ROOT / "scripts" / "publish.py")
 TOKEN = "hf_AVeryRecognisableTokenOfTheTests"

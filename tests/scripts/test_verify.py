@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi
-from tiny import REPO, STRICT, Clone
 
 from kernels_ext_npu.distribution import machines, targets
 from kernels_ext_npu.distribution.published import VersionNotFoundError, differences, download, head, tree
 from kernels_ext_npu.distribution.verification import verify_build, verify_variant
 from tests.localhub import LocalHub
+from tests.support.tiny import REPO, STRICT, Clone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import zoo
-from agreement import assert_agrees
+
+from tests.support import zoo
+from tests.support.agreement import assert_agrees
 
 pytestmark = pytest.mark.slow
 

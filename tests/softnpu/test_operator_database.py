@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from operators import agree, call, compare, differentiable, dtypes, name_of, on_npu, samples
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from tests.support.operators import agree, call, compare, differentiable, dtypes, name_of, on_npu, samples
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 from kernels import get_local_kernel
-from proofs import ROOT
 
 from kernels_ext_npu.sources import REPOSITORIES
+from tests.support.proofs import ROOT
 
 
 @pytest.fixture(scope="session")

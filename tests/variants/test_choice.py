@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 from kernels import get_local_kernel
 from kernels.variants import VariantAccepted, get_variants_local, parse_variant, resolve_variants
-from proofs import ROOT
 
 from kernels_ext_npu.sources import REPOSITORIES
+from tests.support.proofs import ROOT
 
 NOARCH = ["torch-npu", "torch-universal"]
 # of other machines; none of them is ours

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
-import experts_classes
-import proofs
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from tests.support import experts_classes, proofs
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 12, 32, 48, 4, 2
 COUNTS = torch.tensor([5, 0, 4, 3])

@@ -10,12 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from types import MethodType, ModuleType
 
-import experts_classes
-import list_blocks
-import norm_classes
-import proofs
 import pytest
-import rotary_functions
 import torch
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -26,6 +21,7 @@ from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.routers import MixtralTopKRouter, Qwen3MoeTopKRouter
+from tests.support import experts_classes, list_blocks, norm_classes, proofs, rotary_functions
 
 
 def norm(layer: str) -> tuple[nn.Module, tuple]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
-from agreement import assert_agrees
 from kernels import get_loaded_kernels
-from proofs import ROOT
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import LAYERS
+from tests.support import zoo
+from tests.support.agreement import assert_agrees
+from tests.support.proofs import ROOT
 
 # architecture -> the repositories that serve it
 MODELS = {

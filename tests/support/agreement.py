@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import zoo
 from transformers import PreTrainedModel
+
+from tests.support import zoo
 
 # float32 through up to a few dozen operations a layer, relative to the norm of the result
 TOLERANCE = 1e-5

@@ -10,13 +10,13 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-import zoo
-from agreement import assert_agrees
 from kernels import get_loaded_kernels
 from torch import nn
 from transformers import PreTrainedModel
 
 import softnpu
+from tests.support import zoo
+from tests.support.agreement import assert_agrees
 
 torch.set_num_threads(1)
 zoo.ARCHITECTURES |= {

@@ -8,10 +8,10 @@ from types import ModuleType
 from unittest import mock
 
 import torch
-import zoo
 from torch import Tensor, nn
 
 import kernels_ext_npu
+from tests.support import zoo
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu import sources
+from kernels_ext_npu import catalogue, sources
 from tests.localhub import LocalHub
 from tests.support import zoo
 
@@ -69,7 +69,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory):
             assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
             return result.stdout
 
-        run(sys.executable, "-c", PUBLISH, str(sources.root("bundled")), *sources.REPOSITORIES)
+        run(sys.executable, "-c", PUBLISH, str(sources.root("bundled")), *catalogue.REPOSITORIES)
         yield lambda lines: run("bash", "-ec", "\n".join(lines))
 
 

@@ -1,11 +1,49 @@
-"""The layers that the kernels have, each with its repository: what goes into transformers' mapping.
+"""Which kernel repositories there are: one entry each. Whatever else depends on it is derived from here.
 
-The references (references/) say what each of them computes; they are not needed before a model is there.
+The references (references/) say what a layer computes; they are not needed before a model is there.
 """
 
-_OF_REPOSITORIES = {
-    "FusedMoE": ("GatedMoEBlock", "MoEExperts", "SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32", "SparseMoEBlock"),
-    "RMSNorm": (
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers of a repository serve.
+
+    Attributes:
+        name: as the classes and functions of transformers are counted.
+        layers: those that serve it, each with an entry in transformers' mapping.
+        in_models: as the modules and calls of a model are counted, where that is another word.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    in_models: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_models", self.in_models or self.name)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A kernel repository.
+
+    Attributes:
+        name: of its folder, and of the repository on the Hub.
+        kernel: its name in build.toml and ``metadata.json``.
+        kinds: what it serves.
+    """
+
+    name: str
+    kernel: str
+    kinds: tuple[Kind, ...]
+
+
+NORMS = Kind(
+    "norms",
+    (
         "MambaRMSNormGated",
         "RMSNorm",
         "RMSNormCastLast",
@@ -14,16 +52,14 @@ _OF_REPOSITORIES = {
         "RMSNormZeroCentered",
         "T5LayerNorm",
     ),
-    "RoPE": (
+)
+MLPS = Kind("gated MLPs", ("FusedGeGLUMLP", "FusedSwiGLUMLP", "GeGLUMLP", "SwiGLUMLP"))
+ROTARY = Kind(
+    "rotary functions",
+    (
         "MultimodalRotaryPosEmb",
         "RotaryEmbComplex",
         "RotaryEmbComplexBySequence",
-        "RotaryEmbedding",
-        "RotaryEmbeddingByType",
-        "RotaryEmbeddingByTypeFloat32",
-        "RotaryEmbeddingFloat32",
-        "RotaryEmbeddingHalfWidth",
-        "RotaryEmbeddingInterleaved",
         "RotaryPosEmb",
         "RotaryPosEmbCastBack",
         "RotaryPosEmbDeinterleaved",
@@ -52,6 +88,31 @@ _OF_REPOSITORIES = {
         "VisionRotaryPosEmb",
         "VisionRotaryPosEmbPartial",
     ),
-    "SwiGLU": ("FusedGeGLUMLP", "FusedSwiGLUMLP", "GeGLUMLP", "SwiGLUMLP"),
-}
-LAYERS = {layer: repository for repository, layers in _OF_REPOSITORIES.items() for layer in layers}
+    in_models="rotary calls",
+)
+TABLES = Kind(
+    "rotary tables",
+    (
+        "RotaryEmbedding",
+        "RotaryEmbeddingByType",
+        "RotaryEmbeddingByTypeFloat32",
+        "RotaryEmbeddingFloat32",
+        "RotaryEmbeddingHalfWidth",
+        "RotaryEmbeddingInterleaved",
+    ),
+)
+EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
+ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+
+CATALOGUE = (
+    Repository("RMSNorm", "rmsnorm", (NORMS,)),
+    Repository("SwiGLU", "swiglu", (MLPS,)),
+    Repository("RoPE", "rope", (ROTARY, TABLES)),
+    Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
+)
+
+REPOSITORIES = tuple(sorted(repository.name for repository in CATALOGUE))
+KERNELS = frozenset(repository.kernel for repository in CATALOGUE)
+KINDS = tuple(kind for repository in CATALOGUE for kind in repository.kinds)
+KIND_OF_LAYER = {layer: kind for kind in KINDS for layer in kind.layers}
+LAYERS = {layer: repo.name for repo in CATALOGUE for kind in repo.kinds for layer in kind.layers}

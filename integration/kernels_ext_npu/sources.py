@@ -6,13 +6,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kernels_ext_npu.catalogue import LAYERS
-
 if TYPE_CHECKING:
     from torch import nn
 
 ORGANISATION = "kernels-ext-npu"
-REPOSITORIES = tuple(sorted(set(LAYERS.values())))
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 
 

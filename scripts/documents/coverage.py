@@ -10,7 +10,7 @@ import softnpu  # noqa: F401  before torch
 from documents import DocumentError
 from kernels_ext_npu.coverage import markdown
 from kernels_ext_npu.coverage.survey import Row, survey
-from kernels_ext_npu.matching.kinds import COUNTED, KERNELS
+from kernels_ext_npu.matching.kinds import COUNTED
 
 # For the READMEs: the newest language and vision-language models of those who publish most of them, their mixtures of
 # experts and hybrids, and earlier ones that are still trained everywhere.
@@ -100,7 +100,7 @@ def summary(language: str) -> str:
             first.format(version=transformers.__version__, types=len(rows)) + "\n",
             markdown.table([word(text) for text in ("kernel", "for", "served", "kept")], sums, right=2),
             second + "\n",
-            markdown.table([word("model type"), *KERNELS], known, right=len(KERNELS)),
+            markdown.table([word("model type"), *markdown.KERNELS], known, right=len(markdown.KERNELS)),
             last + "\n",
         ]
     )

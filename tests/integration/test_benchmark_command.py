@@ -10,8 +10,8 @@ import torch
 from click.testing import Result
 
 from kernels_ext_npu import sources
-from kernels_ext_npu.api import register
 from kernels_ext_npu.benchmarking import providers
+from kernels_ext_npu.swapping import state
 from tests.support.benchmark_runs import EXPERTS, HIDDEN, TOKENS, rows, run, write_config
 
 
@@ -97,7 +97,7 @@ def test_the_picture_is_drawn(mixture) -> None:
 def test_nothing_of_it_stays(mixture) -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    assert register.current is None
+    assert state.current is None
     assert "forward" not in vars(modeling_qwen3_moe.apply_rotary_pos_emb)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu import sources
+from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.distribution import bundle_archive
 from tests.localhub import LocalHub
 
@@ -60,7 +60,7 @@ print(kernels_ext_npu.report(model))
 def publish(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Publishes all repositories, or those named; gives the commits of their versions."""
 
-    def run(card: str, names: Sequence[str] = sources.REPOSITORIES, **changes: bytes) -> dict[str, str]:
+    def run(card: str, names: Sequence[str] = catalogue.REPOSITORIES, **changes: bytes) -> dict[str, str]:
         code = PUBLISH.format(names=names, root=str(sources.root("bundled")), card=card, changes=changes)
         environment = localhub.environment(tmp_path / "publisher") | {"HF_HUB_DISABLE_XET": "1"}
         return dict(zip(names, run_python(code, **environment).stdout.split()))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kernels_ext_npu import sources
+from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.cli import app
 from kernels_ext_npu.distribution import bundle_archive, bundles, hub_cache
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
@@ -166,7 +166,7 @@ from huggingface_hub import snapshot_download
 from kernels._versions import resolve_version_spec_as_ref
 from kernels.hf_hub import CACHE_DIR
 from kernels_ext_npu.cli import app
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 app(["bundle", "--install", sys.argv[1]], standalone_mode=False)
 for name in REPOSITORIES:
     commit = resolve_version_spec_as_ref(f"kernels-ext-npu/{name}", 1, local_files_only=True).target_commit
@@ -177,7 +177,7 @@ for name in REPOSITORIES:
     lines = run_python(code, str(archive), **environment).stdout.splitlines()
     assert f"installed in {folder.format(tmp_path)}" in lines
     assert len([line for line in lines if line.startswith(f"found {folder.format(tmp_path)}/kernels--")]) == len(
-        sources.REPOSITORIES
+        catalogue.REPOSITORIES
     )
 
 
@@ -238,7 +238,7 @@ def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Pat
     whole = bundle_archive.unpack(archive)
     empty = [KernelRepository(each.name, 1, {"README.md": b""}) for each in whole]
     later = [KernelRepository(each.name, 2, each.files) for each in whole]
-    known, other = sources.REPOSITORIES, sorted(["Other", *sources.REPOSITORIES])
+    known, other = catalogue.REPOSITORIES, sorted(["Other", *catalogue.REPOSITORIES])
     for repositories, words in [
         (whole[1:], f"it holds {', '.join(known[1:])}, and this release needs {', '.join(known)}"),
         ([*whole, KernelRepository("Other", 1, {"a": b""})], f"{', '.join(other)}, and this release needs"),
@@ -254,7 +254,7 @@ def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Pat
 
 def test_a_source_is_checked_before_it_is_bundled(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    for name in sources.REPOSITORIES:
+    for name in catalogue.REPOSITORIES:
         shutil.copytree(sources.root("bundled") / name / "build", clone / name / "build")
     bundles.write(tmp_path / "clone.zip", clone)
     bundles.write(tmp_path / "bundled.zip")

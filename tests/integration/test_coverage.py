@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import CATALOGUE, EXPERTS, NORMS, ROTARY, ROUTERS, TABLES
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage import survey as surveying
 from kernels_ext_npu.coverage.survey import Entry, Row
@@ -61,7 +62,7 @@ def test_the_figures_are_these() -> None:
 
 @counted
 def test_every_reason_is_written_down_and_about_something() -> None:
-    kept = [(e.kind, e.name if e.kind != kinds.ROTARY else f"{e.file}:{e.name}") for e in entries() if e.reason]
+    kept = [(e.kind, e.name if e.kind != ROTARY.name else f"{e.file}:{e.name}") for e in entries() if e.reason]
     assert not [entry for entry in entries() if entry.reason == kinds.UNKNOWN]
     written = [(kind, name) for kind, reasons in kinds.KEPT.items() for names in reasons.values() for name in names]
     assert sorted(written) == sorted(kept)
@@ -70,13 +71,13 @@ def test_every_reason_is_written_down_and_about_something() -> None:
 @pytest.mark.parametrize(
     ("kind", "pattern", "is_served"),
     [
-        (kinds.NORMS, r"^class (\w*RMSNorm\w*)\(nn\.Module\)", None),
-        (kinds.NORMS, r'^@use_kernel_forward_from_hub\("RMSNorm\w*"\)\nclass (\w+)', True),
-        (kinds.ROTARY, r'^@use_kernel_forward_from_hub\("rotary_pos_emb"\)\ndef (\w+)', True),
-        (kinds.ROTARY, r"^def (apply_rotary_pos_emb\w*)\(", None),
-        (kinds.TABLES, r"^class (\w*Rotary\w*Embedding)\(", None),
-        (kinds.EXPERTS, r"^@use_experts_implementation.*\nclass (\w+)", True),
-        (kinds.ROUTERS, r"^class (\w*Router)\(nn\.Module\)", None),
+        (NORMS.name, r"^class (\w*RMSNorm\w*)\(nn\.Module\)", None),
+        (NORMS.name, r'^@use_kernel_forward_from_hub\("RMSNorm\w*"\)\nclass (\w+)', True),
+        (ROTARY.name, r'^@use_kernel_forward_from_hub\("rotary_pos_emb"\)\ndef (\w+)', True),
+        (ROTARY.name, r"^def (apply_rotary_pos_emb\w*)\(", None),
+        (TABLES.name, r"^class (\w*Rotary\w*Embedding)\(", None),
+        (EXPERTS.name, r"^@use_experts_implementation.*\nclass (\w+)", True),
+        (ROUTERS.name, r"^class (\w*Router)\(nn\.Module\)", None),
     ],
 )
 def test_what_the_source_shows_is_counted(kind: str, pattern: str, is_served: bool | None) -> None:
@@ -282,7 +283,7 @@ def test_toy_models_are_counted_by_what_they_compute_and_the_rest_by_name(toy) -
         ("routers", "ToyRouter"): None,
     }
     assert {entry.reason for entry in row.entries if not entry.layer} == {kinds.UNKNOWN}
-    assert [len(row.of(kernel)) for kernel in kinds.KERNELS] == [2, 2, 4, 2]
+    assert [len(row.of(kernel)) for kernel in CATALOGUE] == [2, 2, 4, 2]
 
 
 @pytest.mark.parametrize(

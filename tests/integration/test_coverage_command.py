@@ -16,7 +16,7 @@ import transformers
 from typer.testing import CliRunner
 
 from kernels_ext_npu import cli
-from kernels_ext_npu.matching.kinds import KERNELS
+from kernels_ext_npu.coverage.markdown import KERNELS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent

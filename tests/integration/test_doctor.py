@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from test_bundle_hub import PUBLISH
 
-from kernels_ext_npu import sources
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.doctor import copies, display
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.probing import run
@@ -96,7 +96,7 @@ def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) ->
 
 def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:
     localhub.settings.trusted.add("kernels-ext-npu")
-    code = PUBLISH.format(names=sources.REPOSITORIES, root=str(ROOT), card="x", changes={})
+    code = PUBLISH.format(names=catalogue.REPOSITORIES, root=str(ROOT), card="x", changes={})
     hub = localhub.environment(tmp_path / "publisher")
     run_python(code, **hub, HF_HUB_DISABLE_XET="1")
     hub |= localhub.environment(tmp_path / "user")

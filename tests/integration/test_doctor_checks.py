@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.doctor import (
     adapter,
     cann,
@@ -26,7 +27,6 @@ from kernels_ext_npu.doctor import (
 )
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.probing import Outcome, run
-from kernels_ext_npu.sources import REPOSITORIES
 from tests.support import doctor_faults as faults
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.doctor import examination, network
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.secrecy import hide
-from kernels_ext_npu.sources import REPOSITORIES
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 

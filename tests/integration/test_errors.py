@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 from kernels_ext_npu import UnsupportedEnvironmentError, environment
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 
 
 def test_a_forgotten_device_map_is_explained(registered, checkpoint) -> None:
@@ -118,18 +118,18 @@ def test_a_source_that_holds_no_kernels_is_named(source) -> None:
     message = f'has no {missing}. A source is "bundled", "hub", or the path'
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
-    from kernels_ext_npu.api import register
+    from kernels_ext_npu.swapping import state
 
-    assert register.current is None
+    assert state.current is None
 
 
 def test_a_failed_registration_keeps_the_one_before(registered) -> None:
-    from kernels_ext_npu.api import register
+    from kernels_ext_npu.swapping import state
 
-    before = register.current
+    before = state.current
     with pytest.raises(FileNotFoundError):
         kernels_ext_npu.register(source="/nowhere")
-    assert register.current is before
+    assert state.current is before
 
 
 def test_unknown_attributes_are_attribute_errors() -> None:

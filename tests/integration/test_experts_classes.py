@@ -12,14 +12,14 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.coverage import survey
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import is_experts_class
+from kernels_ext_npu.references.fingerprints import is_experts_class
 from tests.support.counted import counted
 from tests.support.experts_classes import EXPERTS, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in survey.classes(kinds.EXPERTS) if is_experts_class(cls)]
+SERVED = [cls for cls in survey.classes(catalogue.EXPERTS) if is_experts_class(cls)]
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
 
 

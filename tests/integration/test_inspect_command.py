@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 
 pytestmark = pytest.mark.slow
 COMMAND = "import sys; from kernels_ext_npu.cli import app; sys.argv.insert(1, 'inspect'); app()"

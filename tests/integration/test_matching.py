@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.matching.lookup import find_reference, fingerprint
+from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.references import REFERENCES
+from kernels_ext_npu.references.fingerprints import fingerprint
 from kernels_ext_npu.references.norms import LlamaRMSNorm
 
 

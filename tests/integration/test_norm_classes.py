@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.coverage.survey import classes
-from kernels_ext_npu.matching.kinds import COUNTED, KEPT, NORMS
+from kernels_ext_npu.matching.kinds import COUNTED, KEPT
 from kernels_ext_npu.matching.lookup import find_reference
 from tests.support.counted import counted
 from tests.support.norm_classes import exact, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent
-REFUSED = {name for names in KEPT[NORMS].values() for name in names}
+REFUSED = {name for names in KEPT[NORMS.name].values() for name in names}
 
 
 def swapped(module: nn.Module) -> nn.Module:

@@ -368,4 +368,4 @@ def test_transformers_is_left_with_its_own_way_to_save() -> None:
     """save_pretrained stays wrapped, since models stay packed; its documentation and name are transformers'."""
     kernels_ext_npu.unregister()
     assert PreTrainedModel.save_pretrained.__name__ == "save_pretrained"
-    assert PreTrainedModel.save_pretrained.__doc__ == PreTrainedModel.save_pretrained.kernels_ext_npu.__doc__
+    assert PreTrainedModel.save_pretrained.__doc__ == PreTrainedModel.save_pretrained.__wrapped__.__doc__

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import sources
+from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 from tests.support import zoo
@@ -299,6 +299,6 @@ def test_strict_names_what_is_kept(checkpoint) -> None:
 def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:
     served = {layer: reference.repository for reference in REFERENCES for layer in reference.layers}
     assert served | {reference.layer: "RoPE" for reference in FUNCTION_REFERENCES} == LAYERS
-    assert set(LAYERS.values()) == set(sources.REPOSITORIES)
+    assert set(LAYERS.values()) == set(catalogue.REPOSITORIES)
     for layer, repository in LAYERS.items():
         assert sources.layer_source("bundled", repository, layer).load().__name__ == layer

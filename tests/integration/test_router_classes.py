@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.coverage import survey
-from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.matching.lookup import find_reference
 from tests.support.counted import counted
 from tests.support.experts_classes import EXPERTS, HIDDEN, Config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in survey.classes(kinds.ROUTERS) if find_reference(cls) is not None]
+SERVED = [cls for cls in survey.classes(catalogue.ROUTERS) if find_reference(cls) is not None]
 
 
 def instance(cls: type[nn.Module], normalises: bool = True) -> nn.Module:
@@ -99,7 +99,7 @@ def test_training_gives_the_originals_gradients(subtests, normalises) -> None:
 
 def test_a_router_that_is_decorated_and_computes_something_else_keeps_its_forward() -> None:
     """Laguna's scores with a sigmoid, and transformers decorates it for the same layer as Qwen3.5's."""
-    (laguna,) = [cls for cls in survey.classes(kinds.ROUTERS) if cls.__name__ == "LagunaTopKRouter"]
+    (laguna,) = [cls for cls in survey.classes(catalogue.ROUTERS) if cls.__name__ == "LagunaTopKRouter"]
     assert laguna.kernel_layer_name == "SoftmaxTopKRouter"
     config = Config()
     config.num_experts_per_tok = 2

@@ -6,18 +6,12 @@ import pytest
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.reporting.report import KINDS
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import CATALOGUE, REPOSITORIES
 from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 
-KINDS_OF = {
-    "RMSNorm": {KINDS["RMSNorm"]},
-    "SwiGLU": {KINDS["SwiGLU"]},
-    "RoPE": {KINDS["RoPE"], KINDS["RotaryEmbedding"]},
-    "FusedMoE": {KINDS["FusedMoE"], KINDS["Router"]},
-}
+KINDS_OF = {repository.name: {kind.in_models for kind in repository.kinds} for repository in CATALOGUE}
 OPERATOR = {
     "RMSNorm": "npu_rms_norm",
     "SwiGLU": "npu_swiglu",

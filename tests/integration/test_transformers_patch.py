@@ -18,7 +18,7 @@ import transformers
 from huggingface_hub import HfApi, constants
 from rich.console import Console
 
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 from publishing.remote import Patience
 from publishing.run import Request, publish
 from tests.localhub import LocalHub
@@ -41,7 +41,8 @@ import sys
 import softnpu, json
 sys.path.append(sys.argv[1])
 from kernels_ext_npu.coverage.survey import modeling_files, module_classes
-from kernels_ext_npu.matching.lookup import find_function_reference, find_reference, is_kernel_function
+from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
+from kernels_ext_npu.references.fingerprints import is_kernel_function
 from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
 found = {name: set() for name, devices in get_kernel_mapping_transformers().items() if "npu" in devices}

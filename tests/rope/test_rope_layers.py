@@ -11,8 +11,9 @@ from torch import Tensor
 
 import softnpu
 from kernels_ext_npu.coverage.survey import rotary_functions
-from kernels_ext_npu.matching.lookup import find_function_reference, original_function
+from kernels_ext_npu.matching.lookup import find_function_reference
 from kernels_ext_npu.references import FUNCTION_REFERENCES, FunctionReference
+from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from tests.support.rotary_functions import arguments, exact, results, tensors
 

@@ -13,7 +13,7 @@ import build
 import pytest
 from rich.console import Console
 
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 from proving import ProvingError, interpreters, pairs, report
 from proving.interpreters import Interpreter
 from proving.packages import Packages

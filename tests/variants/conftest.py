@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernels import get_local_kernel
 
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 from tests.support.proofs import ROOT
 
 

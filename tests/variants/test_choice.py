@@ -10,7 +10,7 @@ import pytest
 from kernels import get_local_kernel
 from kernels.variants import VariantAccepted, get_variants_local, parse_variant, resolve_variants
 
-from kernels_ext_npu.sources import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES
 from tests.support.proofs import ROOT
 
 NOARCH = ["torch-npu", "torch-universal"]

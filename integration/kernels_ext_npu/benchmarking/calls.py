@@ -17,8 +17,9 @@ from transformers.cache_utils import Cache
 
 from kernels_ext_npu.benchmarking.models import Model
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.reporting.report import KINDS, report
-from kernels_ext_npu.swapping import rotary
+from kernels_ext_npu.reporting.report import report
+from kernels_ext_npu.swapping.patches import Patches
+from kernels_ext_npu.swapping.rotary_uses import Use, uses
 
 SEQUENCES = 32  # in decoding
 
@@ -61,13 +62,13 @@ class Call:
     kernel: str
     name: str
     path: str
-    use: rotary.Use | None = None
+    use: Use | None = None
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def target(self, model: nn.Module) -> Callable:
         """What is called, as it stands there now."""
-        return model.get_submodule(self.path) if self.use is None else vars(sys.modules[self.use.file])[self.use.name]
+        return model.get_submodule(self.path) if self.use is None else self.use.function
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Of the module that is called, none of a function."""
@@ -122,8 +123,7 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
 @contextmanager
 def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
     calls = [call for call in _calls(model) if call.kernel in kernels]
-    originals = {call.use: call.target(model) for call in calls if call.use}
-    hooks = []
+    hooks, patches = [], Patches()
 
     def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
         is_leaf = lambda value: isinstance(value, Cache)  # noqa: E731
@@ -135,14 +135,14 @@ def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call]
             before = lambda module, args, kwargs, call=call: record_arguments(call, args, kwargs)  # noqa: E731
             hooks.append(model.get_submodule(call.path).register_forward_pre_hook(before, with_kwargs=True))
         else:
-            vars(sys.modules[call.use.file])[call.use.name] = _listening(call, originals[call.use], record_arguments)
+            listening = _listening(call, call.use.function, record_arguments)
+            patches.attribute(sys.modules[call.use.file], call.use.name, listening)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for use, original in originals.items():
-            vars(sys.modules[use.file])[use.name] = original
+        patches.undo()
 
 
 def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
@@ -159,9 +159,8 @@ def _calls(model: PreTrainedModel) -> Iterator[Call]:
         if row.kernel is None or not row.is_candidate:
             continue
         use = None
-        if row.kind == KINDS["RoPE"]:
-            path, _, name = row.path.rpartition(".")
-            use = next(use for use in rotary.uses(type(model.get_submodule(path))) if use.name == name)
+        if row.function is not None:
+            use = next(use for use in uses(type(model.get_submodule(row.module))) if use.name == row.function)
         yield Call(LAYERS[row.kernel], row.class_name, row.path, use)
     count = model.config.num_hidden_layers
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}

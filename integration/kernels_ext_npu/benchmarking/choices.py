@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-KERNELS = ("RMSNorm", "SwiGLU", "RoPE", "FusedMoE", "layer")
+from kernels_ext_npu.catalogue import CATALOGUE
+
+KERNELS = (*(repository.name for repository in CATALOGUE), "layer")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.benchmarking.choices import CannotRunError, unknown_model
+from kernels_ext_npu.catalogue import ROUTERS
 from kernels_ext_npu.inspection import published_models, subject
 from kernels_ext_npu.inspection.published_models import MODELS
-from kernels_ext_npu.reporting.report import KINDS, report
+from kernels_ext_npu.reporting.report import report
 
 SEED = 0
 VOCABULARY = 64  # the embedding is nobody's kernel
@@ -149,7 +150,7 @@ def _set_routers(model: PreTrainedModel) -> None:
     """
     centres = _centres(model.config)
     for row in report(model):
-        weight = getattr(model.get_submodule(row.path), "weight", None) if row.kind == KINDS["Router"] else None
+        weight = getattr(model.get_submodule(row.path), "weight", None) if row.kind == ROUTERS.in_models else None
         if weight is None or weight.shape[1] != centres.shape[1]:
             continue
         choices = _choices(model.config)

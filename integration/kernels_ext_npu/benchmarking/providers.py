@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.benchmarking.calls import Call
-from kernels_ext_npu.swapping import rotary
+from kernels_ext_npu.swapping.rotary_uses import Use, uses
 
 ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
 # in the order of LLaMA-Factory's own "auto"
@@ -88,8 +88,8 @@ class LlamaFactory:
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
         """It replaces rotary functions in transformers' modules for good: they are put back here."""
-        uses = {use for module in model.modules() for use in rotary.uses(type(module))}
-        originals = {use: vars(sys.modules[use.file])[use.name] for use in uses}
+        called = {use for module in model.modules() for use in uses(type(module))}
+        originals = {use: use.function for use in called}
         try:
             with redirect_stdout(sys.stderr):
                 for kernel in LLAMA_FACTORY_KERNELS:
@@ -100,12 +100,12 @@ class LlamaFactory:
                 vars(sys.modules[use.file])[use.name] = original
 
     @staticmethod
-    def _serves(call: Call, model: nn.Module, originals: dict[rotary.Use, Callable]) -> bool:
+    def _serves(call: Call, model: nn.Module, originals: dict[Use, Callable]) -> bool:
         if call.use is not None:
             return call.target(model) is not originals[call.use]
         if call.kernel == "layer":
             changed = any("forward" in vars(module) for module in model.get_submodule(call.path).modules())
-            return changed or any(vars(sys.modules[u.file])[u.name] is not f for u, f in originals.items())
+            return changed or any(use.function is not original for use, original in originals.items())
         return "forward" in vars(call.target(model))
 
 

@@ -27,7 +27,8 @@ def benchmark(
         typer.Option(help=f"{', '.join(MODELS)}, or what `inspect` takes; repeatable. By default all of these."),
     ] = None,
     kernel: Annotated[
-        list[str] | None, typer.Option(help="RMSNorm, SwiGLU, RoPE, FusedMoE, or layer for whole ones; repeatable.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join(choices.KERNELS[:-1])}, or {choices.KERNELS[-1]} for whole ones; repeatable."),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable. Both by default.")] = None,
     tokens: Annotated[

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import transformers
 
+from kernels_ext_npu.catalogue import CATALOGUE, KINDS, Kind
 from kernels_ext_npu.coverage.survey import Row
 from kernels_ext_npu.coverage.tables import cell, empty, entries_of, kept_by_reason, name_of, not_empty
-from kernels_ext_npu.matching.kinds import KERNELS
 
+KERNELS = [repository.name for repository in CATALOGUE]
 _INTRODUCTION = """\
 # What of transformers {version} is served
 
@@ -38,24 +39,26 @@ def page(rows: Sequence[Row]) -> str:
         "Cells are served of all; `–` where there is nothing of the kind.\n",
         table(["kernel", "for", "served", "kept"], sums(rows), right=2),
         "## By model type\n",
-        table(["model types", *KERNELS], [[_name(row), *cells(row)] for row in not_empty(rows)], right=4),
+        table(["model types", *KERNELS], [[_name(row), *cells(row)] for row in not_empty(rows)], right=len(KERNELS)),
         f"Nothing to serve in {len(nothing)} model types: {', '.join(nothing)}.\n",
         "## What is kept, and why\n",
-        *(_kept(rows, kind) for kinds in KERNELS.values() for kind in kinds),
+        *(_kept(rows, kind) for kind in KINDS),
     ]
     return "\n".join(parts)
 
 
 def sums(rows: Sequence[Row]) -> list[list[str]]:
     """Kernel, kind, served, kept."""
-    found = [(kernel, kind, entries_of(rows, kind)) for kernel, kinds in KERNELS.items() for kind in kinds]
+    found = [(kernel, kind, entries_of(rows, kind)) for kernel in CATALOGUE for kind in kernel.kinds]
     served = [sum(entry.layer is not None for entry in entries) for _, _, entries in found]
-    return [[kernel, kind, str(n), str(len(entries) - n)] for (kernel, kind, entries), n in zip(found, served)]
+    return [
+        [kernel.name, kind.name, str(n), str(len(entries) - n)] for (kernel, kind, entries), n in zip(found, served)
+    ]
 
 
 def cells(row: Row) -> list[str]:
     """One a kernel."""
-    return [cell(row.of(kernel)) for kernel in KERNELS]
+    return [cell(row.of(kernel)) for kernel in CATALOGUE]
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:
@@ -71,9 +74,9 @@ def _name(row: Row) -> str:
     return name + "".join(f"<br>`{file}` {why}" for file, why in row.missing.items())
 
 
-def _kept(rows: Sequence[Row], kind: str) -> str:
+def _kept(rows: Sequence[Row], kind: Kind) -> str:
     kept = [
         [reason, ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
         for reason, entries in kept_by_reason(rows, kind).items()
     ]
-    return f"### {kind.capitalize()}\n\n{table(['reason', 'which'], kept, right=0)}"
+    return f"### {kind.name.capitalize()}\n\n{table(['reason', 'which'], kept, right=0)}"

@@ -13,10 +13,12 @@ from types import ModuleType
 
 from torch import nn
 
+from kernels_ext_npu.catalogue import ROTARY, Kind, Repository
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.model_types import Folder
 from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import find_function_reference, find_reference, original_function
+from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
+from kernels_ext_npu.references.fingerprints import original_function
 
 Track = Callable[[Sequence[Folder]], Iterable[Folder]]
 
@@ -26,7 +28,7 @@ class Entry:
     """A class or function of transformers.
 
     Attributes:
-        kind: what it is.
+        kind: what it is counted among.
         name: its name, of a method with that of its class.
         file: the modeling file that it is in, without ``modeling_`` and ``.py``.
         layer: the layer that serves it; for a gated MLP those between which the activation of an instance decides.
@@ -56,9 +58,9 @@ class Row:
     parts: tuple[str, ...]
     missing: dict[str, str]
 
-    def of(self, kernel: str) -> list[Entry]:
-        """What is counted for a kernel."""
-        return [entry for kind in kinds.KERNELS[kernel] for entry in self.entries if entry.kind == kind]
+    def of(self, repository: Repository) -> list[Entry]:
+        """Return what is counted for the kernels of a repository."""
+        return [entry for kind in repository.kinds for entry in self.entries if entry.kind == kind.name]
 
 
 def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list[Row]:
@@ -79,20 +81,20 @@ def entries(module: ModuleType) -> Iterator[Entry]:
         kind, reference = kinds.of_class(cls), find_reference(cls)
         if kind is not None:
             layer = " or ".join(reference.layers) if reference else None
-            yield Entry(kind, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
+            yield Entry(kind.name, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
         for method in kinds.rotary_methods(cls):
             name = f"{cls.__name__}.{method}"
-            yield Entry(kinds.ROTARY, name, file, None, kinds.reason(kinds.ROTARY, f"{file}:{name}"))
+            yield Entry(ROTARY.name, name, file, None, kinds.reason(ROTARY, f"{file}:{name}"))
     for name, function in _rotary(module):
         found = find_function_reference(function)
-        reason = None if found else kinds.reason(kinds.ROTARY, f"{file}:{name}")
-        yield Entry(kinds.ROTARY, name, file, found.layer if found else None, reason)
+        reason = None if found else kinds.reason(ROTARY, f"{file}:{name}")
+        yield Entry(ROTARY.name, name, file, found.layer if found else None, reason)
 
 
 @cache
-def classes(kind: str) -> tuple[type[nn.Module], ...]:
-    """All of a kind."""
-    return tuple(cls for cls in module_classes() if kinds.of_class(cls) == kind)
+def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
+    """Return the classes of transformers that are counted among a kind."""
+    return tuple(cls for cls in module_classes() if kinds.of_class(cls) is kind)
 
 
 @cache
@@ -129,13 +131,12 @@ def _classes(module: ModuleType) -> Iterator[type[nn.Module]]:
 
 
 def _rotary(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """Not what a served function is made of, nor what leaves the rotation to one: the report knows neither."""
+    """Not what a served function is made of, nor helpers: the report of a model knows them by what calls them."""
     named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
     served = {name for name, value in named.items() if find_function_reference(value) is not None}
     inside = set().union(*(kinds.names(original_function(named[name])) for name in served))
     for name, value in named.items():
-        is_part = name in inside or not served.isdisjoint(kinds.names(original_function(value)))
-        if name in served or (kinds.is_rotary(name, value) and not is_part):
+        if name in served or (kinds.rotates(name, value) and name not in inside and not kinds.is_helper(name)):
             yield name, value
 
 

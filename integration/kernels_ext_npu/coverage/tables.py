@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kernels_ext_npu.catalogue import CATALOGUE, KINDS, Kind
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
-from kernels_ext_npu.matching.kinds import KEPT, KERNELS
 
 NOTHING = "–"
 MEANING = (
@@ -25,11 +25,11 @@ MEANING = (
 
 def whole(rows: Sequence[Row]) -> RenderableType:
     """All rows, what is kept and why, and the sums."""
-    cells = _table(f"transformers {transformers.__version__}", "model types", *KERNELS)
+    cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in CATALOGUE))
     for column in cells.columns[1:]:
         column.justify = "right"
     for row in not_empty(rows):
-        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in KERNELS))
+        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in CATALOGUE))
     return Group(cells, *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
 
 
@@ -42,15 +42,15 @@ def to_json(rows: Sequence[Row]) -> dict:
     """For each model type what is in its folder, and the sums over the folders."""
     return {
         "transformers": transformers.__version__,
-        "kernels": {kernel: _count(entry for row in rows for entry in row.of(kernel)) for kernel in KERNELS},
-        "kinds": {kind: _count(entries_of(rows, kind)) for kind in KEPT},
+        "kernels": {k.name: _count(entry for row in rows for entry in row.of(k)) for k in CATALOGUE},
+        "kinds": {kind.name: _count(entries_of(rows, kind)) for kind in KINDS},
         "model_types": {
             model_type: {
                 "folder": row.folder.name,
-                "kernels": {kernel: _count(row.of(kernel)) for kernel in KERNELS},
+                "kernels": {kernel.name: _count(row.of(kernel)) for kernel in CATALOGUE},
                 "entries": [
-                    {"kernel": kernel, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
-                    for kernel in KERNELS
+                    {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
+                    for kernel in CATALOGUE
                     for e in row.of(kernel)
                 ],
                 "with": list(row.parts),
@@ -80,12 +80,12 @@ def empty(rows: Sequence[Row]) -> list[str]:
     return sorted(_types(row.folder for row in rows) - _types(row.folder for row in not_empty(rows)))
 
 
-def entries_of(rows: Iterable[Row], kind: str) -> list[Entry]:
-    """All of a kind."""
-    return [entry for row in rows for entry in row.entries if entry.kind == kind]
+def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
+    """Return what is counted among a kind."""
+    return [entry for row in rows for entry in row.entries if entry.kind == kind.name]
 
 
-def kept_by_reason(rows: Iterable[Row], kind: str) -> dict[str, list[Entry]]:
+def kept_by_reason(rows: Iterable[Row], kind: Kind) -> dict[str, list[Entry]]:
     """What is kept, those reasons first that keep most."""
     found: dict[str, list[Entry]] = {}
     for entry in entries_of(rows, kind):
@@ -123,9 +123,9 @@ def _cell(found: Sequence[Entry]) -> Text:
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[RenderableType]:
-    for kind in KEPT:
+    for kind in KINDS:
         reasons = kept_by_reason(rows, kind)
-        yield Text(f"{kind}, kept: {sum(map(len, reasons.values()))}", style="bold")
+        yield Text(f"{kind.name}, kept: {sum(map(len, reasons.values()))}", style="bold")
         shown = Table.grid(padding=(0, 1))
         shown.add_column(justify="right", min_width=4)
         for reason, found in reasons.items():
@@ -144,16 +144,18 @@ def _sums(rows: Sequence[Row]) -> Table:
     shown = _table(f"{count} model types in {len(rows)} folders", "kernel", "", "served", "kept")
     for column in shown.columns[2:]:
         column.justify = "right"
-    for kernel, kinds in KERNELS.items():
-        for kind in kinds:
+    for kernel in CATALOGUE:
+        for kind in kernel.kinds:
             sums = _count(entries_of(rows, kind))
-            shown.add_row(kernel if kind == kinds[0] else "", kind, str(sums["served"]), str(sums["kept"]))
+            shown.add_row(
+                kernel.name if kind is kernel.kinds[0] else "", kind.name, str(sums["served"]), str(sums["kept"])
+            )
     return shown
 
 
 def _details(row: Row) -> RenderableType:
     shown = _table(f"{', '.join(row.folder.model_types)}: models/{row.folder.name}", "", "class or function", "layer")
-    for kernel in KERNELS:
+    for kernel in CATALOGUE:
         for entry in row.of(kernel):
             served = Text(entry.layer, style="green") if entry.layer else Text(f"kept: {entry.reason}", style="yellow")
             shown.add_row(entry.kind, Text(entry.name, overflow="fold"), served)

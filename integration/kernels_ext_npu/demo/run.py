@@ -30,8 +30,9 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.demo import models
-from kernels_ext_npu.reporting.report import KINDS, Report
+from kernels_ext_npu.reporting.report import SHOWN, Report
 from softnpu.counting import DEVICE_TO_HOST_COPIES, STREAM_SYNCS
 
 NEW_TOKENS = 8
@@ -207,7 +208,7 @@ def _losses(model: nn.Module, made: models.Inputs, steps: int) -> list[float]:
 @contextmanager
 def _count_calls(model: nn.Module, report: Report) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
-    paths = [row.path for row in report if row.swapped and row.kind == KINDS["RMSNorm"]]
+    paths = [row.path for row in report if row.swapped and row.kind == NORMS.in_models]
     hooks = [
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: calls.update([path]))
         for path in paths
@@ -240,9 +241,9 @@ def _environment() -> Table:
 
 
 def _swaps(results: dict[str, Result]) -> Table:
-    table = _table(list(KINDS.values()))
+    table = _table([kind.in_models for kind in SHOWN])
     for name, result in results.items():
-        rows = [[row.swapped for row in result.report if row.kind == kind] for kind in KINDS.values()]
+        rows = [[row.swapped for row in result.report if row.kind == kind.in_models] for kind in SHOWN]
         table.add_row(name, *(f"{sum(swapped)} of {len(swapped)}" for swapped in rows))
     return table
 

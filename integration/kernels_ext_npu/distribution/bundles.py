@@ -8,7 +8,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from kernels_ext_npu import sources
+from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.distribution import bundle_archive, hub_cache
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
 from kernels_ext_npu.distribution.verification import is_bytecode, verify_build
@@ -25,13 +25,13 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
         OSError: the file cannot be written.
     """
     if source == "hub":
-        repositories = [_from_hub(name) for name in sources.REPOSITORIES]
+        repositories = [_from_hub(name) for name in catalogue.REPOSITORIES]
     else:
         try:
-            sources.check(source, set(sources.REPOSITORIES))
+            sources.check(source, set(catalogue.REPOSITORIES))
         except FileNotFoundError as error:
             raise BundleError(str(error)) from error
-        repositories = [_from_folder(sources.root(source) / name) for name in sources.REPOSITORIES]
+        repositories = [_from_folder(sources.root(source) / name) for name in catalogue.REPOSITORIES]
     _refuse(_problems(repositories))
     content = bundle_archive.pack(repositories)
     if output.is_dir() or not output.absolute().parent.is_dir():
@@ -66,8 +66,8 @@ def _refuse(problems: list[str]) -> None:
 def _problems(repositories: list[KernelRepository]) -> list[str]:
     """What keeps these repositories from being those of this release, whole and intact."""
     names = [repository.name for repository in repositories]
-    if set(names) != set(sources.REPOSITORIES):
-        return [f"it holds {', '.join(names) or 'nothing'}, and this release needs {', '.join(sources.REPOSITORIES)}"]
+    if set(names) != set(catalogue.REPOSITORIES):
+        return [f"it holds {', '.join(names) or 'nothing'}, and this release needs {', '.join(catalogue.REPOSITORIES)}"]
     problems = []
     for repository in repositories:
         if repository.version != sources.VERSION:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import explain
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations
 from kernels_ext_npu.doctor.repositories_probe import COPIES
-from kernels_ext_npu.sources import REPOSITORIES
 
 OFFLINE = "is not available in the local cache and Hugging Face Hub is in offline mode"
 CHANGED = "changed, its digest differs"

@@ -16,7 +16,7 @@ def probe(timeout: float) -> None:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
 
-    from kernels_ext_npu import sources
+    from kernels_ext_npu import catalogue, sources
 
     note(offline=constants.HF_HUB_OFFLINE, endpoint=constants.ENDPOINT, quiet=constants.HF_HUB_DISABLE_TELEMETRY)
     if constants.HF_HUB_OFFLINE:
@@ -24,7 +24,7 @@ def probe(timeout: float) -> None:
     get_session().timeout = timeout
     api = HfApi()
     step(CONNECT)
-    note(versions={name: _head(api, f"{sources.ORGANISATION}/{name}") for name in sources.REPOSITORIES})
+    note(versions={name: _head(api, f"{sources.ORGANISATION}/{name}") for name in catalogue.REPOSITORIES})
     step(TRUST)
     try:
         overview = api.get_organization_overview(sources.ORGANISATION)
@@ -59,8 +59,8 @@ def _as_kernels(organisation: str) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
     from kernels.hf_hub import _get_hf_api
 
-    from kernels_ext_npu import sources
+    from kernels_ext_npu import catalogue
     from kernels_ext_npu.distribution import published
 
     with suppress(RepositoryNotFoundError):
-        _get_hf_api().list_repo_refs(f"{organisation}/{sources.REPOSITORIES[0]}", repo_type=published.KERNEL)
+        _get_hf_api().list_repo_refs(f"{organisation}/{catalogue.REPOSITORIES[0]}", repo_type=published.KERNEL)

@@ -6,11 +6,12 @@ import re
 import urllib.request
 from urllib.parse import urlsplit
 
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.doctor import hub_probe
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import explain
 from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.sources import ORGANISATION, REPOSITORIES, VERSION
+from kernels_ext_npu.sources import ORGANISATION, VERSION
 
 NAME, PUBLISHER = "Hub", "publisher"
 UNREACHABLE, UNTRUSTED = "ConnectError: …", "is not from a trusted publisher"

@@ -14,17 +14,17 @@ COPIES, CACHE = "verifying the kernels", "reading the Hub's cache"
 def probe(source: str, torch: str, cann: str | None, arch: str) -> None:
     """Which variants there are, which one is taken here, and whether their files are intact."""
     step("import kernels")
-    from kernels_ext_npu import sources
+    from kernels_ext_npu import catalogue, sources
     from kernels_ext_npu.distribution import machines
 
     machine = machines.describe(torch, cann, arch)
     if source != "hub":
         step(COPIES)
         root = sources.root(source)
-        note(root=str(root), copies={name: _copy(root / name, machine) for name in sources.REPOSITORIES})
+        note(root=str(root), copies={name: _copy(root / name, machine) for name in catalogue.REPOSITORIES})
     step(CACHE)
     note(**_cache())
-    for name in sources.REPOSITORIES:
+    for name in catalogue.REPOSITORIES:
         note(**{f"cached {name}": _cached(name, machine)})
 
 

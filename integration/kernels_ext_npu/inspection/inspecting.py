@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import modules
 from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
 from kernels_ext_npu.inspection.counts import Counts
@@ -23,7 +24,6 @@ from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
 from kernels_ext_npu.inspection.roofline import Soc
 from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
 from kernels_ext_npu.reporting.report import Report
-from kernels_ext_npu.sources import REPOSITORIES
 
 ORIGINAL, ALL = "original", "with kernels"
 _COUNTERS = {"forward": count_forward, "step": count_step}

@@ -1,50 +1,57 @@
-"""What a class or function of transformers is, which decides the kernel that it is counted for."""
+"""What a class, a module or a function of transformers is, which decides what it is counted among.
+
+One classifier for the coverage, which sees classes, and for the report of a model, which sees modules.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import CodeType, FunctionType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.matching.lookup import find_function_reference, find_reference, original_function
+from kernels_ext_npu.catalogue import EXPERTS, KIND_OF_LAYER, MLPS, NORMS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
+from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about
 # kind -> reason -> names; functions as "file:name", methods as "file:Class.name"
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
-NORMS, MLPS, ROTARY, TABLES, EXPERTS, ROUTERS = KEPT
-# kernel -> what is counted for it
-KERNELS = {"RMSNorm": (NORMS,), "SwiGLU": (MLPS,), "RoPE": (ROTARY, TABLES), "FusedMoE": (EXPERTS, ROUTERS)}
 UNKNOWN = "computes something else, which nobody has looked at yet"
 
-_OF_REFERENCE = {
-    "RMSNorm": NORMS,
-    "SwiGLU": MLPS,
-    "RotaryEmbedding": TABLES,
-    "FusedMoE": EXPERTS,
-    "Router": ROUTERS,
-}
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
 _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$")
+_GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
 _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
+_ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+# the projections of gated MLPs, as transformers names them
+_GATED = (
+    {"gate_proj", "up_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+    {"wi_0", "wi_1"},
+    {"input_linear", "output_linear"},
+)
 
 
-def of_class(cls: type[nn.Module]) -> str | None:
-    """Its kind: by what it computes where a kernel serves it, and otherwise by its name.
+def of_class(cls: type[nn.Module]) -> Kind | None:
+    """Return what a class is: by what it computes where a kernel serves it, and otherwise by its mark and its name.
 
     What is called an MLP also has to have a gate in its forward.
     """
     reference, name = find_reference(cls), cls.__name__
     if reference is not None:
-        return _OF_REFERENCE.get(reference.kind or reference.repository)
-    if LAYERS.get(getattr(cls, "kernel_layer_name", ""), "") == "RMSNorm" or "rmsnorm" in name.lower():
+        return reference.kind
+    if (kind := KIND_OF_LAYER.get(getattr(cls, "kernel_layer_name", ""))) is not None:
+        return kind
+    if "rmsnorm" in name.lower():
         return NORMS
     if _TABLE_NAMES.search(name):
         return TABLES
@@ -55,38 +62,70 @@ def of_class(cls: type[nn.Module]) -> str | None:
     return EXPERTS if _EXPERTS_NAMES.search(name) else None
 
 
-def is_rotary(name: str, function: object) -> bool:
-    """Whether a function of a modeling file rotates queries and keys: by what it computes or by what it was decorated
-    for, by its name, or because it calls a helper that rotates.
+def of_module(module: nn.Module) -> Kind | None:
+    """Return what a module is: what its class is, or what its members show.
+
+    Norms of any other sort count among the norms, so that nothing that is called one goes unmentioned.
+    """
+    kind = of_class(type(module))
+    if kind is not None:
+        return kind
+    name = type(module).__name__
+    if "norm" in name.lower() and not any(module.children()):
+        return NORMS
+    if _GATE_NAMES.search(name) and hasattr(module, "top_k"):
+        return ROUTERS
+    return MLPS if has_gated_projections(module) else None
+
+
+def has_gated_projections(module: nn.Module) -> bool:
+    """Tell whether a module has the projections of a gated MLP, by the names that transformers gives them."""
+    children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    return any(names <= children for names in _GATED)
+
+
+def rotates(name: str, function: object) -> bool:
+    """Tell whether a function rotates queries and keys, or is a helper that does.
+
+    By what it computes or by what it was decorated for; otherwise by its name, or because it calls a helper that
+    rotates, unless it leaves the rotation to a function that has a kernel.
 
     Args:
-        name: what the file calls it.
+        name: what its file calls it.
         function: the function, or what `kernels` made of it.
     """
-    if find_function_reference(function) is not None or "rotary" in getattr(type(function), "kernel_layer_name", ""):
-        return True
     original = original_function(function)
-    if original is None or name.startswith(_HELPERS):  # helpers are part of what calls them
+    if original is None:
         return False
-    if any(word in name for word in ("rotary", "rope", "rotate")):
+    if find_function_reference(function) is not None:
         return True
-    return any(callee.startswith("rotate") for callee in names(original))
+    if is_kernel_function(function):
+        return "rotary" in type(function).kernel_layer_name.lower()  # type: ignore[attr-defined]
+    used = names(original)
+    if not any(word in name for word in _ROTATING_NAMES) and not any(callee.startswith("rotate") for callee in used):
+        return False
+    return not any(find_function_reference(original.__globals__.get(callee)) for callee in used)
 
 
-def names(function: FunctionType | None) -> set[str]:
-    """The attributes and global names that a function uses."""
-    return _names(function.__code__) if function else set()
+def is_helper(name: str) -> bool:
+    """Tell by its name whether a function is part of those that rotate, and not one that a model calls."""
+    return name.startswith(_HELPERS)
+
+
+def names(function: FunctionType | None) -> AbstractSet[str]:
+    """Return the attributes and global names that a function uses."""
+    return _names(function.__code__) if function else frozenset()
 
 
 def rotary_methods(cls: type[nn.Module]) -> list[str]:
-    """The methods of a class itself that rotate, by their names. `kernels` has no way to replace them."""
+    """Return the methods of a class itself that rotate, by their names. `kernels` has no way to replace them."""
     named = {name: value for name, value in vars(cls).items() if _METHOD_NAMES.match(name)}
     return [name for name, value in named.items() if isinstance(value, (FunctionType, staticmethod))]
 
 
-def reason(kind: str, name: str) -> str:
-    """Why no kernel serves what is called so."""
-    return next((why for why, names in KEPT[kind].items() if name in names), UNKNOWN)
+def reason(kind: Kind, name: str) -> str:
+    """Return why no kernel serves what is called so."""
+    return next((why for why, names in KEPT[kind.name].items() if name in names), UNKNOWN)
 
 
 def _looks_gated(cls: type[nn.Module]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
+from kernels_ext_npu.references.fingerprints import computes_as
 from kernels_ext_npu.references.mlps import LlamaMLP, MixtralBlockSparseTop2MLP, Qwen2_5_VLMLP
 from kernels_ext_npu.references.reference import Reference
 
@@ -153,15 +154,12 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def _refuse(block: Any) -> str | None:
     """What changes later, and what only the weights show, the kernel sees in every forward, and the report says."""
-    from kernels_ext_npu.matching.lookup import find_reference  # which compares with the classes of this file
-
     experts = list(block.experts)
     choices = block.gate.weight.shape[0]
     if len(experts) != choices:
         return f"its gate chooses among {choices} experts, and it has {len(experts)}"
     for expert in experts:
-        reference = find_reference(type(expert))
-        if reference is None or reference.module not in _EXPERTS:
+        if not computes_as(type(expert), *_EXPERTS):
             return f"an expert is a {type(expert).__name__}, whose forward is not that of a gated MLP"
         for name in _PROJECTIONS:
             projection = getattr(expert, name, None)

@@ -2,7 +2,7 @@
 
 transformers' ``use_experts_implementation`` gives every such class one forward, which calls an implementation by the
 name in the model's config. What a class computes is said by the flags that the decorator sets on its instances, and by
-its ``_apply_gate``; the decorator itself is the pattern (matching.py).
+its ``_apply_gate``; the decorator itself is the pattern (fingerprints.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from kernels_ext_npu.references.reference import Reference
-from kernels_ext_npu.swapping import experts_choice
 
 
 @use_experts_implementation
@@ -44,8 +43,6 @@ class Experts(nn.Module):
 
 
 def _refuse(module: nn.Module) -> str | None:
-    if (asked_for := experts_choice.named(module.config)) is not None:
-        return f"the experts implementation {asked_for} was asked for"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for name in (first, "down_proj"):
         weight = getattr(module, name, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,22 @@ class Reference:
         layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
         refuse: why no layer can serve an instance, or None if one can: what the syntax tree does not show.
         choose: the layer for an instance, None for one that is refused.
-        kind: what the report counts its modules among, where the repository does not tell.
     """
 
     module: type[nn.Module]
     layers: tuple[str, ...]
     refuse: Callable[[nn.Module], str | None]
     choose: Callable[[nn.Module], str | None]
-    kind: str = ""
 
     @property
     def repository(self) -> str:
         """The kernel repository that holds the layers."""
         return LAYERS[self.layers[0]]
+
+    @property
+    def kind(self) -> Kind:
+        """What its modules are counted among."""
+        return KIND_OF_LAYER[self.layers[0]]
 
     def layer(self, module: nn.Module) -> str:
         """The layer that serves an instance, or would if nothing stood against it."""

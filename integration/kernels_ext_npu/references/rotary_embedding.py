@@ -132,7 +132,7 @@ def _refuse_type(rope_type: str, scaling: float) -> str | None:
 
 
 def _table(module: type[nn.Module], layer: str, refuse: Callable = _refuse_single) -> Reference:
-    return Reference(module, (layer,), refuse, lambda instance: layer, "RotaryEmbedding")
+    return Reference(module, (layer,), refuse, lambda instance: layer)
 
 
 ROTARY_EMBEDDINGS = (

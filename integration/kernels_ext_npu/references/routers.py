@@ -63,7 +63,7 @@ class MixtralTopKRouter(Qwen3_5MoeTopKRouter):
 
 
 def _router(module: type[nn.Module], layer: str) -> Reference:
-    return Reference(module, (layer,), lambda _: None, lambda _: layer, "Router")
+    return Reference(module, (layer,), lambda _: None, lambda _: layer)
 
 
 ROUTERS = (

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu.matching.lookup import is_experts_class
-from kernels_ext_npu.swapping import experts_choice, experts_interface
-from kernels_ext_npu.swapping.classes import device_of
+from kernels_ext_npu.swapping import experts_choice, experts_interface, loaded
+from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 
 
 def choose(model: nn.Module) -> None:
@@ -22,23 +21,23 @@ def choose(model: nn.Module) -> None:
 
     The kernel looks at the gates now: it could not while a graph is captured.
     """
-    for module in experts_of(model):
+    for module in _experts_of(model):
         experts_choice.choose(module.config)
         if experts_choice.named(module.config) is None:
             experts_interface.try_to_load()
         if (kernel := _kernel(module)) is not None:
-            _part(kernel, "gates").activation_of(module)
+            kernel.gates.activation_of(module)
 
 
 def restore(model: nn.Module) -> None:
     """Give a model the default and its weights' memory back."""
-    for module in experts_of(model):
+    for module in _experts_of(model):
         if (kernel := _kernel(module)) is not None:
-            _part(kernel, "gates").forget(module)
+            kernel.gates.forget(module)
             for weight in _weights(module):
                 if weight.dim() == 3 and weight.mT.is_contiguous():
-                    _part(kernel, "layout").store_contiguous(weight)
-    for module in experts_of(model):  # one config is that of many
+                    kernel.layout.store_contiguous(weight)
+    for module in _experts_of(model):  # one config is that of many
         experts_choice.give_back(module.config)
 
 
@@ -56,7 +55,7 @@ def transpose_experts(model: Model) -> Model:
     Raises:
         ValueError: no experts of the model are served by the kernel, or a weight cannot be moved.
     """
-    served = [(module, kernel) for module in experts_of(model) if (kernel := _kernel(module)) is not None]
+    served = [(module, kernel) for module in _experts_of(model) if (kernel := _kernel(module)) is not None]
     if not served:
         raise ValueError(
             "transpose_experts: the model has no experts with a kernel: load it with device_map='npu' after "
@@ -65,31 +64,39 @@ def transpose_experts(model: Model) -> Model:
     for module, kernel in served:
         for weight in _weights(module):
             if not module.is_transposed:
-                _part(kernel, "layout").store_transposed(weight)
+                kernel.layout.store_transposed(weight)
     return model
 
 
 def is_called_by_name(module: nn.Module) -> bool:
-    """Whether the forward of an experts module ends in this implementation, through the name in its config."""
-    if not experts_interface.is_installed() or not is_experts_class(type(module)):
-        return False
-    if device_of(module) not in ("npu", None):
+    """Tell whether the forward of an experts module ends in this implementation, through the name in its config."""
+    if not experts_interface.is_installed() or not experts_choice.is_experts(module) or is_elsewhere(module):
         return False
     return getattr(module.config, "_experts_implementation", None) == experts_choice.NAME
 
 
 def remark(module: nn.Module) -> str | None:
-    """What is not as fast as it could be in an experts module that is served."""
-    kernel = _kernel(module) if is_experts_class(type(module)) else None
-    gates = _part(kernel, "gates") if kernel else None
-    if gates is None or isinstance(gates.activation_of(module), gates.Gate):
+    """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
+    return _remark_on_list(module) or _remark_on_gate(module)
+
+
+def _remark_on_gate(module: nn.Module) -> str | None:
+    kernel = _kernel(module) if experts_choice.is_experts(module) else None
+    if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
         return None
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"
 
 
-def experts_of(model: nn.Module) -> list[Any]:
-    """The experts modules of a model."""
-    return [module for module in model.modules() if is_experts_class(type(module))]
+def _remark_on_list(module: nn.Module) -> str | None:
+    forward = kernel_forward(module)
+    if forward is None or loaded.layer_name(forward) not in _LISTS or awaits_weights():
+        return None
+    reason = loaded.package(forward).blocks.unfit(module)
+    return reason and f"expert by expert, since {reason}"
+
+
+def _experts_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if experts_choice.is_experts(module)]
 
 
 def _weights(module: Any) -> list[nn.Parameter]:
@@ -97,15 +104,10 @@ def _weights(module: Any) -> list[nn.Parameter]:
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
-def _kernel(module: nn.Module) -> str | None:
-    """The package of the loaded kernel that serves an experts module."""
-    function: Callable | None = kernel_forward(module)
-    if function is None and experts_interface.is_loaded() and is_called_by_name(module):
-        function = experts_interface.loaded().forward
-    package = function.__module__.partition(".")[0] if function else None
-    return package if f"{package}.experts" in sys.modules else None
-
-
-def _part(package: str, name: str) -> ModuleType:
-    """A module of a loaded kernel, whether or not the package knows it as an attribute."""
-    return sys.modules[f"{package}.{name}"]
+def _kernel(module: nn.Module) -> Any:
+    """Return the package of the loaded kernel that serves an experts module; None if none does."""
+    forward: Callable | None = kernel_forward(module)
+    layer = experts_interface.loaded_layer()
+    if forward is None and layer is not None and is_called_by_name(module):
+        forward = layer.forward
+    return loaded.package(forward) if forward is not None and loaded.layer_name(forward) else None

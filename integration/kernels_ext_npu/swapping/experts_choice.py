@@ -2,57 +2,57 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
+
+from torch import nn
+
+from kernels_ext_npu.references.fingerprints import is_experts_class
+from kernels_ext_npu.swapping import state
 
 NAME = "npu_grouped_mm"
 DEFAULT = "grouped_mm"  # of transformers
+_FIELD = "_experts_implementation_internal"  # what the property `_experts_implementation` of configs reads
 
-# by id: configs that took ours in place of the default, and configs whose owner named another one
-_chosen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_named: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+def is_experts(module: nn.Module) -> bool:
+    """Tell whether the forward of a module calls the implementation that its config names."""
+    return is_experts_class(type(module))
 
 
 def note(config: Any, requested: str | None, implementation: str) -> str:
-    """The implementation for a config: ours where the default was not asked for but would be taken.
+    """Return the implementation for a config: ours where the default was not asked for but would be taken.
 
     Args:
         config: the config of a model.
         requested: what was asked for, None if nothing was.
         implementation: what transformers makes of that.
     """
+    assert state.current is not None
     if requested is None and implementation == DEFAULT:
-        _chosen[id(config)] = config
+        state.current.patches.note(config, _FIELD, DEFAULT, NAME)
         return NAME
     if requested not in (None, NAME):
-        _named[id(config)] = config
+        state.current.experts_named[id(config)] = config
     return implementation
 
 
 def named(config: Any) -> str | None:
-    """The implementation that somebody asked for; None if nobody did, or it is ours."""
+    """Return the implementation that somebody asked for; None if nobody did, or it is ours."""
     implementation = getattr(config, "_experts_implementation", None)
-    if implementation in (None, NAME) or (implementation == DEFAULT and id(config) not in _named):
+    known = state.current.experts_named if state.current is not None else {}
+    if implementation in (None, NAME) or (implementation == DEFAULT and id(config) not in known):
         return None
     return str(implementation)
 
 
 def choose(config: Any) -> None:
     """Let a config take ours where it has the default and nobody asked for that."""
+    assert state.current is not None
     if named(config) is None and getattr(config, "_experts_implementation", None) == DEFAULT:
-        config._experts_implementation_internal = NAME
-        _chosen[id(config)] = config
+        state.current.patches.attribute(config, _FIELD, NAME)
 
 
 def give_back(config: Any) -> None:
     """Give a config the default again."""
-    _chosen.pop(id(config), None)
     if config._experts_implementation == NAME:
-        config._experts_implementation_internal = DEFAULT
-
-
-def give_all_back() -> None:
-    """The same for every config that took ours unasked; copies of configs are not known here."""
-    for config in list(_chosen.values()):
-        give_back(config)
-    _named.clear()
+        setattr(config, _FIELD, DEFAULT)

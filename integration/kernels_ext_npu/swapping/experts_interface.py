@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,66 +17,61 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from kernels_ext_npu import sources
-from kernels_ext_npu.swapping import experts_choice
+from kernels_ext_npu.swapping import experts_choice, forwards, state
 from kernels_ext_npu.swapping.experts_choice import NAME
+from kernels_ext_npu.swapping.patches import Patches
 
-LAYER = "MoEExperts"
-
-_source: str | Path | None = None
-_layer: type[nn.Module] | None = None
+REPOSITORY, LAYER = "FusedMoE", "MoEExperts"
 
 
 def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts implementation."""
+    """Compute the experts of a module: transformers calls this by the name in the module's config.
+
+    Args:
+        hidden_states: ``[T, H]``.
+        top_k_index: ``[T, k]``, the experts of each token.
+        top_k_weights: ``[T, k]``, and how much each of them counts.
+
+    Returns:
+        ``[T, H]``.
+    """
     if hidden_states.device.type != "npu":
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return loaded().forward(self, hidden_states, top_k_index, top_k_weights)
+    return layer().forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-def install(source: str | Path) -> None:
+def install(patches: Patches) -> None:
     """Register the implementation, and let models take it that would take the default."""
-    global _source
-    _source = source
-    ALL_EXPERTS_FUNCTIONS.register(NAME, npu_grouped_mm)
-    _wrap("get_correct_experts_implementation", _get_correct)
-    _wrap("set_experts_implementation", _set)
-
-
-def remove() -> None:
-    """Take the implementation out again, and give its models the default back."""
-    global _source, _layer
-    _source = _layer = None
-    for name in ("get_correct_experts_implementation", "set_experts_implementation"):
-        original = getattr(getattr(PreTrainedModel, name), "kernels_ext_npu", None)
-        if original is not None:  # otherwise somebody has wrapped it since: then ours stays below, without effect
-            setattr(PreTrainedModel, name, original)
-    experts_choice.give_all_back()
-    ALL_EXPERTS_FUNCTIONS._global_mapping.pop(NAME, None)  # register() has no counterpart
+    patches.item(ALL_EXPERTS_FUNCTIONS._global_mapping, NAME, npu_grouped_mm)
+    _wrap(patches, "get_correct_experts_implementation", _get_correct)
+    _wrap(patches, "set_experts_implementation", _set)
 
 
 def is_installed() -> bool:
-    """Whether models can take the implementation."""
-    return _source is not None
+    """Tell whether models can take the implementation."""
+    return state.uses(REPOSITORY)
 
 
-def is_loaded() -> bool:
-    """Whether the kernel is there already."""
-    return _layer is not None
+def layer() -> type[nn.Module]:
+    """Return the layer, which is loaded when it is first asked for."""
+    assert state.current is not None
+    if state.current.experts_layer is None:
+        state.current.experts_layer = sources.layer_source(state.current.source, REPOSITORY, LAYER).load()
+    return state.current.experts_layer
 
 
-def loaded() -> type[nn.Module]:
-    """The layer, which is loaded when it is first asked for."""
-    global _layer
-    if _layer is None:
-        assert _source is not None
-        _layer = sources.layer_source(_source, "FusedMoE", LAYER).load()
-    return _layer
+def loaded_layer() -> type[nn.Module] | None:
+    """Return the layer if it is there already."""
+    return state.current.experts_layer if state.current is not None else None
 
 
 def try_to_load() -> None:
-    """While a graph is captured it would be too late. What is wrong is said when the kernel is needed, if it is."""
+    """Load the layer now: while a graph is captured it would be too late.
+
+    What is wrong is said when the kernel is needed, if it is.
+    """
     with suppress(Exception):
-        loaded()
+        layer()
 
 
 def _get_correct(original: Callable, self: PreTrainedModel, requested: str | None) -> str:
@@ -89,23 +83,19 @@ def _get_correct(original: Callable, self: PreTrainedModel, requested: str | Non
 
 def _set(original: Callable, self: PreTrainedModel, requested: str | dict) -> None:
     """What `kernels` bound to a module does not look at its config, and makes room for what was asked for."""
-    from kernels_ext_npu.swapping import forwards
-    from kernels_ext_npu.swapping.experts import experts_of
-
     original(self, requested)
-    for module in experts_of(self):
-        if experts_choice.named(module.config) is not None:
+    for module in self.modules():
+        if experts_choice.is_experts(module) and experts_choice.named(module.config) is not None:
             forwards.take_out(module)
 
 
-def _wrap(name: str, replacement: Callable) -> None:
+def _wrap(patches: Patches, name: str, replacement: Callable) -> None:
     original = getattr(PreTrainedModel, name)
 
     @functools.wraps(original)
     def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if _source is None:
+        if not is_installed():  # somebody has wrapped it since, and ours stays below
             return original(self, *args, **kwargs)
         return replacement(original, self, *args, **kwargs)
 
-    wrapped.kernels_ext_npu = original  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, name, wrapped)
+    patches.attribute(PreTrainedModel, name, wrapped)

@@ -2,47 +2,73 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from kernels_ext_npu.swapping.classes import awaits_weights
+from kernels_ext_npu.swapping import loaded
+from kernels_ext_npu.swapping.devices import awaits_weights
 from kernels_ext_npu.swapping.forwards import kernel_forward
+
+_LAYERS = ("SwiGLUMLP", "GeGLUMLP")  # those with two projections
+
+
+class Pair(NamedTuple):
+    """The projections of a swapped MLP, and the packing of its kernel."""
+
+    kernel: Any
+    gate: nn.Module
+    up: nn.Module
+
+    def separate(self) -> str | None:
+        """Return why they are multiplied one after the other; None if they are packed."""
+        return self.kernel.separate(self.gate, self.up)
+
+    def pack(self) -> None:
+        """Lay their weights side by side where that can be."""
+        self.kernel.pack(self.gate, self.up)
+
+    def unpack(self) -> None:
+        """Give their weights storages of their own."""
+        self.kernel.unpack(self.gate, self.up)
 
 
 def pack(model: nn.Module) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
-    for kernel, gate, up in pairs(model):
-        kernel.pack(gate, up)
+    for pair in pairs(model):
+        pair.pack()
 
 
 def unpack(model: nn.Module) -> None:
-    """Give the projections storages of their own again."""
-    for kernel, gate, up in pairs(model):
-        if kernel.separate(gate, up) is None:
-            kernel.unpack(gate, up)
+    """Give the projections of every swapped MLP storages of their own again."""
+    for pair in packed(model):
+        pair.unpack()
 
 
 def separate(module: nn.Module) -> str | None:
-    """Why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
-    apart = next((kernel.separate(gate, up) for kernel, gate, up in _pair(module)), None)
+    """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
+    pair = _pair(module)
+    apart = pair.separate() if pair is not None else None
     if apart is not None and awaits_weights():
         return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
     return apart
 
 
-def pairs(model: nn.Module) -> Iterator[tuple[ModuleType, nn.Module, nn.Module]]:
-    """The swapped MLPs of a model: the packing of their kernel, gate and up."""
-    for module in model.modules():
-        yield from _pair(module)
+def pairs(model: nn.Module) -> Iterator[Pair]:
+    """Find the projections of the swapped MLPs of a model."""
+    return (pair for module in model.modules() if (pair := _pair(module)) is not None)
 
 
-def _pair(module: nn.Module) -> Iterator[tuple[ModuleType, nn.Module, nn.Module]]:
+def packed(model: nn.Module) -> list[Pair]:
+    """Find those that lie side by side."""
+    return [pair for pair in pairs(model) if pair.separate() is None]
+
+
+def _pair(module: nn.Module) -> Pair | None:
     forward = kernel_forward(module)
-    if forward is None or forward.__qualname__ not in ("SwiGLUMLP.forward", "GeGLUMLP.forward"):
-        return
-    package, _, _ = forward.__module__.partition(".")
-    gate, up, _ = sys.modules[forward.__module__].projections(module)
-    yield sys.modules[f"{package}.packing"], gate, up
+    if forward is None or loaded.layer_name(forward) not in _LAYERS:
+        return None
+    kernel = loaded.package(forward)
+    gate, up, _ = kernel.layers.projections(module)
+    return Pair(kernel.packing, gate, up)

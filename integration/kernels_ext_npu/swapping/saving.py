@@ -15,21 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels_ext_npu.swapping.patches import Patches
 
-def install() -> None:
-    """Once a process: models stay packed after unregister(), and must not lose weights then either."""
+
+def install(patches: Patches) -> None:
+    """Let transformers and accelerate save packed weights as two tensors."""
     from accelerate.utils import other
     from transformers import PreTrainedModel
 
-    if not hasattr(PreTrainedModel.save_pretrained, "kernels_ext_npu"):
-        PreTrainedModel.save_pretrained = _unpacked(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+    patches.attribute(PreTrainedModel, "save_pretrained", _unpacked(PreTrainedModel.save_pretrained))
     original = other.clean_state_dict_for_safetensors
-    if hasattr(original, "kernels_ext_npu"):
-        return
     name, wrapped = original.__name__, _apart(original)
     for package, module in list(sys.modules.items()):
         if package.startswith("accelerate.") and vars(module).get(name) is original:
-            setattr(module, name, wrapped)
+            patches.attribute(module, name, wrapped)
 
 
 def _unpacked(original: Any) -> Any:
@@ -37,18 +36,17 @@ def _unpacked(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        from kernels_ext_npu.swapping import packing
+        from kernels_ext_npu.swapping import packing  # which takes longer to import than register() may
 
-        packed = [pair for pair in packing.pairs(self) if pair[0].separate(*pair[1:]) is None]
+        pairs = packing.packed(self)
         try:
-            for kernel, gate, up in packed:
-                kernel.unpack(gate, up)
+            for pair in pairs:
+                pair.unpack()
             return original(self, *args, **kwargs)
         finally:
-            for kernel, gate, up in packed:
-                kernel.pack(gate, up)
+            for pair in pairs:
+                pair.pack()
 
-    save_pretrained.kernels_ext_npu = original  # type: ignore[attr-defined]
     return save_pretrained
 
 
@@ -70,7 +68,6 @@ def _apart(original: Any) -> Any:
                 copies |= {name: moved[_extent(state_dict[name])] for name in names}
         return original(state_dict | copies)
 
-    clean_state_dict_for_safetensors.kernels_ext_npu = original  # type: ignore[attr-defined]
     return clean_state_dict_for_safetensors
 
 

@@ -1,4 +1,4 @@
-"""Kernels for models that somebody else loads: swapped in when a model is first called on the NPU.
+"""Models that somebody else loads: kernels are swapped in when such a model is first called on the NPU.
 
 Frameworks load models without ``use_kernels=True`` and then move, cast, adapt and shard them, each in its own order.
 At the first forward all of that is done.
@@ -7,25 +7,19 @@ At the first forward all of that is done.
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-logger = logging.getLogger("kernels_ext_npu")
-
-# the models that were not called on the NPU yet
-_waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_undo: list[Callable[[], None]] = []
+from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.patches import Patches
 
 
-def install() -> None:
-    """From now on every transformers model that is made waits for its first forward on the NPU."""
+def install(patches: Patches) -> None:
+    """Let every transformers model that is made from now on wait for its first forward on the NPU."""
     from transformers import PreTrainedModel
 
     original: Any = PreTrainedModel.__init__
@@ -33,34 +27,28 @@ def install() -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        if _undo:
+        if state.current is not None and state.current.on_first_call is not None:
             self.register_forward_pre_hook(swap)
-            _waiting.add(self)
+            state.current.waiting.add(self)
 
-    def undo() -> None:
-        if PreTrainedModel.__init__ is __init__:  # if others have wrapped it, ours stays below and does nothing
-            PreTrainedModel.__init__ = original  # type: ignore[method-assign]
-
-    PreTrainedModel.__init__ = __init__  # type: ignore[method-assign]
-    _undo.append(undo)
+    patches.attribute(PreTrainedModel, "__init__", __init__)
 
 
-def remove() -> None:
-    """Models that are made from now on do not wait, nor do those that wait."""
-    while _undo:
-        _undo.pop()()
-    for model in list(_waiting):
+def forget_all(registration: state.Registration) -> None:
+    """Let no model wait any longer."""
+    for model in list(registration.waiting):
         forget(model)
 
 
 def waits(model: nn.Module) -> bool:
-    """Whether the kernels are to be swapped into a model when it is called."""
+    """Tell whether the kernels are to be swapped into a model when it is called."""
     return any(hook is swap for hook in model._forward_pre_hooks.values())
 
 
 def forget(model: nn.Module) -> None:
     """Let a model no longer wait. Not by the handle of the hook: copies of models have the hook, but no handle."""
-    _waiting.discard(model)
+    if state.current is not None:
+        state.current.waiting.discard(model)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is swap:
             del model._forward_pre_hooks[key]
@@ -68,30 +56,24 @@ def forget(model: nn.Module) -> None:
 
 @torch.compiler.disable
 def swap(called: nn.Module, args: Any) -> None:
-    """The hook: swaps kernels into the outermost model that the called one is part of."""
-    from kernels_ext_npu.api import register
-    from kernels_ext_npu.api.kernelize import kernelize
-    from kernels_ext_npu.reporting.report import report
-
-    if register.current is None:  # a copy of a model that waited
+    """Swap kernels into the outermost model that the called one is part of: the hook."""
+    registration = state.current
+    if registration is None or registration.on_first_call is None:  # a copy of a model that waited
         forget(called)
         return
     if not any(tensor.device.type == "npu" for tensor in _tensors(called)):
         return
-    model = _outermost(called)
+    model = _outermost(called, registration)
     for module in model.modules():
         forget(module)
     forget(called)
-    if vars(model).get("_use_kernels"):
-        return
-    kernelize(model)
-    level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
-    logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
+    if not vars(model).get("_use_kernels"):
+        registration.on_first_call(model)
 
 
-def _outermost(called: nn.Module) -> nn.Module:
+def _outermost(called: nn.Module, registration: state.Registration) -> nn.Module:
     """Some call the forward of a model and not the model, and then only the models inside it notice."""
-    around = [model for model in _waiting if any(module is called for module in model.modules())]
+    around = [model for model in registration.waiting if any(module is called for module in model.modules())]
     return max(around, key=lambda model: sum(1 for _ in model.modules()), default=called)
 
 

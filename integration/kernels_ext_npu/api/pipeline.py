@@ -1,0 +1,70 @@
+"""The one sequence by which kernels get into a model: mark, let `kernels` take what is marked, finish.
+
+`from_pretrained(use_kernels=True)`, `kernelize(model)` and the first call of a model that waited all go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import kernels
+from torch import nn
+
+from kernels_ext_npu.reporting.report import report
+from kernels_ext_npu.swapping import classes, experts, experts_interface, packing, rotary, state
+
+_AT_MOST = 20  # rows in an error
+
+
+def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mode], None]) -> None:
+    """Swap the registered kernels into a model.
+
+    Args:
+        model: one that computes on the NPU, or has no weights yet (devices.on_its_way), or is to take what other
+            devices have.
+        mode: by default training or inference, as the model is.
+        take: lets `kernels` take what is marked, from transformers' table.
+
+    Raises:
+        RuntimeError: register(strict=True) was called, and the model keeps what a kernel might serve.
+    """
+    registration = state.current
+    assert registration is not None
+    if mode is None:
+        mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
+    classes.mark(registration, model)
+    kept = rotary.mark(registration, model) if state.uses(rotary.REPOSITORY) else {}
+    try:
+        take(mode)
+    finally:
+        rotary.give_back(kept)
+    _take_otherwise_served(model, mode)
+    packing.pack(model)
+    if experts_interface.is_installed():
+        experts.choose(model)
+    if registration.strict:
+        _check_strictly(model)
+
+
+def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
+    """Let `kernels` take what is marked, for the NPU."""
+    kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
+
+
+def _take_otherwise_served(model: nn.Module, mode: kernels.Mode) -> None:
+    """Swap what the mark on a class could not say, since an instance decides."""
+    from kernels.layer.layer import kernelize_layer
+
+    for module, layer in classes.otherwise_served(model):
+        with classes.marked_as(type(module), layer):
+            kernelize_layer(
+                module, mode=mode, device_type=kernels.Device("npu"), use_fallback=kernels.KernelizeFallback.ALL
+            )
+
+
+def _check_strictly(model: nn.Module) -> None:
+    kept = [row for row in report(model) if not row.swapped and row.is_candidate]
+    if kept:
+        lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:_AT_MOST])
+        more = f"\n  and {len(kept) - _AT_MOST} more" if len(kept) > _AT_MOST else ""
+        raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")

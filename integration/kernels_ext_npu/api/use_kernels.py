@@ -1,0 +1,61 @@
+"""What ``use_kernels=True`` does while kernels are registered."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.patches import Patches
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+
+def install(patches: Patches) -> None:
+    """Let transformers' ``set_use_kernels`` go through the pipeline."""
+    from transformers import PreTrainedModel
+
+    original: Any = PreTrainedModel.set_use_kernels
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def set_use_kernels(self: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        if use_kernels and state.current is not None:
+            given = signature.bind(self, use_kernels, *args, **kwargs).arguments
+            _swap(self, given.get("mode"), functools.partial(original, self, use_kernels, *args, **kwargs), given)
+        else:  # also where somebody has wrapped it since unregister(), and ours stays below
+            original(self, use_kernels, *args, **kwargs)
+
+    patches.attribute(PreTrainedModel, "set_use_kernels", set_use_kernels)
+
+
+def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
+    from kernels_ext_npu.api import pipeline  # which takes longer to import than register() may
+    from kernels_ext_npu.swapping import table
+    from kernels_ext_npu.swapping.devices import device_of, on_its_way
+
+    with on_its_way(model) as without_weights:
+        is_here = model.device.type == "npu"
+        is_offloaded = not is_here and not without_weights and device_of(model) == "npu"
+        if not (is_here or is_offloaded or without_weights):
+            warnings.warn(
+                f"use_kernels=True: {type(model).__name__} is on {model.device.type}, and kernels are swapped in for "
+                "models on the NPU. Load it with device_map='npu', or move it there and call "
+                "kernels_ext_npu.kernelize(model).",
+                stacklevel=4,
+            )
+        has_config = model.kernel_config is not None or given.get("kernel_config") is not None
+
+        def take(mode: Mode) -> None:
+            if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
+                table.hand_over()
+                model._use_kernels = True
+            else:
+                take_as_asked()
+            if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
+                pipeline.take_for_npu(model, mode)
+
+        pipeline.run(model, mode, take)

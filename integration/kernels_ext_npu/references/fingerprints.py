@@ -1,0 +1,247 @@
+"""What a forward or a function computes, as a text that is equal where the syntax trees are.
+
+Compared is the forward together with the methods of the class and the functions of its file that it calls, after
+docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
+operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
+wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
+module that calls the function; the two decorators of transformers' rotary embeddings, which the reference then has too;
+and transformers' decorator of experts, which says itself what a class computes. Of a function and its helpers the names
+of the parameters count too, since callers may use them; the names of the helpers do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterator
+from types import FunctionType, ModuleType
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_rope_utils import dynamic_rope_update
+
+from kernels_ext_npu.references.experts import Experts
+
+_KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
+_ROTARY_DECORATORS = ("torch.no_grad", "dynamic_rope_update")
+
+_computes_as: dict[tuple[type, object, tuple[type, ...]], bool] = {}  # with the forward: other libraries replace it
+
+
+def fingerprint(cls: type) -> str | None:
+    """Equal for classes whose forwards do the same in the same words; None if the source cannot be read."""
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType):
+        return None
+    if is_experts_class(cls):
+        return "use_experts_implementation"
+    decorated = _under_rotary_decorators(forward)
+    forward, decorators = (forward, ()) if decorated is None else (decorated, _ROTARY_DECORATORS)
+    trees = [str(decorators)]
+    functions = [("forward", forward)]
+    by_name: set[str] = set()  # what is called with keywords
+    for name, function in functions:  # grows while it runs
+        tree = _tree(function, decorators if function is forward else ())
+        if tree is None:
+            return None
+        known = {name for name, _ in functions}
+        functions += [(n, f) for n, f in _called(tree, cls, function) if n not in known]
+        by_name |= {
+            ast.unparse(n.func).split(".")[-1] for n in ast.walk(tree) if isinstance(n, ast.Call) and n.keywords
+        }
+        _Normalised().visit(tree)
+        trees.append(f"{name}: {ast.dump(tree)} {_objects(tree, function)}")
+    parameters = {name: list(inspect.signature(function).parameters) for name, function in functions if name in by_name}
+    trees.append(str(parameters))
+    return "\n".join(trees)
+
+
+def computes_as(cls: type, *references: type) -> bool:
+    """Whether the forward of a class does what that of one of the references does.
+
+    Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
+    """
+    key = cls, getattr(cls, "forward", None), references
+    if key not in _computes_as:
+        patterns = {fingerprint(reference) for reference in references}
+        _computes_as[key] = words(cls) in map(words, references) and fingerprint(cls) in patterns
+    return _computes_as[key]
+
+
+def function_fingerprint(function: object) -> str | None:
+    """Equal for functions that do the same in the same words; None if the source cannot be read."""
+    original = original_function(function)
+    if original is None:
+        return None
+    trees = []
+    functions = {original.__name__: original}
+    for helper in (waiting := [original]):  # grows while it runs
+        tree = _tree(helper, _KERNEL_DECORATORS if helper is original and is_kernel_function(function) else ())
+        if tree is None:
+            return None
+        for name, callee in _called(tree, None, helper):
+            if name not in functions:
+                functions[name] = callee
+                waiting.append(callee)
+        _Normalised().visit(tree)
+        objects = _objects(tree, helper, functions)
+        _Renamed(list(functions)).visit(tree)
+        trees.append(f"{list(inspect.signature(helper).parameters)} {ast.dump(tree)} {objects}")
+    return "\n".join(trees)
+
+
+def original_function(function: object) -> FunctionType | None:
+    """The function itself, also where `kernels` made a module of it; None for what is neither."""
+    if isinstance(function, FunctionType):
+        return function
+    if not is_kernel_function(function):
+        return None
+    forward = vars(type(function))["forward"]
+    original = _cells(forward).get("func")
+    return original if isinstance(original, FunctionType) else None
+
+
+def is_kernel_function(function: object) -> bool:
+    """Whether it is a module that `kernels` made of a function."""
+    return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
+
+
+def is_experts_class(cls: type) -> bool:
+    """Whether its forward calls the experts implementation that the config names, out of transformers' own."""
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
+        return False
+    return _cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+
+
+def words(cls: type) -> tuple[str, ...]:
+    """The attributes and global names in the byte code of a forward.
+
+    They are equal where the trees are, and known without reading the source, which takes far longer.
+    """
+    forward = getattr(cls, "forward", None)
+    return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+
+
+def function_words(function: FunctionType) -> tuple[str, ...]:
+    """The same of a function, but for the functions of its file, whose names do not count."""
+    known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    return tuple(n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__)
+
+
+def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ()) -> list[str]:
+    """What stands behind the global names of a function, but for those that are compared themselves."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys()
+    return [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names.difference(known))]
+
+
+def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
+    """The function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else.
+
+    The wrappers are told by their code, and torch.no_grad's also by what it enters: enable_grad has the same code.
+    """
+    outer, inner = torch.no_grad()(_undecorated), dynamic_rope_update(_undecorated)
+    if forward.__code__ is not outer.__code__:
+        return None
+    factory, update = (_cells(forward).get(name) for name in ("ctx_factory", "func"))
+    if type(getattr(factory, "__self__", None)) is not torch.no_grad:
+        return None
+    if not isinstance(update, FunctionType) or update.__code__ is not inner.__code__:
+        return None
+    function = _cells(update).get("rope_forward")
+    return function if isinstance(function, FunctionType) else None
+
+
+def _undecorated() -> None:
+    """For the decorators, which show their code on what they decorate."""
+
+
+def _cells(function: FunctionType) -> dict[str, object]:
+    return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+
+
+def _tree(function: FunctionType, allowed: tuple[str, ...] = ()) -> ast.FunctionDef | None:
+    if hasattr(function, "__wrapped__"):
+        return None
+    try:
+        source = inspect.getsource(function)
+        (tree,) = ast.parse(textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # no source file, or not one function
+        return None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
+    decorators = [ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list]
+    return tree if not decorators or decorators == list(allowed) else None
+
+
+def _describe(value: object, user: FunctionType) -> str:
+    """Tells objects apart that go by the same name in two files."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, FunctionType):  # those of the same file are compared themselves
+        return "here" if value.__module__ == user.__module__ else f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _called(tree: ast.FunctionDef, cls: type | None, function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of the class and the functions of the same file that a function calls."""
+    receiver = tree.args.args[0].arg if tree.args.args else None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        callee: Callable | None = None
+        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            name = node.func.attr
+            if cls is not None and node.func.value.id == receiver and name not in vars(nn.Module):
+                callee = inspect.getattr_static(cls, name, None)
+        elif isinstance(node.func, ast.Name):
+            name = node.func.id
+            callee = function.__globals__.get(name)
+        if isinstance(callee, FunctionType) and callee.__module__ == function.__module__:
+            yield name, callee
+
+
+class _Normalised(ast.NodeTransformer):
+    """Parameters and local variables become numbers in the order in which they appear; the rest stays."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments += [argument for argument in (node.args.vararg, node.args.kwarg) if argument]
+        stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        self.locals = {argument.arg for argument in arguments} | stored
+        self.numbers: dict[str, str] = {}
+        node.name, node.decorator_list, node.returns = "_", [], None
+        if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
+            node.body = node.body[1:]
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.arg, node.annotation = self._number(node.arg), None
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        if node.id in self.locals:
+            node.id = self._number(node.id)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return self.generic_visit(node)
+        return self.generic_visit(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+    def _number(self, name: str) -> str:
+        return self.numbers.setdefault(name, str(len(self.numbers)))
+
+
+class _Renamed(ast.NodeTransformer):
+    """Helpers go by the order in which they are called."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.numbers = {name: f"function {number}" for number, name in enumerate(names)}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        node.id = self.numbers.get(node.id, node.id)
+        return node

@@ -1,0 +1,147 @@
+"""What there is to say of one module, or of one rotary function that a module calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from kernels_ext_npu.catalogue import LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
+from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
+from kernels_ext_npu.references.fingerprints import original_function
+from kernels_ext_npu.swapping import (
+    experts,
+    experts_choice,
+    experts_interface,
+    loaded,
+    packing,
+    refusals,
+    rotary,
+    state,
+)
+from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.refusals import refusal, replaced
+from kernels_ext_npu.swapping.rotary_uses import Use, uses
+
+# norms that are no RMS norms, so that no kernel could be missing for them
+_OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module, or one rotary function that a module calls.
+
+    Attributes:
+        path: its name in the model; of a function that of the module, a dot, and the name in its file.
+        class_name: its class, or the function.
+        kernel: the layer that serves it or would serve it, None if there is none.
+        swapped: whether the kernel's forward is in place.
+        reason: why not, or why not as fast as it could be; None if there is nothing to say.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
+            nor for what register(kernels=...) leaves out.
+        kind: what it is, as the table counts it.
+        function: the name of the function in its file, None for a module.
+    """
+
+    path: str
+    class_name: str
+    kernel: str | None
+    swapped: bool
+    reason: str | None
+    is_candidate: bool = True
+    kind: str = "norms"
+    function: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The name in the model of the module, or of the module that calls the function."""
+        return self.path if self.function is None else self.path[: -len(self.function)].rstrip(".")
+
+
+def of_modules(model: nn.Module) -> Iterator[Row]:
+    """Describe every module of a model that is of a kind that kernels serve."""
+    for path, module in model.named_modules():
+        if (kind := of_module(module)) is not None:
+            yield _of_module(path, module, kind)
+
+
+def of_functions(model: nn.Module) -> Iterator[Row]:
+    """Describe every rotary function that a module of a model calls, once for each module."""
+    for path, module in model.named_modules():
+        for use in uses(type(module)):
+            yield _of_function(path, module, use)
+
+
+def passed_by(row: Row, model: nn.Module) -> Row:
+    """Add a remark where another library may compute without calling what was swapped."""
+    stranger = replaced(model.get_submodule(row.path.rpartition(".")[0])) if row.swapped and row.path else None
+    return row if stranger is None else replace(row, reason=refusals.passed_by(stranger))
+
+
+def expected(row: Row, model: nn.Module) -> Row:
+    """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
+    if row.swapped or row.kernel is None or refusals.left_out(LAYERS[row.kernel]) is not None:
+        return row
+    if row.function is None:
+        module = model.get_submodule(row.path)
+        if not refusals.is_elsewhere(module) and refusal(module) is not None:
+            return row
+    return replace(row, reason=refusals.AT_FIRST_CALL)
+
+
+def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
+    name, counted_as = type(module).__name__, kind.in_models
+    forward = kernel_forward(module)
+    if forward is not None and (layer := loaded.layer_name(forward)) is not None:
+        apart = packing.separate(module)
+        reason = f"two products, since {apart}" if apart else experts.remark(module)
+        return Row(path, name, layer, True, reason, kind=counted_as)
+    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
+    if forward is not None:
+        return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
+    if experts.is_called_by_name(module):
+        reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
+        return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
+    reference = find_reference(type(module))
+    layer = reference.layer(module) if reference else None
+    return Row(path, name, layer, False, _reason(module), candidate, counted_as)
+
+
+def _of_function(path: str, module: nn.Module, use: Use) -> Row:
+    reference, reason = find_function_reference(use.function), rotary.refusal(module, use)
+    return Row(
+        path=f"{path}.{use.name}".lstrip("."),
+        class_name=getattr(original_function(use.function), "__qualname__", use.name),
+        kernel=reference.layer if reference else None,
+        swapped=reason is None,
+        reason=reason,
+        is_candidate=refusals.left_out(rotary.REPOSITORY) is None,
+        kind=ROTARY.in_models,
+        function=use.name,
+    )
+
+
+def _is_other(module: nn.Module, kind: Kind) -> bool:
+    """Whether no kernel in use is meant for it: it makes cos and sin, or routes, in another way, or none was wanted.
+
+    Of MLPs those that are only called so: what they multiply with is no pair of projections.
+    """
+    reference = find_reference(type(module))
+    if reference is not None and refusals.left_out(reference.repository) is not None:
+        return True
+    if kind is ROUTERS:
+        return reference is None
+    if kind is MLPS:
+        return reference is None and not has_gated_projections(module)
+    return kind is TABLES and (reference is None or reference.refuse(module) is not None)
+
+
+def _reason(module: nn.Module) -> str:
+    if isinstance(module, _OTHER_NORMS) and find_reference(type(module)) is None:
+        return refusals.NO_RMS_NORM
+    reason = refusal(module)
+    if reason is not None:
+        return reason
+    return refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR

@@ -1,0 +1,71 @@
+"""Where a module computes, also while its weights are elsewhere or not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+_without_weights: ContextVar[bool] = ContextVar("_without_weights", default=False)
+
+
+def has_no_weights(model: nn.Module) -> bool:
+    """Tell whether the parameters of a model are all on meta, and accelerate has none of them elsewhere."""
+    return all(parameter.is_meta for parameter in model.parameters()) and _where(model) == "meta"
+
+
+@contextmanager
+def on_its_way(model: nn.Module) -> Iterator[bool]:
+    """Say whether a model has no weights yet; if so, its modules count as on the NPU, where they are to be loaded.
+
+    Its buffers need not be on meta: accelerate's ``init_empty_weights`` leaves them on the CPU.
+    """
+    token = _without_weights.set(has_no_weights(model))
+    try:
+        yield _without_weights.get()
+    finally:
+        _without_weights.reset(token)
+
+
+def awaits_weights() -> bool:
+    """Tell whether the model at hand has no weights yet."""
+    return _without_weights.get()
+
+
+def device_of(module: nn.Module) -> str | None:
+    """Return where a module computes, None if it has no tensors.
+
+    accelerate moves what is offloaded when it is called.
+    """
+    return "npu" if awaits_weights() else _where(module)
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Tell whether a module computes on another device than the NPU."""
+    return device_of(module) not in ("npu", None)
+
+
+def computes_on(tensor: torch.Tensor) -> str:
+    """Return the device that a tensor is used on. FSDP keeps what is offloaded on the CPU between a module's calls."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is not None:
+        return str(mesh.device_type)
+    is_flat = getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
+    accelerator = torch.accelerator.current_accelerator() if is_flat else None
+    return accelerator.type if accelerator is not None else tensor.device.type
+
+
+def _where(module: nn.Module) -> str | None:
+    tensor: torch.Tensor | None = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
+    if tensor is None:
+        return None
+    if tensor.is_meta:
+        hooks = (getattr(child, "_hf_hook", None) for child in module.modules())
+        devices = [getattr(hook, "execution_device", None) for hook in hooks]
+        return next((torch.device(device).type for device in devices if device is not None), "meta")
+    return computes_on(tensor)

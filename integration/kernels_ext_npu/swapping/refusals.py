@@ -1,0 +1,86 @@
+"""Why no kernel is in a module's place, or in a function's: each sentence is written here once.
+
+What only one mechanism knows, such as how weights lie, is said there: packing.py, experts.py, forwards.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+
+from torch import nn
+
+from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.swapping import experts_choice, forwards, loaded, state
+from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
+
+NOT_REGISTERED = "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"
+NOT_ASKED_FOR = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
+NOT_ASKED_FOR_BY_ANY = (
+    "no model of the architecture was loaded with use_kernels=True, or restore() was called: kernelize(model)"
+)
+NO_RMS_NORM = "not an RMS norm"
+FORWARD_UNKNOWN = "no kernel computes what its forward computes"
+FUNCTION_UNKNOWN = "no kernel computes what it computes"
+AT_FIRST_CALL = "swapped in when the model is first called on the NPU"
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Return why no kernel can take the place of a module's forward; None if one can."""
+    reference = find_reference(type(module))
+    if reference is None:
+        stranger = replaced(module)
+        return FORWARD_UNKNOWN if stranger is None else f"another library replaced its forward: {stranger}"
+    if is_elsewhere(module):
+        return elsewhere(module)
+    return (
+        left_out(reference.repository)
+        or forwards.refuse_wrapper(module)
+        or _other_experts(module)
+        or reference.refuse(module)
+    )
+
+
+def left_out(repository: str) -> str | None:
+    """Return why nothing is served by a kernel that register() was not to use; None where it is used, or nothing is."""
+    if state.current is None or repository in state.current.kernels:
+        return None
+    return f"register(kernels={sorted(state.current.kernels)}) leaves {repository} out"
+
+
+def elsewhere(module: nn.Module) -> str:
+    """Say of a module on another device where it is, and what to do."""
+    return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
+
+
+def served_by(forward: Callable) -> str:
+    """Say of a stranger's kernel which it is."""
+    return f"served by {loaded.class_name(forward)} of the kernel {loaded.kernel_name(forward)}, which is not ours"
+
+
+def passed_by(stranger: str) -> str:
+    """Say of what was swapped that another library's forward around it may compute without it."""
+    return f"but another library replaced the forward around it, and may not call it: {stranger}"
+
+
+def replaced(module: nn.Module) -> str | None:
+    """Return the name of a forward that another library gave a module, or its class, in place of its own."""
+    bound = vars(module).get("forward")
+    own = forwards.own_forward(module)
+    forward = own or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
+    if not isinstance(forward, FunctionType) or loaded.kernel_name(forward) is not None:
+        return None
+    return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+
+
+def foreign(function: FunctionType, *modules: str) -> str | None:
+    """Return the full name of a function from another library than all these modules; None if it is from one."""
+    libraries = {module.partition(".")[0] for module in modules}
+    if function.__module__.partition(".")[0] in libraries:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _other_experts(module: nn.Module) -> str | None:
+    asked_for = experts_choice.named(module.config) if experts_choice.is_experts(module) else None
+    return None if asked_for is None else f"the experts implementation {asked_for} was asked for"

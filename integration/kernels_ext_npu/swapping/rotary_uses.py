@@ -1,0 +1,73 @@
+"""Which rotary functions the methods of a class call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kernels_ext_npu.matching.kinds import names, rotates
+from kernels_ext_npu.references.fingerprints import original_function
+
+_NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
+
+_uses: dict[type, tuple[Use, ...]] = {}
+
+
+class Use(NamedTuple):
+    """A function as a modeling file knows it."""
+
+    file: str
+    name: str
+
+    @property
+    def function(self) -> Any:
+        """What stands in the file under the name: the function, or the module that `kernels` made of it."""
+        return vars(sys.modules[self.file]).get(self.name)
+
+
+def uses(cls: type[nn.Module]) -> tuple[Use, ...]:
+    """Return the rotary functions that the methods of a class call, or the functions of its file that these call."""
+    if cls not in _uses:
+        _uses[cls] = _find_uses(cls)
+    return _uses[cls]
+
+
+def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
+    found: dict[Use, None] = {}
+    waiting = [f for base in cls.__mro__ if base not in (nn.Module, object) for f in _functions(vars(base).values())]
+    waiting = list(dict.fromkeys(waiting))
+    for function in waiting:  # grows while it runs
+        module = sys.modules.get(function.__module__)
+        if _NOT_MODELS.match(function.__module__) or vars(module or object) is not function.__globals__:
+            continue
+        for name in sorted(names(function) & function.__globals__.keys()):
+            value = function.__globals__[name]
+            original = original_function(value)
+            if original is None:
+                continue
+            if rotates(name, value):
+                found[Use(function.__module__, name)] = None
+            elif original.__module__ == function.__module__ and original not in waiting:
+                waiting.append(original)
+    return tuple(found)
+
+
+def _functions(values: Any) -> Iterator[FunctionType]:
+    """The functions in the values of a class, also below decorators."""
+    for value in values:
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        while isinstance(value, FunctionType):
+            yield value
+            for inner in inspect.getclosurevars(value).nonlocals.values() if value.__closure__ else ():
+                if isinstance(inner, FunctionType):
+                    yield inner
+            value = getattr(value, "__wrapped__", None)

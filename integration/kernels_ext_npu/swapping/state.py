@@ -1,0 +1,53 @@
+"""The registration of this process: what register() was told, and what belongs to it until unregister()."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernels_ext_npu.swapping.patches import Patches
+
+if TYPE_CHECKING:
+    from types import FunctionType
+
+    from torch import nn
+
+
+@dataclass
+class Registration:
+    """What register() was told, and what was changed and found since.
+
+    Attributes:
+        source: where the kernels come from.
+        strict: whether a model must not keep what a kernel might serve.
+        kernels: the repositories that are used.
+        on_first_call: what swaps the kernels into a model that waited for its first call; None if models do not wait.
+        patches: the changes to transformers, `kernels` and what belongs to models.
+        marked: the classes that were looked at.
+        rotary: the modules that `kernels` made of rotary functions, by function.
+        experts_named: the configs whose owner named an implementation of experts, by id.
+        experts_layer: the layer that computes experts by name, once it is loaded.
+        waiting: the models that were not called on the NPU yet.
+    """
+
+    source: str | Path
+    strict: bool
+    kernels: frozenset[str]
+    on_first_call: Callable[[nn.Module], None] | None = None
+    patches: Patches = field(default_factory=Patches)
+    marked: set[type] = field(default_factory=set)
+    rotary: dict[FunctionType, nn.Module] = field(default_factory=dict)
+    experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
+    experts_layer: type[nn.Module] | None = None
+    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+
+
+current: Registration | None = None
+
+
+def uses(repository: str) -> bool:
+    """Whether kernels are registered, among them those of a repository."""
+    return current is not None and repository in current.kernels

@@ -18,7 +18,7 @@ help:
 	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
 	@echo "make test-distributed   the tests on several software devices: FSDP, tensor and expert parallelism"
 	@echo "make test-variants   every strict variant on the torch and torch_npu that it names, emulated [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
-	@echo "make lint        ruff and mypy"
+	@echo "make lint        ruff, mypy and the order of imports"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make docs        write the generated parts of the documents anew"
 	@echo "make publish     publish the kernel repositories to the Hub [KERNELS=RMSNorm ARGS=--dry-run]"
@@ -48,6 +48,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 build: $(READY)
 	@$(BIN)/python scripts/build.py

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from kernels_ext_npu.api import pipeline
-from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import experts, forwards, packing, rotary, state, table, waiting
+from kernels_ext_npu.api.register import register
+from kernels_ext_npu.swapping import experts, forwards, packing, rotary, state, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
     from kernels import Mode
 
 Model = TypeVar("Model", bound=nn.Module)
-
-logger = logging.getLogger("kernels_ext_npu")
 
 
 def kernelize(model: Model, mode: Mode | None = None) -> Model:
@@ -44,24 +39,9 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
             given = ", ".join(sorted(devices)) or "no device"
             raise ValueError(f"kernelize: the model is on {given}; move it first: model.to('npu')")
         if state.current is None:
-            from kernels_ext_npu.api.register import register  # which is given what this file defines
-
             register()
-
-        def take(mode: Mode) -> None:
-            table.hand_over()
-            pipeline.take_for_npu(model, mode)
-            _set_use_kernels(model, True)
-
-        pipeline.run(model, mode, take)
+        pipeline.swap_in(model, mode)
     return model
-
-
-def kernelize_at_first_call(model: nn.Module) -> None:
-    """Swap the kernels into a model that waited, and log the report, on one rank."""
-    kernelize(model)
-    level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
-    logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
 
 
 def restore(model: Model) -> Model:
@@ -79,21 +59,5 @@ def restore(model: Model) -> Model:
         waiting.forget(module)
         forwards.take_out(module)
     rotary.restore(model)
-    _set_use_kernels(model, False)
+    pipeline.swap_again_with_the_mode(model, False)
     return model
-
-
-def _set_use_kernels(model: nn.Module, value: bool) -> None:
-    """Tell the outermost transformers models whether to swap kernels again when the mode changes."""
-    for pretrained in _pretrained(model):
-        vars(pretrained)["_use_kernels"] = value
-
-
-def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
-    from transformers import PreTrainedModel
-
-    if isinstance(module, PreTrainedModel):
-        yield module
-        return
-    for child in module.children():
-        yield from _pretrained(child)

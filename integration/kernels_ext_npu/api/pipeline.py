@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
 
 import kernels
 from torch import nn
+from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import classes, experts, experts_interface, packing, rotary, state
+from kernels_ext_npu.swapping import classes, experts, experts_interface, packing, rotary, state, table
+from kernels_ext_npu.swapping.devices import on_its_way
+
+logger = logging.getLogger("kernels_ext_npu")
 
 _AT_MOST = 20  # rows in an error
 
@@ -46,6 +52,31 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         _check_strictly(model)
 
 
+def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
+    """Swap the registered kernels into a loaded model, which keeps them when its mode changes."""
+
+    def take(mode: kernels.Mode) -> None:
+        table.hand_over()
+        take_for_npu(model, mode)
+        swap_again_with_the_mode(model, True)
+
+    run(model, mode, take)
+
+
+def swap_in_at_first_call(model: nn.Module) -> None:
+    """Swap the registered kernels into a model that waited, and log the report, on one rank."""
+    with on_its_way(model):
+        swap_in(model)
+    level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
+    logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
+
+
+def swap_again_with_the_mode(model: nn.Module, value: bool) -> None:
+    """Tell the outermost transformers models in a module whether ``train()`` and ``eval()`` swap kernels again."""
+    for pretrained in _pretrained(model):
+        vars(pretrained)["_use_kernels"] = value
+
+
 def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
     """Let `kernels` take what is marked, for the NPU."""
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
@@ -68,3 +99,11 @@ def _check_strictly(model: nn.Module) -> None:
         lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:_AT_MOST])
         more = f"\n  and {len(kept) - _AT_MOST} more" if len(kept) > _AT_MOST else ""
         raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")
+
+
+def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _pretrained(child)

@@ -52,17 +52,21 @@ def register(
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
+    lasting.install()
     registration = state.Registration(source, strict, chosen, _first_call if everywhere else None)
     state.current = registration
-    lasting.install()
-    table.install(registration)
-    use_kernels.install(registration.patches)
-    if experts_interface.is_installed():
-        experts_interface.install(registration.patches)
-    if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
-        registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
-    if everywhere:
-        waiting.install(registration.patches)
+    try:
+        table.install(registration)
+        use_kernels.install(registration.patches)
+        if experts_interface.is_installed():
+            experts_interface.install(registration.patches)
+        if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
+            registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
+        if everywhere:
+            waiting.install(registration.patches)
+    except BaseException:
+        unregister()
+        raise
 
 
 def unregister() -> None:
@@ -84,9 +88,9 @@ def unregister() -> None:
 
 
 def _first_call(model: nn.Module) -> None:
-    from kernels_ext_npu.api.kernelize import kernelize_at_first_call  # which takes longer to import than register()
+    from kernels_ext_npu.api import pipeline  # which takes longer to import than register() may
 
-    kernelize_at_first_call(model)
+    pipeline.swap_in_at_first_call(model)
 
 
 def _chosen(kernels: Collection[str] | None) -> frozenset[str]:

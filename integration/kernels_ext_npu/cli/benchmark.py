@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import choices
 from kernels_ext_npu.cli import pictures
+from kernels_ext_npu.cli.refusals import refusing, take_device
 from kernels_ext_npu.environment import UnsupportedEnvironmentError
 from kernels_ext_npu.inspection.published_models import MODELS
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.benchmarking.run import Result
 
 
+@refusing()
 def benchmark(
     model: Annotated[
         list[str] | None,
@@ -48,26 +51,22 @@ def benchmark(
     card: times between device events, launches, bytes and memory; on the software device all but times. Ends with 0,
     with 1 if one of our kernels disagreed or failed, with 2 if nothing could be measured.
     """
-    try:
+    with refusing(choices.CannotRunError, pictures.CannotDrawError, UnsupportedEnvironmentError, ImportError):
         models = choices.choose_models(model or [], MODELS)
         kernels = choices.choose("--kernel", kernel or [], choices.KERNELS)
         dtypes = choices.choose_dtypes(dtype or [])
         if plot is not None:
             pictures.check(plot)
-        import softnpu  # before torch
-        from kernels_ext_npu import environment
-
+        take_device(needed=True)
         environment.check()
         choices.check_device(dtypes)
+        import softnpu
         from kernels_ext_npu.benchmarking.models import load
 
         software = softnpu.is_software()
         tokens, shrink = tokens or (64 if software else 4096), shrink or (8 if software else 1)
         loaded = [load(name, shrink) for name in models]
         wrong = _run(loaded, dtypes, kernels, tokens, shrink, plot, as_json)
-    except (choices.CannotRunError, pictures.CannotDrawError, UnsupportedEnvironmentError, ImportError) as error:
-        typer.echo(f"kernels-ext-npu: {error}", err=True)
-        raise typer.Exit(2) from error
     raise typer.Exit(1 if wrong else 0)
 
 

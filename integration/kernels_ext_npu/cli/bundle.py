@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from kernels_ext_npu.cli.refusals import refusing
 from kernels_ext_npu.sources import ORGANISATION
 
 
+@refusing()
 def bundle(
     output: Annotated[Path | None, typer.Option(help="Make a bundle of all kernel repositories, here.")] = None,
     source: Annotated[str, typer.Option(help="For --output: bundled, hub, or the path of a clone.")] = "bundled",
@@ -25,12 +27,9 @@ def bundle(
 
     if (output is None) == (install is None):
         raise typer.BadParameter("give either --output or --install")
-    try:
+    with refusing(BundleError, OSError, code=1):
         for line in _write(output, source) if output else _install(install) if install else ():
             typer.echo(line)
-    except (BundleError, OSError) as error:
-        typer.echo(f"kernels-ext-npu: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _write(output: Path, source: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kernels_ext_npu.cli.refusals import RefusedError, refusing, take_device
+
 if TYPE_CHECKING:
     from kernels_ext_npu.coverage.model_types import Folder
 
 
+@refusing()
 def coverage(
     model_types: Annotated[
         list[str] | None,
@@ -31,12 +33,8 @@ def coverage(
     Ends with 2 if there is no such model type.
     """
     if markdown and (as_json or model_types):
-        raise _refusal("--markdown is about all model types, and no JSON: give it alone")
-    try:
-        import softnpu  # noqa: F401  before torch; changes nothing where there is an NPU
-    except ImportError as error:  # without torch_npu it is not needed
-        if importlib.util.find_spec("torch_npu") is not None:
-            raise _refusal(error) from error
+        raise RefusedError("--markdown is about all model types, and no JSON: give it alone")
+    take_device(needed=False)
     from rich.console import Console
 
     from kernels_ext_npu.coverage import tables
@@ -44,10 +42,8 @@ def coverage(
     from kernels_ext_npu.coverage.model_types import UnknownModelTypeError, find
     from kernels_ext_npu.coverage.survey import survey
 
-    try:
+    with refusing(UnknownModelTypeError):
         folders = find(model_types) if model_types else None
-    except UnknownModelTypeError as error:
-        raise _refusal(error) from error
     rows = survey(folders, _bar)
     if as_json:
         typer.echo(json.dumps(tables.to_json(rows), indent=2))
@@ -65,8 +61,3 @@ def _bar(folders: Sequence[Folder]) -> Iterable[Folder]:
 
     console = Console(stderr=True)
     return track(folders, "reading transformers", console=console, transient=True, disable=not sys.stderr.isatty())
-
-
-def _refusal(error: object) -> typer.Exit:
-    typer.echo(f"kernels-ext-npu: {error}", err=True)
-    return typer.Exit(2)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kernels_ext_npu.cli import pictures
+from kernels_ext_npu.cli.refusals import RefusedError, refusing, take_device
 
 if TYPE_CHECKING:
     from kernels_ext_npu.inspection.inspecting import Inspection
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
+@refusing()
 def inspect(
     model: Annotated[
         str,
@@ -60,26 +62,21 @@ def inspect(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if dtype not in _DTYPES:
-        raise _refusal(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
-    try:
-        import softnpu  # noqa: F401  before torch; changes nothing where there is an NPU
-    except ImportError as error:
-        raise _refusal(error) from error
+        raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
+    take_device(needed=True)
     from kernels_ext_npu import UnsupportedEnvironmentError
     from kernels_ext_npu.inspection import mesh, roofline
     from kernels_ext_npu.inspection.subject import CannotInspectError
 
     if soc not in roofline.SOCS:
-        raise _refusal(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
+        raise RefusedError(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
-    try:
+    with refusing(CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError):
         if plot is not None:
             pictures.check(plot)
         ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         mesh.check(ranks)
         inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks)
-    except (CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError) as error:
-        raise _refusal(error) from error
     _give(inspection, plot, as_json)
 
 
@@ -115,8 +112,3 @@ def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:
         showing.show(inspection, Console())
         if plot is not None:
             typer.echo(f"drawn: {plot}")
-
-
-def _refusal(error: object) -> typer.Exit:
-    typer.echo(f"kernels-ext-npu: {error}", err=True)
-    return typer.Exit(2)

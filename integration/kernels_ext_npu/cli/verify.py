@@ -6,12 +6,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kernels_ext_npu.cli.refusals import refusing, take_device
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.distribution.verification import Verified
 
 
+@refusing()
 def verify(
     target: Annotated[str, typer.Argument(help="A repository id such as kernels-ext-npu/RMSNorm, or a path.")] = ".",
     version: Annotated[int, typer.Option(help="Of a repository on the Hub: the branch v<N>.")] = 1,
@@ -38,8 +41,7 @@ def verify(
     A path is a clone, a kernel repository, a build folder, a variant, or a cache. With HF_HUB_OFFLINE=1 a repository id
     is looked up in the cache. Ends with 0 if all is intact, with 1 if not, with 2 if it could not be found out.
     """
-    with suppress(ImportError):  # no torch_npu: kernels sees a machine without an NPU
-        import softnpu  # noqa: F401  before torch; changes nothing where there is an NPU
+    take_device(needed=False)  # without torch_npu kernels sees a machine without an NPU
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import disable_progress_bars
@@ -51,7 +53,7 @@ def verify(
         disable_progress_bars()
 
     console = Console(stderr=as_json)
-    try:
+    with refusing(ValueError, LookupError, HfHubHTTPError, OfflineModeIsEnabled, OSError):
         machine = machines.describe(torch, cann, arch)
         with _found(target, version, signed_by) as repositories:
             report = [_report(name, commit, found, machine) for name, commit, found in repositories]
@@ -59,9 +61,6 @@ def verify(
                 report[0]["refusal"] = published.refusal(target, version)
             for (_, _, found), entry in zip(repositories, report):
                 _show(console, entry, found)
-    except (ValueError, LookupError, HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        typer.echo(f"kernels-ext-npu: {error}", err=True)
-        raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     raise typer.Exit(0 if all(entry["intact"] for entry in report) else 1)

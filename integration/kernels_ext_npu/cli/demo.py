@@ -1,0 +1,30 @@
+"""``kernels-ext-npu demo``: the main job, shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kernels_ext_npu.cli.refusals import refusing, take_device
+from kernels_ext_npu.environment import UnsupportedEnvironmentError
+
+
+@refusing()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A local checkpoint of a causal language model, in place of ten tiny random ones."),
+    ] = None,
+) -> None:
+    """Load models with use_kernels=True and compare them with their originals on the CPU.
+
+    Runs on the software device where there is no NPU. Ends with 1 if anything disagrees.
+    """
+    take_device(needed=True)
+    from kernels_ext_npu.demo import run
+
+    with refusing(run.CannotRunError, UnsupportedEnvironmentError):
+        agreed = run.run(model)
+    raise typer.Exit(0 if agreed else 1)

@@ -52,10 +52,16 @@ def put(module: nn.Module, function: Callable) -> bool:
 
 
 def take_out(module: nn.Module) -> None:
-    """Put the forward of its class wherever a module holds that of a kernel."""
-    if kernel_forward(module) is not None:
-        put(module, type(module).forward)
-    elif "forward" in vars(module) and any(kernel_name(place.held.__func__) for place in places(module)):
+    """Put the forward of its class wherever a module holds that of a kernel.
+
+    `kernels` also binds the forward of the class itself, where it has no kernel: the module is left without that too.
+    """
+    forward = vars(module).get("forward")
+    if forward is None:
+        return
+    if is_own(forward, module):
+        del module.forward
+    elif any(kernel_name(place.held.__func__) for place in places(module)):
         _exchange(module, type(module).forward)
 
 

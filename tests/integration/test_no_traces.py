@@ -1,0 +1,117 @@
+"""After restore() and unregister() transformers, kernels and the models are what they were: compared, not listed."""
+
+from __future__ import annotations
+
+import json
+
+# what `kernels` keeps of a kernel that it has loaded
+KEPT_BY_KERNELS = ("kernels.layer.layer._CACHED_LAYER", "kernels.importer._loaded_kernels")
+
+PRELUDE = """
+import json, sys, tempfile
+from pathlib import Path
+import softnpu, torch
+import kernels_ext_npu
+from kernels_ext_npu.demo import models
+from kernels_ext_npu.swapping import lasting
+from tests.support.traces import differences, snapshot
+from transformers.integrations import hub_kernels
+from transformers import AutoConfig
+
+FOLDER = Path(tempfile.mkdtemp())
+
+def load(name, **options):
+    auto = models.loader(AutoConfig.from_pretrained(FOLDER / name))
+    return auto.from_pretrained(FOLDER / name, dtype=torch.float32, device_map="npu", **options)
+
+def use(model):
+    made = models.on("npu", models.inputs(model.config))
+    model.train()
+    model(**made, labels=made["input_ids"]).loss.backward()
+    model.eval().generate(**made, max_new_tokens=2, do_sample=False)
+
+# what transformers and kernels change by themselves, and what stays on purpose
+for name in models.MODELS:
+    models.save(name, FOLDER / name)
+    use(load(name))
+hub_kernels.register_kernel_mapping_transformers()
+lasting.install()
+"""
+
+EVERY_MODEL = """
+found = {}
+for name in models.MODELS:
+    before = snapshot()
+    kernels_ext_npu.register(everywhere=name == "Qwen3")
+    model = load(name, use_kernels=True)
+    use(model)
+    assert any(row.swapped for row in kernels_ext_npu.report(model)), name
+    kernels_ext_npu.restore(model)
+    kernels_ext_npu.unregister()
+    found[name] = differences(before, snapshot())
+print(json.dumps(list(found.items())))
+"""
+
+# raises in the n-th call of a function of ours, as an interrupt or a lack of memory does
+INTERRUPTED = """
+class Stop(BaseException):
+    pass
+
+def interrupt(last):
+    calls = 0
+    def count(frame, event, argument):
+        nonlocal calls
+        if event == "call" and "/kernels_ext_npu/" in frame.f_code.co_filename:
+            calls += 1
+            if calls == last:
+                sys.setprofile(None)
+                raise Stop
+    def seen():
+        return calls
+    return count, seen
+
+def kernelize(model, last):
+    count, seen = interrupt(last)
+    sys.setprofile(count)
+    try:
+        kernels_ext_npu.kernelize(model)
+    except Stop:
+        stopped.append(last)
+    finally:
+        sys.setprofile(None)
+    return seen()
+
+stopped = []  # not where a generator that is closed swallows it
+model = load("Qwen3-MoE")
+for _ in range(2):  # the first finds out what later ones know
+    kernels_ext_npu.register()
+    calls = kernelize(model, None)
+    kernels_ext_npu.restore(model)
+    kernels_ext_npu.unregister()
+before = snapshot(model)
+found = {}
+for stop in range(1, calls, max(1, calls // 60)):
+    kernels_ext_npu.register()
+    kernelize(model, stop)
+    kernels_ext_npu.restore(model)
+    kernels_ext_npu.unregister()
+    found[stop] = differences(before, snapshot(model))
+assert len(stopped) >= 50, calls
+print(json.dumps(list(found.items())))
+"""
+
+
+def strange(line: str) -> dict[str, list[str]]:
+    found = {
+        name: [path for path in paths if not path.removeprefix("new: ").startswith(KEPT_BY_KERNELS)]
+        for name, paths in json.loads(line)
+    }
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def test_neither_a_model_nor_an_interrupted_kernelize_leaves_a_trace(run_python) -> None:
+    """Ten models are registered for, loaded, trained, restored; and one is kernelized up to each of sixty calls."""
+    output = run_python(PRELUDE + EVERY_MODEL + INTERRUPTED).stdout
+    models, interrupted = output.splitlines()[-2:]
+    assert strange(models) == {}
+    assert strange(interrupted) == {}

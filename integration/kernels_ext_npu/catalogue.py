@@ -116,3 +116,10 @@ KERNELS = frozenset(repository.kernel for repository in CATALOGUE)
 KINDS = tuple(kind for repository in CATALOGUE for kind in repository.kinds)
 KIND_OF_LAYER = {layer: kind for kind in KINDS for layer in kind.layers}
 LAYERS = {layer: repo.name for repo in CATALOGUE for kind in repo.kinds for layer in kind.layers}
+
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def in_words() -> str:
+    """Return how many repositories there are, for a sentence."""
+    return _WORDS[len(REPOSITORIES)] if len(REPOSITORIES) < len(_WORDS) else str(len(REPOSITORIES))

@@ -14,6 +14,7 @@ from rich.console import Console
 from test_bundle_hub import PUBLISH
 
 from kernels_ext_npu import catalogue
+from kernels_ext_npu.catalogue import in_words
 from kernels_ext_npu.doctor import copies, display
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.probing import run
@@ -66,7 +67,7 @@ def test_a_machine_without_a_card_is_healthy_with_the_software_device(doctor, tm
     # what was loaded is what was foretold
     (taken,) = {Path(folder).name for folder in report["register()"]["facts"]["taken"].values()}
     assert set(report["register()"]["facts"]["taken"]) == {"fused_moe", "rmsnorm", "rope", "swiglu"}
-    assert report["variant"]["summary"] == f"{taken}, of all four repositories"
+    assert report["variant"]["summary"] == f"{taken}, of all {in_words()} repositories"
     assert "aarch64-linux: CPU (aarch64) does not match" in report["variant"]["details"][-1] or taken != "torch-npu"
     # what stays to be done on every such machine, and a Hub that is not needed
     assert report["autoload"]["commands"] == ["export TORCH_DEVICE_BACKEND_AUTOLOAD=0"]
@@ -103,7 +104,7 @@ def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub
     report = doctor("--source", "hub", TORCH_DEVICE_BACKEND_AUTOLOAD="0", **hub)
     assert (report.exit_code, report.problems()) == (0, set())
     assert report["publisher"]["summary"] == "kernels-ext-npu is trusted by the Hub"
-    assert report["Hub"]["summary"] == f"{localhub.url} answers and has the four kernels"
+    assert report["Hub"]["summary"] == f"{localhub.url} answers and has the {in_words()} kernels"
     assert all(str(tmp_path / "user") in folder for folder in report["register()"]["facts"]["taken"].values())
     assert report["autoload"]["summary"] == "off, by TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     # kernels has downloaded one variant of each, which is not enough offline

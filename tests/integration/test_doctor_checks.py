@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES, in_words
 from kernels_ext_npu.doctor import (
     adapter,
     cann,
@@ -280,7 +280,7 @@ def test_changed_kernels_and_a_source_that_is_none(tmp_path: Path) -> None:
     assert finding.verdict is Verdict.PROBLEM
     assert finding.details == ("RMSNorm/build/torch-npu/layers.py: changed, its digest differs",)
     (variant,) = copies.variants(seen)
-    assert variant.summary == "torch28-cxx11-cann82-aarch64-linux, of all four repositories"
+    assert variant.summary == f"torch28-cxx11-cann82-aarch64-linux, of all {in_words()} repositories"
     shutil.rmtree(tmp_path / "RoPE")
     seen.repositories = run("repositories_probe", 60, source=str(tmp_path), torch="2.8", cann="8.2", arch="aarch64")
     assert f"{tmp_path}/RoPE/build does not exist" in copies.intact(seen).summary

@@ -20,7 +20,7 @@ from typing import Any
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LARGEST = 256 * 2**20  # bytes; four repositories take about one and a half million
+LARGEST = 256 * 2**20  # bytes; a repository takes about four hundred thousand
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

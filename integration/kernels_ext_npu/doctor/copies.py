@@ -1,11 +1,11 @@
-"""The four kernel repositories: intact, which variant is taken and why not the others, and what the cache holds."""
+"""The kernel repositories: intact, which variant is taken and why not the others, and what the cache holds."""
 
 from __future__ import annotations
 
 import platform
 from typing import Any
 
-from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES, in_words
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import explain
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations
@@ -45,7 +45,7 @@ def intact(seen: Observations) -> Finding:
             see=CHANGED,
             facts={"problems": problems},
         )
-    return ok(name, f"all four repositories are intact, in {outcome.facts['root']}")
+    return ok(name, f"all {in_words()} repositories are intact, in {outcome.facts['root']}")
 
 
 def variants(seen: Observations) -> list[Finding]:
@@ -95,9 +95,9 @@ def cache(seen: Observations) -> Finding:
     states = {state: [each for each, entry in cached.items() if entry["state"] == state] for state in _STATES}
     described = "; ".join(f"{state}: {', '.join(held)}" for state, held in states.items() if held)
     if len(states["absent"]) == len(cached):
-        described = "none of the four kernels"
+        described = f"none of the {in_words()} kernels"
     elif len(states["complete"]) == len(cached):
-        described = "all four kernels, complete"
+        described = f"all {in_words()} kernels, complete"
     offline = "; HF_HUB_OFFLINE=1" if facts["offline"] else ""
     lines = [entry["reason"] for entry in cached.values() if "reason" in entry]
     lines += [line for entry in cached.values() for line in entry.get("problems", ())]
@@ -133,7 +133,7 @@ _STATES = ("complete", "incomplete", "damaged", "unreadable", "absent", "unknown
 
 
 def _variant(repositories: list[str], decisions: list[dict[str, Any]], machine: str, seen: Observations) -> Finding:
-    who = "all four repositories" if len(repositories) == len(REPOSITORIES) else ", ".join(repositories)
+    who = f"all {in_words()} repositories" if len(repositories) == len(REPOSITORIES) else ", ".join(repositories)
     taken = next((decision["variant"] for decision in decisions if decision["rank"] == 1), None)
     details = [machine, *_grouped(decisions)]
     facts = {"repositories": repositories, "machine": machine, "decisions": decisions}

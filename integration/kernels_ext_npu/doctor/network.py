@@ -6,7 +6,7 @@ import re
 import urllib.request
 from urllib.parse import urlsplit
 
-from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES, in_words
 from kernels_ext_npu.doctor import hub_probe
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import explain
@@ -51,7 +51,7 @@ def reachable(seen: Observations) -> Finding:
         return _unreachable(seen, facts)
     missing = [name for name, commit in outcome.facts["versions"].items() if commit is None]
     if missing:
-        names = "the four kernels" if len(missing) == len(REPOSITORIES) else ", ".join(missing)
+        names = f"the {in_words()} kernels" if len(missing) == len(REPOSITORIES) else ", ".join(missing)
         return severe(
             NAME,
             f"{_where(facts)} answers, but has no version {VERSION} of {names}",
@@ -60,7 +60,7 @@ def reachable(seen: Observations) -> Finding:
             commands=("kernels-ext-npu bundle --install kernels.zip",),
             facts=facts | {"versions": outcome.facts["versions"]},
         )
-    return ok(NAME, f"{_where(facts)} answers and has the four kernels", facts=facts | outcome.facts)
+    return ok(NAME, f"{_where(facts)} answers and has the {in_words()} kernels", facts=facts | outcome.facts)
 
 
 def publisher(seen: Observations) -> Finding:

@@ -1,4 +1,4 @@
-"""The four kernel repositories on disk: intact or not, which variant fits, and what the Hub's cache holds of them."""
+"""The kernel repositories on disk: intact or not, which variant fits, and what the Hub's cache holds of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ KERNELS, TRANSFORMERS = "import kernels", "import transformers"
 MODEL, REGISTER, SWAP = "running a tiny model without kernels", "register()", "swapping kernels into it"
 RUN, UNREGISTER = "running it with kernels", "unregister()"
 
-# one dense layer and one with experts, so that all four repositories are used
+# one dense layer and one with experts, so that every repository is used
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,

@@ -125,7 +125,7 @@ def rotary_methods(cls: type[nn.Module]) -> list[str]:
 
 def reason(kind: Kind, name: str) -> str:
     """Return why no kernel serves what is called so."""
-    return next((why for why, names in KEPT[kind.name].items() if name in names), UNKNOWN)
+    return next((why for why, names in KEPT.get(kind.name, {}).items() if name in names), UNKNOWN)
 
 
 def _looks_gated(cls: type[nn.Module]) -> bool:

@@ -1,20 +1,27 @@
 """The forwards that our kernels replace, written as transformers writes them.
 
 Each class or function is the documentation of the mathematics, the pattern that those of transformers are compared with
-(matching.py), and the oracle in the tests. Its `Reference` says which layer of which kernel repository takes its place,
-and on which instances.
+(fingerprints.py), and the oracle in the tests. Its `Reference` says which layer of which kernel repository takes its
+place, and on which instances. A file of this folder is found by itself.
 """
 
-from kernels_ext_npu.references.expert_lists import EXPERT_LISTS
-from kernels_ext_npu.references.experts import EXPERTS
-from kernels_ext_npu.references.mlps import MLPS
-from kernels_ext_npu.references.norms import NORMS
-from kernels_ext_npu.references.reference import FunctionReference, Reference
-from kernels_ext_npu.references.rotary import ROTARY
-from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.references.routers import ROUTERS
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TypeVar
 
-REFERENCES = (*NORMS, *MLPS, *ROTARY_EMBEDDINGS, EXPERTS, *EXPERT_LISTS, *ROUTERS)
-FUNCTION_REFERENCES = ROTARY
+from kernels_ext_npu.references.reference import FunctionReference, Reference
+
+Kind = TypeVar("Kind", Reference, FunctionReference)
+
+
+def _all(kind: type[Kind]) -> Iterator[Kind]:
+    for file in iter_modules(__path__):
+        for value in vars(import_module(f"{__name__}.{file.name}")).values():
+            yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, kind))
+
+
+REFERENCES = tuple(dict.fromkeys(_all(Reference)))
+FUNCTION_REFERENCES = tuple(dict.fromkeys(_all(FunctionReference)))
 
 __all__ = ["FUNCTION_REFERENCES", "REFERENCES", "FunctionReference", "Reference"]

@@ -166,3 +166,19 @@ def test_every_page_is_reached_from_the_readme() -> None:
             targets = re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())
             waiting |= docs.intersection((page.parent / target).resolve() for target in targets) - reached
         assert docs <= reached
+
+
+def test_the_tree_in_contributing_names_every_room() -> None:
+    (tree,) = re.findall(r"^## Tree\n```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        inner, name = re.match(r"( *)(\S+)", line).groups()
+        folder = folder if inner else name
+        named.add(folder + name if inner else name)
+    assert all((ROOT / name.partition("<")[0]).exists() for name in named)
+    integration = ROOT / "integration/kernels_ext_npu"
+    rooms = {path for path in integration.glob("*.py") if path.name != "__init__.py"}
+    for parent in (ROOT, integration, ROOT / "softnpu", ROOT / "scripts"):
+        rooms |= {path.parent for path in parent.glob("*/__init__.py")}
+    missing = {str(path.relative_to(ROOT)) + "/" * path.is_dir() for path in rooms} - named
+    assert not missing

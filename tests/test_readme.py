@@ -1,4 +1,4 @@
-"""The examples that a reader copies do what they say."""
+"""The README and the pages that it leads to: examples do what they say, and both languages say the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ KINDS = {
 }
 
 
-READMES = ["README.md", "README.zh.md"]
+# whose commands run here; recipes.md has tests of its own
+PAGES = ["README.md", "docs/offline.md", "docs/security.md", "docs/software-device.md", "docs/versions.md"]
+CHINESE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")])
 # what cannot be run by a test of this machine, and where else it is
 ELSEWHERE = {
     "make demo": "tests/integration/test_demo.py runs the command that it calls",
@@ -78,21 +80,24 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(blocks("README.md", "sh"))))
-def test_the_commands_run(number: int, machine) -> None:
-    lines = blocks("README.md", "sh")[number].splitlines()
+@pytest.mark.parametrize(("page", "number"), [(page, n) for page in PAGES for n in range(len(blocks(page, "sh")))])
+def test_the_commands_run(page: str, number: int, machine) -> None:
+    lines = blocks(page, "sh")[number].splitlines()
     machine([line for line in lines if not line.startswith(tuple(ELSEWHERE))])
 
 
-def test_both_languages_say_the_same() -> None:
-    english, chinese = ((ROOT / page).read_text() for page in READMES)
+@pytest.mark.parametrize("page", CHINESE)
+def test_both_languages_say_the_same(page: str) -> None:
+    pages = [page.replace(".zh.md", ".md"), page]
+    english, chinese = ((ROOT / page).read_text() for page in pages)
     for language in ("sh", "python"):
-        assert blocks("README.md", language) == blocks("README.zh.md", language)
+        assert blocks(pages[0], language) == blocks(pages[1], language)
     for pattern in (r"^#+ ", r"^- ", r"^\|", r"^<!-- "):
         found = [len(re.findall(pattern, page, re.MULTILINE)) for page in (english, chinese)]
         assert found[0] == found[1], pattern
-    links = [
-        {link.replace(".zh.md", ".md") for link in re.findall(r"\]\(([^)]+)\)", page)} for page in (english, chinese)
+    links = [  # of a heading only the page: its name is in the language
+        {re.sub(r"(\.zh)?\.md(#.*)?$", ".md", link) for link in re.findall(r"\]\(([^)]+)\)", page)}
+        for page in (english, chinese)
     ]
     assert links[0] == links[1]
     numbers = [sorted(re.findall(r"\d+(?:\.\d+)+", page)) for page in (english, chinese)]
@@ -108,7 +113,9 @@ def test_the_example_with_a_model_runs(run_python, tmp_path: Path) -> None:
 def test_the_examples_of_the_cards_run(run_forks, tmp_path: Path) -> None:
     examples = [example(card, tmp_path) for card in CARDS]
     models = ", ".join(f"transformers.models.{model}.modeling_{model}" for _, model in examples)
-    results = run_forks(f"import softnpu, kernels_ext_npu.registration, {models}", [code for code, _ in examples])
+    results = run_forks(
+        f"import softnpu, kernels_ext_npu, {models}; kernels_ext_npu.register", [code for code, _ in examples]
+    )
     for (_, model), result in zip(examples, results, strict=True):
         assert_all_swapped(result.stdout, model)
 
@@ -130,7 +137,48 @@ def assert_all_swapped(output: str, model: str) -> None:
     assert all(swapped == found != "0" for swapped, found, _ in counts)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in ROOT.glob("*.md"):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / page).read_text()):
+        path, _, anchor = target.partition("#")
+        found = (ROOT / page).parent / path if path else ROOT / page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    """In both languages, by links."""
+    docs = set(ROOT.glob("docs/*.md"))
+    for start in ("README.md", "README.zh.md"):
+        reached: set[Path] = set()
+        waiting = {ROOT / start}
+        while waiting:
+            page = waiting.pop()
+            reached.add(page)
+            targets = re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())
+            waiting |= docs.intersection((page.parent / target).resolve() for target in targets) - reached
+        assert docs <= reached
+
+
+def test_the_tree_in_contributing_names_every_room() -> None:
+    (tree,) = re.findall(r"^## Tree\n```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        inner, name = re.match(r"( *)(\S+)", line).groups()
+        folder = folder if inner else name
+        named.add(folder + name if inner else name)
+    assert all((ROOT / name.partition("<")[0]).exists() for name in named)
+    integration = ROOT / "integration/kernels_ext_npu"
+    rooms = {path for path in integration.glob("*.py") if path.name != "__init__.py"}
+    for parent in (ROOT, integration, ROOT / "softnpu", ROOT / "scripts"):
+        rooms |= {path.parent for path in parent.glob("*/__init__.py")}
+    missing = {str(path.relative_to(ROOT)) + "/" * path.is_dir() for path in rooms} - named
+    assert not missing

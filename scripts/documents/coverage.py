@@ -1,4 +1,4 @@
-"""The tables of what is served: a short one for the READMEs, and the page with all model types."""
+"""The tables of what is served: by kind for the READMEs, for the best-known models, and the page of all model types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels_ext_npu.coverage import markdown
 from kernels_ext_npu.coverage.survey import Row, survey
 from kernels_ext_npu.matching.kinds import COUNTED
 
-# For the READMEs: the newest language and vision-language models of those who publish most of them, their mixtures of
+# The newest language and vision-language models of those who publish most of them, their mixtures of
 # experts and hybrids, and earlier ones that are still trained everywhere.
 BEST_KNOWN = (
     "qwen2",
@@ -68,42 +68,54 @@ _CHINESE = {
 _SENTENCES = {
     "en": (
         "Classes and functions of transformers {version}, for {types} model types:",
-        "Served of all, for the best-known ones; `–` where there is nothing of the kind, and *with* before other model "
-        "types that a model has parts of, unless its config names others:",
-        "[All model types, and the reasons for what is kept](docs/coverage.md).",
+        "[In words, and for the best-known models](docs/served.md). [All model types, and the reasons for what is "
+        "kept](docs/coverage.md).",
     ),
     "zh": (
         "transformers {version} 的类和函数，共 {types} 种模型类型：",
-        "其中最常用的模型类型（已支持数 / 总数；`–` 表示没有这类对象；*含* 之后是其部分组件默认所属的其他模型类型）：",
-        "[所有模型类型，以及保留原实现的原因](docs/coverage.md)（英文）。",
+        "[文字说明，以及最常用的模型](docs/served.zh.md)。[所有模型类型，以及保留原实现的原因](docs/coverage.md)（英文）。",
     ),
+}
+_CELLS = {
+    "en": "Served of all; `–` where there is nothing of the kind, and *with* before other model types that a model has "
+    "parts of, unless its config names others:",
+    "zh": "已支持数 / 总数；`–` 表示没有这类对象；*含* 之后是其部分组件默认所属的其他模型类型：",
 }
 
 
 def page() -> bytes:
-    """docs/coverage.md."""
+    """Return docs/coverage.md."""
     return markdown.page(_rows()).encode()
 
 
 def summary(language: str) -> str:
-    """How much of each kind, and what of the best-known model types."""
-
-    def word(english: str) -> str:
-        return _CHINESE.get(english, english) if language == "zh" else english
-
-    rows = {model_type: row for row in _rows() for model_type in row.folder.model_types}
-    sums = [[word(text) for text in line] for line in markdown.sums(_rows())]
-    known = [[_name(name, rows[name], word("with")), *markdown.cells(rows[name])] for name in BEST_KNOWN]
-    first, second, last = _SENTENCES[language]
+    """Return how much of each kind is served and kept, with links from a README to the cards of the kernels."""
+    count = sum(len(row.folder.model_types) for row in _rows())
+    sums = [
+        [f"[{kernel}]({kernel}/README.md)", _word(kind, language), *numbers]
+        for kernel, kind, *numbers in markdown.sums(_rows())
+    ]
+    headers = [_word(text, language) for text in ("kernel", "for", "served", "kept")]
+    first, last = _SENTENCES[language]
     return "\n".join(
         [
-            first.format(version=transformers.__version__, types=len(rows)) + "\n",
-            markdown.table([word(text) for text in ("kernel", "for", "served", "kept")], sums, right=2),
-            second + "\n",
-            markdown.table([word("model type"), *markdown.KERNELS], known, right=len(markdown.KERNELS)),
+            first.format(version=transformers.__version__, types=count) + "\n",
+            markdown.table(headers, sums, right=2),
             last + "\n",
         ]
     )
+
+
+def best_known(language: str) -> str:
+    """Return what of the best-known model types is served: a row for each, a column for each kernel."""
+    rows = {model_type: row for row in _rows() for model_type in row.folder.model_types}
+    known = [[_name(name, rows[name], _word("with", language)), *markdown.cells(rows[name])] for name in BEST_KNOWN]
+    table = markdown.table([_word("model type", language), *markdown.KERNELS], known, right=len(markdown.KERNELS))
+    return f"{_CELLS[language]}\n\n{table}"
+
+
+def _word(english: str, language: str) -> str:
+    return _CHINESE.get(english, english) if language == "zh" else english
 
 
 def _name(model_type: str, row: Row, word: str) -> str:

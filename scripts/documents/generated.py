@@ -14,6 +14,7 @@ from documents import DocumentError, coverage, parallel, same_numbers, savings, 
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
+    "best-known": coverage.best_known,
     "coverage": coverage.summary,
     "ranks": parallel.tables,
     "same-numbers": same_numbers.table,

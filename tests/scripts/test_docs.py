@@ -79,15 +79,28 @@ def cells(table: str) -> list[list[str]]:
 @pytest.mark.slow
 @counted
 def test_headings_are_in_the_language_of_the_document() -> None:
-    english, chinese = (generated.PARTS["coverage"](language) for language in ("en", "zh"))
-    assert english in (ROOT / "README.md").read_text()
-    assert "| kernel | for | served | kept |" in english
-    assert "| 算子 | 对象 | 已支持 | 保留原实现 |" in chinese
+    kinds, known = (
+        [generated.PARTS[name](language) for language in ("en", "zh")] for name in ("coverage", "best-known")
+    )
+    assert kinds[0] in (ROOT / "README.md").read_text()
+    assert known[0] in (ROOT / "docs/served.md").read_text()
+    assert "| kernel | for | served | kept |" in kinds[0]
+    assert "| 算子 | 对象 | 已支持 | 保留原实现 |" in kinds[1]
+    assert "| 模型类型 |" in known[1]
     for word in ("served", "kept", "norms", "routers", "with", "model type"):
-        assert word not in chinese
-    figures = [re.findall(r"(\d+/\d+|–|\d+) \|", text) for text in (english, chinese)]
-    assert figures[0] == figures[1]
-    assert len(figures[0]) > 100
+        assert word not in re.sub(r"\]\(.*?\)", "]", kinds[1] + known[1])
+    for (english, chinese), least in ((kinds, 10), (known, 100)):
+        figures = [re.findall(r"(\d+/\d+|–|\d+) \|", text) for text in (english, chinese)]
+        assert figures[0] == figures[1]
+        assert len(figures[0]) > least
+
+
+@pytest.mark.slow
+@counted
+def test_the_short_table_links_the_card_of_each_kernel() -> None:
+    linked = re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", generated.PARTS["coverage"]("en"), re.MULTILINE)
+    assert {name for name, _ in linked} == {path.parent.name for path in ROOT.glob("*/build.toml")}
+    assert all((ROOT / path).is_file() and path.startswith(f"{name}/") for name, path in linked)
 
 
 def test_what_is_between_markers_is_written_and_nothing_else(parts, tmp_path: Path) -> None:

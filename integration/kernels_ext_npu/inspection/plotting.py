@@ -1,4 +1,8 @@
-"""Draws launches and bytes by operator, before and after, to be shown on a slide."""
+"""Draws launches and bytes by operator, before and after, to be shown on a slide.
+
+An operator may launch a thousand times less often than another one, and both have to be seen: lengths are logarithmic,
+and every bar has its figure beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,25 @@ matplotlib.use("agg")  # no display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kernels_ext_npu.inspection.inspecting import Inspection
 
 _SHOWN = 12
+_SPAN = 1e5  # of the largest bar to the smallest one that is drawn to scale
 _BEFORE, _AFTER = "#b0b7c3", "#c7000b"
 
 
 def plot(inspection: Inspection, path: Path) -> None:
-    """The training step, or the forward where a step was not counted, of the original and with all kernels."""
+    """Write the picture of an inspection into a file, whose name says in which format."""
+    figure = draw(inspection)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw(inspection: Inspection) -> Figure:
+    """Draw the training step, or the forward where a step was not counted, of the original and with all kernels."""
     phase = next(p for p in ("step", "forward") if all(_ends(inspection, p)))
     before, after = _ends(inspection, phase)
     assert before is not None
@@ -36,9 +50,8 @@ def plot(inspection: Inspection, path: Path) -> None:
         ha="right",
         fontsize=11,
     )
-    figure.tight_layout(rect=(0, 0.03, 1, 0.97))
-    figure.savefig(path)
-    plt.close(figure)
+    figure.tight_layout(rect=(0, 0.03, 1, 0.97), w_pad=3)
+    return figure
 
 
 def _ends(inspection: Inspection, phase: str):
@@ -48,23 +61,41 @@ def _ends(inspection: Inspection, phase: str):
 def _bars(axes: Axes, title: str, before: Counter[str], after: Counter[str], unit: float) -> None:
     both = Counter({name: max(before[name], after[name]) for name in before | after})
     names = [name for name, _ in both.most_common(_SHOWN)]
-    others = [sum(counts.values()) - sum(counts[name] for name in names) for counts in (before, after)]
     places = range(len(names) + 1, 0, -1)
-    for shift, counts, rest, colour, label in (
-        (0.2, before, others[0], _BEFORE, "original"),
-        (-0.2, after, others[1], _AFTER, "with kernels"),
+    lengths = [_lengths(counts, names, unit) for counts in (before, after)]
+    seen = [length for some in lengths for length in some if length]
+    edge = max(min(seen, default=1), max(seen, default=1) / _SPAN) / 2
+    axes.set_xscale("log")
+    for shift, found, counts, colour, label in (
+        (0.2, lengths[0], before, _BEFORE, "original"),
+        (-0.2, lengths[1], after, _AFTER, "with kernels"),
     ):
-        widths = [value / unit for value in (*(counts[name] for name in names), rest)]
-        total = _number(counts.total() / unit)
-        bars = axes.barh([p + shift for p in places], widths, 0.4, color=colour, label=f"{label}: {total}")
-        axes.bar_label(bars, [_number(width) for width in widths], padding=3, fontsize=11)
+        ends = [max(length, edge * 1.5) if length else edge for length in found]
+        heights = [place + shift for place in places]
+        widths = [end - edge for end in ends]
+        axes.barh(heights, widths, 0.4, edge, color=colour, label=f"{label}: {_number(counts.total() / unit)}")
+        for height, end, length in zip(heights, ends, found):
+            axes.annotate(_number(length), (end, height), (4, 0), textcoords="offset points", va="center", fontsize=11)
+    axes.set_xlim(edge, max(seen, default=1) * 5)
     axes.set_yticks(list(places), [*(name.strip("_") for name in names), "all others"], fontsize=13)
-    axes.set_title(title, fontsize=18)
-    axes.legend(fontsize=15, loc="lower right")
-    axes.margins(x=0.12)
+    axes.set_title(title, fontsize=18, pad=40)
+    axes.legend(fontsize=15, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+    axes.set_xlabel("on a logarithmic scale", fontsize=12)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(axis="x", labelsize=12)
+    axes.grid(axis="x", color="#e6e8ec")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _lengths(counts: Counter[str], names: list[str], unit: float) -> list[float]:
+    """Return the counts of some operators in a unit, and behind them that of all others together."""
+    shown = [counts[name] for name in names]
+    return [count / unit for count in (*shown, counts.total() - sum(shown))]
+
+
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value >= 0.01 else "< 0.01"

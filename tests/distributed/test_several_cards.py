@@ -1,20 +1,18 @@
-"""The example of the README for several cards, on two devices."""
+"""The example of docs/several-cards.md, on two devices."""
 
 import re
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support import zoo
-
-README = Path(__file__).resolve().parents[2] / "README.md"
+from tests.support import pages, zoo
 
 
 def run_example(code: str, ids: torch.Tensor) -> tuple[str, torch.Tensor]:
     import kernels_ext_npu
 
-    names = {"kernels_ext_npu": kernels_ext_npu}
+    names: dict[str, Any] = {}
     try:
         exec(code, names)
         model = names["model"]
@@ -27,7 +25,7 @@ def run_example(code: str, ids: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 @pytest.mark.distributed
 def test_the_example_swaps_all_and_agrees_with_one_process(two_ranks, tmp_path):
-    (code,) = re.findall(r"```python\n([^`]*DistributedConfig[^`]*)```", README.read_text())
+    code = pages.read(pages.DOCS / "several-cards.md").code("Several cards")
     code = code.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path))).replace("=4", "=2").replace("bfloat16", "float32")
     model = zoo.build("qwen3_moe").eval()
     model.save_pretrained(tmp_path)

@@ -10,8 +10,8 @@ It computes what the sources of the operators say and refuses what the device re
 from contextlib import AbstractContextManager, nullcontext
 
 from softnpu import runtime
+from softnpu.collective_counting import collectives
 from softnpu.counting import counters, reset_counters
-from softnpu.traffic import collectives
 
 _software = not runtime.real_device()
 
@@ -27,10 +27,10 @@ if _software:
             "then pip install --no-deps torch_npu==2.13.0 and pip install numpy pyyaml"
         ) from error
 
-    from softnpu import aten, counting, formulas, hccl
+    from softnpu import aten_kernels, counting, formulas, hccl
 
     counting.attach(_library)
-    aten.install()
+    aten_kernels.install()
     formulas.install()
     hccl.install()
 
@@ -49,6 +49,6 @@ def poisoned_memory() -> AbstractContextManager[None]:
     """
     if not _software:
         return nullcontext()
-    from softnpu import poison
+    from softnpu import memory_poisoning
 
-    return poison.poisoned_memory()
+    return memory_poisoning.poisoned_memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
-from softnpu.traffic import forget_collectives
+from softnpu.collective_counting import forget_collectives
 
 STREAM_SYNCS = "stream_syncs"
 DEVICE_TO_HOST_COPIES = "device_to_host_copies"

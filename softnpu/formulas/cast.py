@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from softnpu.argument_checks import require
 from softnpu.formulas import formula
-from softnpu.formulas.limits import require
 
 # c10/core/ScalarType.h: newer schemas take the dtype as a number
 _NUMBERS = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from softnpu.argument_checks import FLOATING, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, require, require_dtypes
 from softnpu.randomness import draw, seeded
 
 _ALIGNED = 128

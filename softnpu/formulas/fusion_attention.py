@@ -1,14 +1,14 @@
-"""npu_fusion_attention, versions 1 and 3, and their gradients. The mathematics is in attention.py."""
+"""npu_fusion_attention, versions 1 and 3, and their gradients. The mathematics is in fusion_attention_math.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, int64
 
+from softnpu.argument_checks import require
 from softnpu.formulas import formula
-from softnpu.formulas.attention import STATISTICS, UNBOUNDED, Attention
-from softnpu.formulas.limits import require
-from softnpu.hosting import OnHost
+from softnpu.formulas.fusion_attention_math import STATISTICS, UNBOUNDED, Attention
+from softnpu.host_call import OnHost
 from softnpu.randomness import draw
 
 # fmt: off

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, float16, int64
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 ALIGNMENT = 64  # bytes, of one half in npu_swiglu_backward
 MAX_GROUPS = 8192

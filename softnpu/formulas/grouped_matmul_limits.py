@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, bfloat16, float16, float32, int64
 
-from softnpu.formulas.limits import describe, require, require_dtypes
+from softnpu.argument_checks import describe, require, require_dtypes
 
 OPERATOR = "npu_grouped_matmul"
 NO_GROUPS, ROWS, SUM = -1, 0, 2  # group_type

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor, float16, float32, int32
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 MAX_K = 1024
 MAX_EXPERTS = 2048

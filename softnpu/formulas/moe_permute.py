@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, float32, int8, int32, int64
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 MAX_TOP_K = 512
 # the indices are sorted as float32: both their values and their number are below this

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 COUNTS, PAIRS = 1, 2  # expert_tokens_num_type
 GATHER, SCATTER = 0, 1  # row_idx_type

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, bfloat16, float16, float32
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 RMS_NORM_DTYPES: set[tuple[torch.dtype, ...]] = {
     (float16, float32),

@@ -17,9 +17,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
-from softnpu.hosting import needs_gradient
+from softnpu.host_call import needs_gradient
 
 # The documentation of the limit says coreNum, and not whether that counts the 24 cores of Ascend 910B1 or the two
 # vector units that each of them has. The limit shrinks with the number: the larger one is the strict reading.

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 
 from softnpu.hccl import NAME
-from softnpu.hccl.agreement import Agreement
-from softnpu.hccl.works import Works
+from softnpu.hccl.combined_works import Works
+from softnpu.hccl.rank_agreement import Agreement
 
 LOOPBACK = "127.0.0.1"
 

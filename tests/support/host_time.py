@@ -13,10 +13,10 @@ from time import perf_counter
 
 import torch
 
-from softnpu import aten
-from softnpu.aten_formulas import FORMULAS as OF_ATEN
+from softnpu import aten_kernels as aten
+from softnpu.aten_missing_on_cpu import FORMULAS as OF_ATEN
 from softnpu.formulas import FORMULAS as OF_NPU
-from softnpu.registering import replace
+from softnpu.kernel_registration import replace_kernel
 
 _in_kernels = 0.0
 
@@ -32,11 +32,11 @@ def stopped_clock() -> Iterator[None]:
                 continue
             if name in OF_ATEN or aten._runs_on_host(op):
                 kernel = _clocked(aten.on_host(op, OF_ATEN.get(name)))
-                replace(libraries[0], name, kernel)
+                replace_kernel(libraries[0], name, kernel)
         for name, formula in OF_NPU.items():
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
-            replace(libraries[1], name, _clocked(aten.on_host(op, formula)))
+            replace_kernel(libraries[1], name, _clocked(aten.on_host(op, formula)))
         yield
     finally:
         for library in libraries:

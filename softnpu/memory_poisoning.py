@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from softnpu.hosting import HostCall
-from softnpu.registering import replace
+from softnpu.host_call import HostCall
+from softnpu.kernel_registration import replace_kernel
 
 ONES = 0xFF
 
@@ -28,7 +28,7 @@ def poisoned_memory() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     before, active = active, True
     for name, kernel in _KERNELS.items():
-        replace(library, name, kernel)
+        replace_kernel(library, name, kernel)
     try:
         yield
     finally:

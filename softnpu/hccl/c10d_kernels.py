@@ -12,13 +12,13 @@ from torch._C._distributed_c10d import HashStore, ProcessGroup
 from torch.distributed import Work
 from torch.utils._pytree import tree_map_only
 
-from softnpu.hccl import moving, reducing  # noqa: F401  they register their operators
+from softnpu.dynamo_exclusion import untraced
+from softnpu.hccl import data_movement, reductions  # noqa: F401  they register their operators
 from softnpu.hccl.backend import groups
-from softnpu.hccl.call import OPERATORS, Call
-from softnpu.hccl.works import Works
-from softnpu.hosting import HostCall
-from softnpu.registering import replace
-from softnpu.untraced import untraced
+from softnpu.hccl.collective_call import OPERATORS, CollectiveCall
+from softnpu.hccl.combined_works import Works
+from softnpu.host_call import HostCall
+from softnpu.kernel_registration import replace_kernel
 
 c10d = torch.library.Library("c10d", "IMPL")
 
@@ -29,8 +29,8 @@ def install() -> None:
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")
         if namespace == "c10d" and name in OPERATORS:
-            replace(c10d, name, _kernel(getattr(torch.ops.c10d, name).default))
-    reducing.remember_factors()
+            replace_kernel(c10d, name, _kernel(getattr(torch.ops.c10d, name).default))
+    reductions.remember_factors()
     for method in (_start_coalescing, _end_coalescing, shutdown):
         original = getattr(ProcessGroup, method.__name__)
         setattr(ProcessGroup, method.__name__, functools.partialmethod(method, original))
@@ -48,7 +48,7 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
         backend = groups.get(group.group_name)
         if backend is None:
             return _elsewhere(op, name, given, group)
-        work = run(Call(op, name, backend, given))
+        work = run(CollectiveCall(op, name, backend, given))
         if backend.pending is not None:
             backend.pending.append(work)
         return (given[parameters[0]], work.boxed()) if len(op._schema.returns) == 2 else work.boxed()

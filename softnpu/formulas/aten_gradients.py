@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softnpu.aten_formulas import as_matrices
+from softnpu.aten_missing_on_cpu import as_matrices
 from softnpu.formulas import formula
 
 NONE, MEAN = 0, 1  # at::Reduction

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def fitted(op: torch._ops.OpOverload, formula: Callable) -> Callable:
+def adapted(op: torch._ops.OpOverload, formula: Callable) -> Callable:
     """The formula, called as the schema of ``op`` says.
 
     Formulas are written for the newest schemas. Where the release has another one, arguments are passed by name,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from softnpu.collective_counting import Collective, count_collective
 from softnpu.hccl.backend import HCCL
-from softnpu.hosting import HostCall
-from softnpu.traffic import Collective, count_collective
+from softnpu.host_call import HostCall
 
 
-class Call:
+class CollectiveCall:
     """A call of an operator.
 
     Attributes:
@@ -59,7 +59,7 @@ class Call:
         return Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
 
-Run = Callable[[Call], Work]
+Run = Callable[[CollectiveCall], Work]
 OPERATORS: dict[str, Run] = {}
 
 

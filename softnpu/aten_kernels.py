@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, _AutoDispatchBelowAutograd
 
-from softnpu.aten_formulas import FORMULAS
-from softnpu.attention import prepares_masks_directly, scaled_dot_product_attention
+from softnpu.aten_missing_on_cpu import FORMULAS
+from softnpu.composed_sdpa import prepares_masks_directly, scaled_dot_product_attention
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
-from softnpu.hosting import CROSS_DEVICE, HostCall, mixed_devices
+from softnpu.dynamo_exclusion import untraced
+from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
+from softnpu.kernel_registration import replace_kernel
 from softnpu.randomness import default_generator, host_generator
-from softnpu.registering import replace
-from softnpu.untraced import untraced
 
 aten = torch.library.Library("aten", "IMPL")
 fsdp = torch.library.Library("fsdp", "IMPL")
@@ -56,16 +56,16 @@ def install() -> None:
             kernel = (
                 on_host(op, FORMULAS.get(name)) if name in FORMULAS or _runs_on_host(op) else refusal(f"aten::{name}")
             )
-            replace(aten, name, kernel)
+            replace_kernel(aten, name, kernel)
     of_fsdp = torch._ops._OpNamespace("fsdp")  # in torch.ops.fsdp, torch_npu 2.8 puts functions of its own
     for name in _registered("PrivateUse1", "fsdp"):
         kernel = on_host(getattr(of_fsdp, name).default)
         kernel = _copy_in(kernel) if name == "all_gather_copy_in" else kernel
-        replace(fsdp, name, kernel)
+        replace_kernel(fsdp, name, kernel)
     for name in DIRECT & _registered("AutogradPrivateUse1"):
-        replace(aten, name, _torchs_own(_overload(name)), "AutogradPrivateUse1")
+        replace_kernel(aten, name, _torchs_own(_overload(name)), "AutogradPrivateUse1")
     if prepares_masks_directly():
-        replace(aten, "scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
+        replace_kernel(aten, "scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:

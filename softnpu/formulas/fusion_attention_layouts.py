@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, cat
 
-from softnpu.formulas.limits import describe, require
+from softnpu.argument_checks import describe, require
 
 LAYOUTS = ("BSH", "SBH", "BNSD", "BSND", "TND")
 

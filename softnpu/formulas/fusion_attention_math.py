@@ -17,9 +17,9 @@ from functools import cache
 import torch
 from torch import Tensor, float32
 
-from softnpu import poison
-from softnpu.formulas.attention_layout import from_bnsd, join, like_query, sequences, to_bnsd
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
+from softnpu import memory_poisoning
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.randomness import seeded
 
 UNBOUNDED = 2147483647
@@ -146,7 +146,7 @@ class Attention:
                 "does not define the result of such a row; it is zero here, and NaN in softnpu.poisoned_memory()",
                 stacklevel=2,
             )
-            if poison.active:
+            if memory_poisoning.active:
                 total = total.masked_fill(empty, torch.nan)
         return weights, maximum, total
 

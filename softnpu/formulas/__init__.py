@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from softnpu.aten_kernels import on_host, refusal
+from softnpu.host_kernel import on_host, refusal
 from softnpu.kernel_registration import replace_kernel
 from softnpu.schema_adapter import adapted
 

@@ -16,6 +16,7 @@ import torch
 from softnpu import aten_kernels as aten
 from softnpu.aten_missing_on_cpu import FORMULAS as OF_ATEN
 from softnpu.formulas import FORMULAS as OF_NPU
+from softnpu.host_kernel import on_host
 from softnpu.kernel_registration import replace_kernel
 
 _in_kernels = 0.0
@@ -31,12 +32,12 @@ def stopped_clock() -> Iterator[None]:
             if op is None or name in aten.NATIVE or aten._is_view(op):
                 continue
             if name in OF_ATEN or aten._runs_on_host(op):
-                kernel = _clocked(aten.on_host(op, OF_ATEN.get(name)))
+                kernel = _clocked(on_host(op, OF_ATEN.get(name)))
                 replace_kernel(libraries[0], name, kernel)
         for name, formula in OF_NPU.items():
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
-            replace_kernel(libraries[1], name, _clocked(aten.on_host(op, formula)))
+            replace_kernel(libraries[1], name, _clocked(on_host(op, formula)))
         yield
     finally:
         for library in libraries:

@@ -1,0 +1,137 @@
+"""The device's kernel of one operator: it runs on the host, over the bytes of NPU tensors, and counts the call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _AutoDispatchBelowAutograd
+
+from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
+from softnpu.dynamo_exclusion import untraced
+from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
+from softnpu.randomness import default_generator, host_generator
+
+# operators that take index, length or seed tensors of the CPU beside tensors of the device
+HOST_ARGUMENTS = {
+    "_index_put_impl_", "_pack_padded_sequence", "_unsafe_index", "_unsafe_index_put", "ctc_loss", "_ctc_loss",
+    "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
+} | CROSS_DEVICE  # fmt: skip
+
+# writes to an argument that its schema does not mark
+UNMARKED = ("_copy_from_and_resize", "dst")
+
+# the shape of the result, or what is written to, depends on data only with a mask among the indices
+MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"}
+
+
+def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The device's kernel of ``op``: runs ``run_host``, by default ``op``, on CPU tensors over the same bytes."""
+    run_host = run_host or op
+    name = op._schema.name.partition("::")[2]
+    arguments = list(enumerate(op._schema.arguments))
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
+    outputs = [a.name for _, a in arguments if a.is_out]
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    generator_position = next((i for i, a in arguments if a.name == "generator"), None)
+    waits_for_shape = _waits_for_shape(op, name)
+    reads_data = torch.Tag.data_dependent_output in op.tags
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        count(name)
+        if reads_data or waits_for_shape(args, kwargs):
+            count_wait(copies=reads_data)
+        elif name == "copy_":
+            _count_copy(*args)
+        with _AutoDispatchBelowAutograd():
+            call = HostCall(name)
+            host_args = call.enter(args)
+            host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
+            if name not in HOST_ARGUMENTS:
+                _refuse_host_tensors(call, host_args, host_kwargs)
+            run = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
+            result = _run_resizing(call, run, host_args, host_kwargs, outputs)
+            for position, key in written:
+                value = host_args[position] if position < len(host_args) else host_kwargs.get(key)
+                for tensor in value if isinstance(value, list) else [value]:
+                    call.write_back(tensor)
+            return call.leave(result)
+
+    return untraced(kernel)
+
+
+def refusal(operator: str) -> Callable[..., Any]:
+    """The device's kernel of an operator that nothing on the host computes."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
+        )
+
+    return refuse
+
+
+def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:
+    """Run with the bytes of the outputs; if one of them has to grow, with memory that can."""
+    for key in outputs:
+        # some kernels of the CPU (gelu, avg_pool3d) write to a strided output as if it were contiguous
+        if isinstance(kwargs[key], torch.Tensor) and not kwargs[key].is_contiguous():
+            kwargs[key] = call.stand_in(kwargs[key], strided=False)
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        if not outputs or "not resizable" not in str(error):
+            raise
+    for key in outputs:
+        if isinstance(kwargs[key], torch.Tensor):
+            kwargs[key] = call.stand_in(kwargs[key], strided=True)
+    return run(*args, **kwargs)
+
+
+def _run_random(call: HostCall, run: Callable, position: int | None, /, *args: Any, **kwargs: Any) -> Any:
+    """Run with the numbers that the NPU generator stands for."""
+    arguments = list(args)
+    given = arguments[position] if position is not None and position < len(arguments) else kwargs.get("generator")
+    if given is not None and given.device.type != "npu":
+        raise RuntimeError(f"{call.name}: expected an npu generator, found one of {given.device}")
+    generator = host_generator(given, call.device)
+    if position is None:
+        with default_generator(generator):
+            return run(*arguments, **kwargs)
+    if position < len(arguments):
+        arguments[position] = generator
+    else:
+        kwargs = kwargs | {"generator": generator}
+    return run(*arguments, **kwargs)
+
+
+def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
+    """The device reads no memory of the host; only a scalar can be sent along."""
+    if not call.originals:
+        return
+    for value in [*args, *kwargs.values()]:
+        for tensor in value if isinstance(value, list) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and id(tensor) not in call.originals:
+                raise mixed_devices(call.name, call.device, tensor.device)
+
+
+def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """The host waits for what it copies from the device, unless it asked not to and the target can be written later."""
+    if target.device.type == "cpu" and source.device.type == "npu":
+        if non_blocking and target.is_pinned():
+            count(DEVICE_TO_HOST_COPIES)
+        else:
+            count_wait(copies=True)
+
+
+def _waits_for_shape(op: torch._ops.OpOverload, name: str) -> Callable[[tuple, dict], bool]:
+    """Whether the shape of the result depends on data, so that the host has to wait for it."""
+    if name in MASKED:
+        return lambda args, kwargs: any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    if name == "repeat_interleave" and op._overloadname != "self_int":
+        return lambda args, kwargs: kwargs.get("output_size") is None
+    dynamic = torch.Tag.dynamic_output_shape in op.tags
+    return lambda args, kwargs: dynamic

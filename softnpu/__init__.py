@@ -1,4 +1,4 @@
-"""A software Ascend device: the real torch_npu wheel, on a machine without CANN or an NPU.
+"""Stand in for an Ascend device: the real torch_npu wheel runs on a machine without CANN or an NPU.
 
 ``import softnpu`` before torch; afterwards ``torch.device("npu")`` works, with torch_npu's own schemas, allocator,
 streams, autograd formulas and meta kernels, while the operators run on the host. On a machine with an Ascend
@@ -38,12 +38,12 @@ __all__ = ["collectives", "counters", "is_software", "poisoned_memory", "reset_c
 
 
 def is_software() -> bool:
-    """True where the software device serves as ``npu``; False where a real one does and softnpu changes nothing."""
+    """Tell whether the software device serves as ``npu``: False where a real one does and softnpu changes nothing."""
     return _software
 
 
 def poisoned_memory() -> AbstractContextManager[None]:
-    """A context in which fresh device memory holds NaN, so that reading what nobody wrote is seen.
+    """Open a context in which fresh device memory holds NaN, so that reading what nobody wrote is seen.
 
     Without effect on a real device.
     """

@@ -1,4 +1,4 @@
-"""aten operators on the host, and those of FSDP: all that torch_npu registers for the device, over the same bytes."""
+"""Replace the kernels that torch_npu registers for ``aten::`` and ``fsdp::`` by kernels on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DIRECT = {
 
 
 def install() -> None:
-    """Replace torch_npu's kernels."""
+    """Put a kernel on the host in the place of each of torch_npu's that would launch something."""
     for name in _registered("PrivateUse1"):
         op = _overload(name)
         if op is not None and name not in NATIVE and not _is_view(op):
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:
-    """``fsdp::all_gather_copy_in`` returns a part of its output, which its schema does not say."""
+    """Return a part of the output too, as ``fsdp::all_gather_copy_in`` does without its schema saying so."""
 
     def kernel(
         inputs: Any, output: torch.Tensor, sizes: Any, numel: int, rank: int
@@ -66,7 +66,7 @@ def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torchs_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What other devices run for ``op`` under autograd: torch's formula, or its composition of other operators."""
+    """Return what other devices run for ``op`` under autograd: torch's formula, or its composition of other operators."""
     formula = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd")
     return functools.partial(op._op_dk, DispatchKey.Autograd if formula else DispatchKey.CompositeImplicitAutograd)
 
@@ -77,7 +77,7 @@ def _registered(key: str, namespace: str = "aten") -> set[str]:
 
 
 def _overload(name: str) -> Any:
-    """The operator of that name; None for the names that torch_npu registers and aten does not have."""
+    """Look up the operator of that name; None for the names that torch_npu registers and aten does not have."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
 

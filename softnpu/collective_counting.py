@@ -1,4 +1,4 @@
-"""Which collectives were called: what a process made its devices send to each other."""
+"""Count the collectives that a process calls: how often, and how many bytes its devices send to each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Collective(NamedTuple):
-    """A collective operator in a process group.
+    """Name a collective operator in a process group.
 
     Attributes:
         operator: ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
@@ -22,7 +22,7 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What went through a collective.
+    """Say how much went through a collective.
 
     Attributes:
         calls: how often this process called it.
@@ -48,12 +48,12 @@ def count_collective(collective: Collective, size: int) -> None:
 
 
 def collectives() -> dict[Collective, Traffic]:
-    """What this process called since the last ``reset_counters()``, in any group named ``hccl``."""
+    """Return what this process called since the last ``reset_counters()``, in any group named ``hccl``."""
     with _lock:
         return dict(_traffic)
 
 
 def forget_collectives() -> None:
-    """Start counting anew."""
+    """Drop all counts of collectives."""
     with _lock:
         _traffic.clear()

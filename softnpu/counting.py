@@ -1,4 +1,4 @@
-"""What a program made the device do: operator calls, and the points where the host waited for it."""
+"""Count what a program makes the device do: operator calls, and the points where the host waits for it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def attach(runtime: ctypes.CDLL) -> None:
 
 
 def count(name: str, calls: int = 1) -> None:
-    """Count calls under a name."""
+    """Add calls to the count of an operator."""
     with _lock:
         _calls[name] = _calls.get(name, 0) + calls
 
 
 def count_wait(copies: bool) -> None:
-    """The host waits for the device; with ``copies`` it also reads a value."""
+    """Count a point where the host waits for the device; with ``copies`` it also reads a value."""
     count(STREAM_SYNCS)
     if copies:
         count(DEVICE_TO_HOST_COPIES)
 
 
 def counters() -> dict[str, int]:
-    """Calls since the last reset: operator name -> calls, ``stream_syncs`` and ``device_to_host_copies``.
+    """Return the counts since the last reset: operator name -> calls, ``stream_syncs`` and ``device_to_host_copies``.
 
     Operators are named without namespace and overload: ``npu_rms_norm``, ``mm``, ``add``. Views launch nothing and
     are not counted. ``stream_syncs`` counts every point where the host waits for the device: ``.item()``,
@@ -53,7 +53,7 @@ def counters() -> dict[str, int]:
 
 
 def reset_counters() -> None:
-    """Start counting anew."""
+    """Set all counts of operators, waits and collectives back to zero."""
     forget_collectives()
     with _lock:
         _calls.clear()

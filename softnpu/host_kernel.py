@@ -1,4 +1,4 @@
-"""The device's kernel of one operator: it runs on the host, over the bytes of NPU tensors, and counts the call."""
+"""Make the device's kernel of an operator: it runs on the host, over the bytes of NPU tensors, and counts the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """The device's kernel of ``op``: runs ``run_host``, by default ``op``, on CPU tensors over the same bytes."""
+    """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
     arguments = list(enumerate(op._schema.arguments))
@@ -64,7 +64,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
 
 
 def refusal(operator: str) -> Callable[..., Any]:
-    """The device's kernel of an operator that nothing on the host computes."""
+    """Make a kernel that raises, for an operator that nothing on the host computes."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -109,7 +109,7 @@ def _run_random(call: HostCall, run: Callable, position: int | None, /, *args: A
 
 
 def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
-    """The device reads no memory of the host; only a scalar can be sent along."""
+    """Refuse tensors of the CPU: the device reads no memory of the host; only a scalar can be sent along."""
     if not call.originals:
         return
     for value in [*args, *kwargs.values()]:
@@ -119,7 +119,7 @@ def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
 
 
 def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """The host waits for what it copies from the device, unless it asked not to and the target can be written later."""
+    """Count a wait for a copy to the host, unless it is non-blocking and the target, pinned, can be written later."""
     if target.device.type == "cpu" and source.device.type == "npu":
         if non_blocking and target.is_pinned():
             count(DEVICE_TO_HOST_COPIES)
@@ -128,7 +128,7 @@ def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool =
 
 
 def _waits_for_shape(op: torch._ops.OpOverload, name: str) -> Callable[[tuple, dict], bool]:
-    """Whether the shape of the result depends on data, so that the host has to wait for it."""
+    """Return a predicate of the arguments: does the shape of the result depend on data, so that the host waits for it?"""
     if name in MASKED:
         return lambda args, kwargs: any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     if name == "repeat_interleave" and op._overloadname != "self_int":

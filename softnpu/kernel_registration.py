@@ -1,4 +1,4 @@
-"""Kernels in the place of others, in every release of torch."""
+"""Register a kernel in the place of another, in every release of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``npu::`` operators as reference formulas over CPU tensors, one file a family.
+"""Define ``npu::`` operators as reference formulas over CPU tensors, one file a family.
 
 A formula has the parameters of the operator's schema and returns what the operator returns, with its shapes,
 dtypes and rounding. It refuses what the device refuses. Operators without a formula raise an error that names them.

@@ -1,4 +1,4 @@
-"""Collectives of software devices: ``init_process_group("hccl")`` works, carried by gloo over the loopback address.
+"""Connect software devices: ``init_process_group("hccl")`` works, carried by gloo over the loopback address.
 
 torch_npu's own entries stay: its ``c10d::`` operators for the device are all that dist.*, functional collectives,
 DTensor, DDP and FSDP end in, and there the tensors are handed over to gloo as CPU tensors on the same bytes.
@@ -26,7 +26,7 @@ def install() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    """The backend of a new group.
+    """Make the backend of a new group.
 
     Raises:
         NotImplementedError: this torch has not yet what the collectives are made of.

@@ -1,4 +1,4 @@
-"""torch_npu's ``c10d::`` operators, which call HCCL itself, replaced by our own."""
+"""Replace torch_npu's ``c10d::`` operators, which call HCCL itself, by our own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _elsewhere(op: torch._ops.OpOverload, name: str, given: dict[str, Any], group: ProcessGroup) -> Any:
-    """In a group of another backend for NPU tensors, as the fake one: in its twin that has it for CPU tensors."""
+    """Run an operator in a group whose backend for NPU tensors is not ours, as the fake one.
+
+    The group gets a twin that has this backend for CPU tensors.
+    """
     call = HostCall(name)
     twin = ProcessGroup(HashStore(), group.rank(), group.size())
     twin._set_default_backend(ProcessGroup.BackendType.CUSTOM)
@@ -85,6 +88,6 @@ def _end_coalescing(group: ProcessGroup, original: Callable, device: torch.devic
 
 
 def shutdown(group: ProcessGroup, original: Callable) -> None:
-    """Of ``destroy_process_group``."""
+    """Shut a group down and forget its backend, when ``destroy_process_group`` is called."""
     original(group)
     groups.pop(group.group_name, None)

@@ -1,4 +1,4 @@
-"""Operators that move tensors between ranks, as bytes."""
+"""Define the operators that move tensors between ranks, as bytes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _one_way(call: CollectiveCall, operator: str) -> Work:
 
 @operator("barrier")
 def _barrier(call: CollectiveCall) -> Work:
-    """The host waits for the device, as in ``WorkHCCL::synchronizeInternal``."""
+    """Wait for the device on the host, as ``WorkHCCL::synchronizeInternal`` does, then for the other ranks."""
     call.count("barrier", [], 0)
     call.agree("barrier")
     npu.synchronize()

@@ -1,4 +1,4 @@
-"""Operators that reduce, computed as HCCL does where gloo has another way or none."""
+"""Define the operators that reduce, computed as HCCL does where gloo has another way or none."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _asked(call: CollectiveCall) -> str:
 
 
 def _options(call: CollectiveCall, kind: Callable[[], Any], reduction: str) -> Any:
-    """Python can read a ``ReduceOp`` that an operator is given, and cannot make one."""
+    """Make gloo's options out of a ``ReduceOp`` that an operator is given: Python can read one, and cannot make one."""
     options = kind()
     options.reduceOp = getattr(ReduceOp, reduction)
     options.asyncOp = call.given["async_op"]
@@ -161,7 +161,7 @@ def _options(call: CollectiveCall, kind: Callable[[], Any], reduction: str) -> A
 
 
 def _scaled(reduction: str, inputs: Iterable[Tensor]) -> str:
-    """Scale the inputs of a ``PREMUL_SUM`` in place, as torch_npu does. Returns the reduction that is left to do."""
+    """Scale the inputs of a ``PREMUL_SUM`` in place, as torch_npu does, and return the reduction that is left to do."""
     if reduction != "PREMUL_SUM":
         return reduction
     for tensor in inputs:
@@ -170,5 +170,5 @@ def _scaled(reduction: str, inputs: Iterable[Tensor]) -> str:
 
 
 def _computed(host: Tensor) -> Tensor:
-    """What gloo reduces: it has no int16. Otherwise the tensor itself."""
+    """Return what gloo reduces: int32 for int16, which it has not, otherwise the tensor itself."""
     return host.int() if host.dtype == torch.int16 else host

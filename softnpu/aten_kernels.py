@@ -66,7 +66,7 @@ def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torchs_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return what other devices run for ``op`` under autograd: torch's formula, or its composition of other operators."""
+    """Return what other devices run for ``op`` under autograd: torch's formula, or its composition of others."""
     formula = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd")
     return functools.partial(op._op_dk, DispatchKey.Autograd if formula else DispatchKey.CompositeImplicitAutograd)
 

@@ -128,7 +128,7 @@ def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool =
 
 
 def _waits_for_shape(op: torch._ops.OpOverload, name: str) -> Callable[[tuple, dict], bool]:
-    """Return a predicate of the arguments: does the shape of the result depend on data, so that the host waits for it?"""
+    """Return a predicate: does the shape of the result depend on these arguments' data, so that the host waits?"""
     if name in MASKED:
         return lambda args, kwargs: any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     if name == "repeat_interleave" and op._overloadname != "self_int":

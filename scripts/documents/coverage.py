@@ -1,4 +1,4 @@
-"""The tables of what is served: a short one for the READMEs, and the page with all model types."""
+"""Write the tables of what is served: a short one for the READMEs, and the page with all model types."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ _SENTENCES = {
 
 
 def page() -> bytes:
-    """docs/coverage.md."""
+    """Write docs/coverage.md."""
     return markdown.page(_rows()).encode()
 
 
 def summary(language: str) -> str:
-    """How much of each kind, and what of the best-known model types."""
+    """Write how much of each kind is served, and what of the best-known model types."""
 
     def word(english: str) -> str:
         return _CHINESE.get(english, english) if language == "zh" else english

@@ -87,7 +87,7 @@ def matmul_double_backward(
     other: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``matmul_backward``'s arguments: of ``grad_out``, of the left and of the right factor."""
+    """Compute the gradients of ``matmul_backward``'s arguments: ``grad_out``, the left and the right factor."""
     a, b = as_matrices(input, other)
     g = grad_out.reshape(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     through_a = None if grad_self is None else grad_self.reshape(a.shape)

@@ -1,4 +1,4 @@
-"""Define npu_fusion_attention, versions 1 and 3, and their gradients. The mathematics is in fusion_attention_math.py."""
+"""Define npu_fusion_attention, versions 1 and 3, and the gradients; fusion_attention_math.py has the mathematics."""
 
 from __future__ import annotations
 

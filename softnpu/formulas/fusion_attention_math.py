@@ -107,7 +107,7 @@ class Attention:
         return [q, k, v]
 
     def _sequences(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """Split the tensors into those of each sequence: key and value, the second and third, follow the keys' lengths."""
+        """Split the tensors by sequence; the second and third, key and value, follow the keys' lengths."""
         ends = [self.key_ends if i in (1, 2) else self.query_ends for i in range(len(tensors))]
         return list(zip(*(sequences(tensor, end) for tensor, end in zip(tensors, ends)), strict=True))
 

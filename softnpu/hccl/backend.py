@@ -84,7 +84,7 @@ class HCCL(ProcessGroupGloo):
         return self._group().reduce_scatter([output], [_split(tensor, splits, self.size())], options)
 
     def alltoallvc(self, output: Tensor, tensor: Tensor, matrix: Sequence[int]) -> dist.Work:
-        """Exchange for ``torch_npu.distributed.all_to_all_vc``: ``matrix[i * ranks + j]`` elements go from rank i to j."""
+        """Serve ``torch_npu.distributed.all_to_all_vc``: ``matrix[i * ranks + j]`` elements go from rank i to j."""
         rank, ranks = self.rank(), self.size()
         given, received = list(matrix[rank * ranks : (rank + 1) * ranks]), list(matrix[rank::ranks])
         return self._group().alltoall_base(output.view(-1), tensor.view(-1), received, given)
@@ -104,7 +104,7 @@ def _transport() -> Any:
 
 
 def _fresh(store: dist.Store, ranks: int) -> dist.Store:
-    """Return a part of the store that no earlier group of this name has used: programs destroy groups and begin again."""
+    """Return a part of the store that no earlier group of this name used: programs destroy groups and begin again."""
     arrived = store.add(f"arrived/{ranks}", 1)
     return dist.PrefixStore(f"{ranks}/{(arrived - 1) // ranks}", store)
 

@@ -1,4 +1,4 @@
-"""Carry one call of a ``c10d::`` operator: the caller's NPU tensors on one side, gloo with the same bytes on the other."""
+"""Carry one call of a ``c10d::`` operator from the caller's NPU tensors to gloo, over the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the host is busy with a call on the software device: all of it but the kernels of the operators.
+"""Measure how long the host is busy with a call on the software device: all of it but the operators' kernels.
 
 On a card an operator is put into a queue, and what remains is Python, the dispatcher and autograd. On the software
 device the operator's formula runs in between: here the clock stands still while it does.
@@ -24,7 +24,7 @@ _in_kernels = 0.0
 
 @contextmanager
 def stopped_clock() -> Iterator[None]:
-    """Within it the kernels of the software device are clocked."""
+    """Clock the kernels of the software device while the context is open."""
     libraries = [torch.library.Library(namespace, "IMPL") for namespace in ("aten", "npu")]
     try:
         for name in aten._registered("PrivateUse1"):
@@ -45,7 +45,7 @@ def stopped_clock() -> Iterator[None]:
 
 
 def host_times(calls: dict[str, Callable[[], object]], turns: int, repeats: int = 20) -> dict[str, float]:
-    """Seconds of the host for each of some calls, which take turns of some repeats.
+    """Return the seconds of the host for each of some calls, which take turns of some repeats.
 
     Whatever else the machine does only adds to a time, so that the least is the nearest; but one in twenty is taken,
     since the clock has steps too.

@@ -38,7 +38,13 @@ __all__ = ["collectives", "counters", "is_software", "poisoned_memory", "reset_c
 
 
 def is_software() -> bool:
-    """Tell whether the software device serves as ``npu``: False where a real one does and softnpu changes nothing."""
+    """Tell whether the software device serves as ``npu``: False where a real one does and softnpu changes nothing.
+
+    Example:
+        >>> import softnpu
+        >>> softnpu.is_software()
+        True
+    """
     return _software
 
 
@@ -46,6 +52,13 @@ def poisoned_memory() -> AbstractContextManager[None]:
     """Open a context in which fresh device memory holds NaN, so that reading what nobody wrote is seen.
 
     Without effect on a real device.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> with softnpu.poisoned_memory():
+        ...     torch.empty(2, device="npu")
+        tensor([nan, nan], device='npu:0')
     """
     if not _software:
         return nullcontext()

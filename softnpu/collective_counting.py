@@ -48,7 +48,18 @@ def count_collective(collective: Collective, size: int) -> None:
 
 
 def collectives() -> dict[Collective, Traffic]:
-    """Return what this process called since the last ``reset_counters()``, in any group named ``hccl``."""
+    """Return what this process called since the last ``reset_counters()``, in any group named ``hccl``.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.all_reduce(torch.ones(4, device="npu"))
+        >>> softnpu.collectives()
+        {Collective(operator='all_reduce', group='0', ranks=1): Traffic(calls=1, bytes=16)}
+        >>> dist.destroy_process_group()
+    """
     with _lock:
         return dict(_traffic)
 

@@ -44,6 +44,16 @@ def counters() -> dict[str, int]:
     are not counted. ``stream_syncs`` counts every point where the host waits for the device: ``.item()``,
     ``.cpu()``, ``bool(tensor)``, ``torch.npu.synchronize()``, and operators whose result has a shape that depends
     on data, as ``nonzero``. ``device_to_host_copies`` counts those that move data to the host.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> x = torch.ones(2, 3, device="npu")
+        >>> softnpu.reset_counters()
+        >>> (x + x).sum().item()
+        12.0
+        >>> softnpu.counters()
+        {'add': 1, 'sum': 1, '_local_scalar_dense': 1, 'stream_syncs': 1, 'device_to_host_copies': 1}
     """
     with _lock:
         result = dict(_calls)
@@ -53,7 +63,16 @@ def counters() -> dict[str, int]:
 
 
 def reset_counters() -> None:
-    """Set all counts of operators, waits and collectives back to zero."""
+    """Set all counts of operators, waits and collectives back to zero.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> x = torch.ones(2, 3, device="npu").cpu()
+        >>> softnpu.reset_counters()
+        >>> softnpu.counters()
+        {'stream_syncs': 0, 'device_to_host_copies': 0}
+    """
     forget_collectives()
     with _lock:
         _calls.clear()

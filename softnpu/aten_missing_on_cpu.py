@@ -39,8 +39,7 @@ def as_matrices(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 @formula("histc", "histc.out")
 def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: Tensor | None = None) -> Tensor:
-    """Count as ``torch.histc`` does, integers too. The counts have the dtype of the input: int64 gives int64, int32
-    int32.
+    """Count as ``torch.histc`` does, integers too. The counts have the input's dtype: int64 gives int64, int32 int32.
 
     Sources: op-plugin, HistcKernelNpuOpApi.cpp, and CANN's ops-math, math/histogram_v2. The device takes float16,
     float32, int64, int32, int16, int8 and uint8. It cuts the range of integers to integers and finds their bins in

@@ -121,9 +121,7 @@ class HostCall:
 
 
 def _reshape(original: torch.Tensor, host: torch.Tensor) -> None:
-    """Set the shape of an NPU tensor: ``as_strided_`` of torch_npu 2.6 gives none back below autograd, and Python
-    crashes.
-    """
+    """Set the shape, not by ``as_strided_``: torch_npu 2.6 gives none back below autograd, and Python crashes."""
     original.set_(original.untyped_storage(), host.storage_offset(), host.size(), host.stride())
 
 

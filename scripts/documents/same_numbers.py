@@ -28,9 +28,7 @@ def table(language: str) -> str:
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """List the engines as they were recorded, and of each the kinds in the order of its first model, which has them
-    all.
-    """
+    """List the engines as they were recorded, and of each the kinds in the order of its first model, which has all."""
     return list(dict.fromkeys((row["engine"], row["checkpointing"]) for row in rows))
 
 

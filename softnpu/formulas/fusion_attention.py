@@ -24,9 +24,7 @@ def npu_fusion_attention(
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None, dropout_mask: Tensor | None = None,
     seed: int = 0, offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return the result, the maximum and sum of every row, a reserved tensor, seed, offset and size of the dropout
-    mask.
-    """
+    """Return the result, every row's maximum and sum, a reserved tensor, seed, offset and size of the dropout mask."""
     require(dropout_mask is None, "npu_fusion_attention", "the software device draws its own dropout_mask")
     random = _draw(keep_prob)
     attention = Attention(

@@ -35,8 +35,7 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
 
 @formula
 def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
-    """Compute ``dA = g · B · (s + A · s · (1 − s))`` and ``dB = g · A · s``, ``s = sigmoid(A)``, concatenated along
-    dim.
+    """Compute ``dA = g · B · (s + A · s · (1 − s))`` and ``dB = g · A · s``, ``s = sigmoid(A)``, joined along dim.
 
     The device takes non-empty tensors only, and one half of the input must be a multiple of 64 bytes along dim.
     """
@@ -86,8 +85,7 @@ def npu_geglu_grad(
     approximate: int = TANH,
     activate_left: bool = False,
 ) -> Tensor:
-    """Compute ``g · other · gelu'(activated)`` for the activated half, ``g · gelu`` for the other, concatenated along
-    dim.
+    """Compute ``g · other · gelu'(activated)`` for the activated half, ``g · gelu`` for the other, joined along dim.
 
     ``gelu`` is the second result of npu_geglu. float16 rounds ``g · other`` before it multiplies.
     """

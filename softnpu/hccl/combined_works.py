@@ -12,9 +12,7 @@ from torch.distributed import Work
 
 
 def then(work: Work, targets: Iterable[Tensor], results: Iterable[Tensor]) -> Work:
-    """Return ``work`` with an end: when it is waited for, results that are not their targets themselves are copied
-    there.
-    """
+    """Return ``work`` with an end: when it is waited for, results that are not their targets are copied there."""
     copies = [(target, result) for target, result in zip(targets, results) if target is not result]
     if not copies:
         return work

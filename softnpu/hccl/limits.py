@@ -1,5 +1,4 @@
-"""Check what HCCL accepts: dtypes, reductions and layouts. Errors have torch_npu's words, what was given and is
-allowed.
+"""Check what HCCL accepts: dtypes, reductions and layouts. Errors have torch_npu's words, the given and the allowed.
 
 Sources, both for Atlas A2, which is the chip that the software device says it is (Ascend910B1):
 

@@ -27,9 +27,7 @@ def create_app(hub: Hub) -> Callable:
     app.state.hub = hub
 
     async def with_quoted_path(scope: dict, receive: Callable, send: Callable) -> None:
-        """Route by the path as it was sent: a quoted slash belongs to a revision or path, an unquoted one separates
-        them.
-        """
+        """Route by the path as sent: a quoted slash belongs to a revision or path, an unquoted one separates them."""
         await app(scope | {"path": scope["raw_path"].decode()}, receive, send)
 
     return with_quoted_path

@@ -61,9 +61,7 @@ class Fault:
 
 @dataclass
 class LoggedRequest:
-    """Describe a request: `status` is None where no answer was sent, `authorized` says whether, not which, a token
-    came.
-    """
+    """Describe a request: without an answer `status` is None; `authorized` says whether a token came, not which."""
 
     number: int
     method: str

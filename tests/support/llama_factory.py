@@ -56,9 +56,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
 
 
 class GroupedMatmul(torch.autograd.Function):
-    """Multiply in groups. The weight's gradient comes out as ``[E, K, N]``, for a parameter that is stored as ``[E, N,
-    K]``.
-    """
+    """Multiply in groups; the gradient of a weight stored as ``[E, N, K]`` comes out as ``[E, K, N]``."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -42,17 +42,17 @@ globals().update(vars(_module))
 
 
 def repositories(root: Path = ROOT) -> list[Path]:
-    """The kernel repositories of a clone."""
+    """List the kernel repositories of a clone."""
     return sorted(path.parent for path in root.glob("*/build.toml"))
 
 
 def variants(root: Path = ROOT) -> tuple[str, ...]:
-    """All variants that a kernel repository builds."""
+    """List all variants that a kernel repository builds."""
     return *NOARCH, *tomllib.loads((root / "variants.toml").read_text())
 
 
 def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
-    """What ``<repository>/build`` has to hold: path below it -> content."""
+    """Compute what ``<repository>/build`` has to hold: path below it -> content."""
     general = tomllib.loads((repository / "build.toml").read_text())["general"]
     package = repository / "torch-ext" / general["name"].replace("-", "_")
     source = {str(path.relative_to(package)): path.read_bytes() for path in sorted(package.rglob("*.py"))}
@@ -65,7 +65,7 @@ def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
 
 
 def differences(repository: Path, root: Path = ROOT) -> list[str]:
-    """How the committed build differs from what the source gives, a line a file; empty where it is fresh."""
+    """List how the committed build differs from what the source gives, a line a file; empty where it is fresh."""
     build, expected = repository / "build", render(repository, root)
     found = {
         str(path.relative_to(build)): path.read_bytes()

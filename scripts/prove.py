@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def default_cache() -> Path:
-    """The folder of the interpreters and wheels: ``$XDG_CACHE_HOME/kernels-ext-npu/variants``."""
+    """Return the folder of the interpreters and wheels: ``$XDG_CACHE_HOME/kernels-ext-npu/variants``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernels-ext-npu" / "variants"
 
 

@@ -1,4 +1,4 @@
-"""The strict variants, as ``variants.toml`` names them."""
+"""Read the strict variants, as ``variants.toml`` names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 @dataclass(frozen=True)
 class Strict:
-    """A variant, the torch_npu release that it is proven on, and the CANN release that this was made for."""
+    """Name a variant, the torch_npu release that it is proven on, and the CANN release that this was made for."""
 
     name: str
     torch_npu: str
@@ -24,18 +24,18 @@ class Strict:
 
     @property
     def prefix(self) -> str:
-        """How the name has to begin, as `kernels` writes releases: torch210-cxx11-cann90 for 2.10 and 9.0."""
+        """Write how the name has to begin, as `kernels` writes releases: torch210-cxx11-cann90 for 2.10 and 9.0."""
         torch, cann = (Version(version) for version in (self.torch, self.cann))
         return f"torch{torch.major}{torch.minor}-cxx11-cann{cann.major}{cann.minor}-"
 
     @property
     def torch(self) -> str:
-        """The release of torch that the release of torch_npu extends: 2.7.1 for 2.7.1.post2."""
+        """Return the release of torch that the release of torch_npu extends: 2.7.1 for 2.7.1.post2."""
         return Version(self.torch_npu).base_version
 
 
 def strict_variants(root: Path) -> list[Strict]:
-    """Those of a clone, in the order of the file.
+    """Read those of a clone, in the order of the file.
 
     Raises:
         ValueError: a line of the file is not as it has to be.

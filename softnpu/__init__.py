@@ -1,4 +1,4 @@
-"""A software Ascend device: the real torch_npu wheel, on a machine without CANN or an NPU.
+"""Stand in for an Ascend device: the real torch_npu wheel runs on a machine without CANN or an NPU.
 
 ``import softnpu`` before torch; afterwards ``torch.device("npu")`` works, with torch_npu's own schemas, allocator,
 streams, autograd formulas and meta kernels, while the operators run on the host. On a machine with an Ascend
@@ -10,8 +10,8 @@ It computes what the sources of the operators say and refuses what the device re
 from contextlib import AbstractContextManager, nullcontext
 
 from softnpu import runtime
+from softnpu.collective_counting import collectives
 from softnpu.counting import counters, reset_counters
-from softnpu.traffic import collectives
 
 _software = not runtime.real_device()
 
@@ -27,10 +27,10 @@ if _software:
             "then pip install --no-deps torch_npu==2.13.0 and pip install numpy pyyaml"
         ) from error
 
-    from softnpu import aten, counting, formulas, hccl
+    from softnpu import aten_kernels, counting, formulas, hccl
 
     counting.attach(_library)
-    aten.install()
+    aten_kernels.install()
     formulas.install()
     hccl.install()
 
@@ -38,17 +38,30 @@ __all__ = ["collectives", "counters", "is_software", "poisoned_memory", "reset_c
 
 
 def is_software() -> bool:
-    """True where the software device serves as ``npu``; False where a real one does and softnpu changes nothing."""
+    """Tell whether the software device serves as ``npu``: False where a real one does and softnpu changes nothing.
+
+    Example:
+        >>> import softnpu
+        >>> softnpu.is_software()
+        True
+    """
     return _software
 
 
 def poisoned_memory() -> AbstractContextManager[None]:
-    """A context in which fresh device memory holds NaN, so that reading what nobody wrote is seen.
+    """Open a context in which fresh device memory holds NaN, so that reading what nobody wrote is seen.
 
     Without effect on a real device.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> with softnpu.poisoned_memory():
+        ...     torch.empty(2, device="npu")
+        tensor([nan, nan], device='npu:0')
     """
     if not _software:
         return nullcontext()
-    from softnpu import poison
+    from softnpu import memory_poisoning
 
-    return poison.poisoned_memory()
+    return memory_poisoning.poisoned_memory()

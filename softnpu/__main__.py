@@ -1,4 +1,4 @@
-"""``python -m softnpu script.py ...`` or ``python -m softnpu -m package ...``: run a program on the software device."""
+"""Run a program on the software device: ``python -m softnpu script.py ...`` or ``python -m softnpu -m package ...``."""
 
 import atexit
 import runpy
@@ -12,7 +12,7 @@ USAGE = "usage: python -m softnpu (script.py | -m module) [arguments]"
 
 
 def main() -> None:
-    """Run a script or module on the software device."""
+    """Read the command line and run the script or module that it names, with the arguments behind it."""
     if len(sys.argv) < 2 or sys.argv[1:] == ["-m"] or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(USAGE)
     if sys.argv[1] == "-m":

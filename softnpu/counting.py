@@ -1,11 +1,11 @@
-"""What a program made the device do: operator calls, and the points where the host waited for it."""
+"""Count what a program makes the device do: operator calls, and the points where the host waits for it."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 
-from softnpu.traffic import forget_collectives
+from softnpu.collective_counting import forget_collectives
 
 STREAM_SYNCS = "stream_syncs"
 DEVICE_TO_HOST_COPIES = "device_to_host_copies"
@@ -25,25 +25,35 @@ def attach(runtime: ctypes.CDLL) -> None:
 
 
 def count(name: str, calls: int = 1) -> None:
-    """Count calls under a name."""
+    """Add calls to the count of an operator."""
     with _lock:
         _calls[name] = _calls.get(name, 0) + calls
 
 
 def count_wait(copies: bool) -> None:
-    """The host waits for the device; with ``copies`` it also reads a value."""
+    """Count a point where the host waits for the device; with ``copies`` it also reads a value."""
     count(STREAM_SYNCS)
     if copies:
         count(DEVICE_TO_HOST_COPIES)
 
 
 def counters() -> dict[str, int]:
-    """Calls since the last reset: operator name -> calls, ``stream_syncs`` and ``device_to_host_copies``.
+    """Return the counts since the last reset: operator name -> calls, ``stream_syncs`` and ``device_to_host_copies``.
 
     Operators are named without namespace and overload: ``npu_rms_norm``, ``mm``, ``add``. Views launch nothing and
     are not counted. ``stream_syncs`` counts every point where the host waits for the device: ``.item()``,
     ``.cpu()``, ``bool(tensor)``, ``torch.npu.synchronize()``, and operators whose result has a shape that depends
     on data, as ``nonzero``. ``device_to_host_copies`` counts those that move data to the host.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> x = torch.ones(2, 3, device="npu")
+        >>> softnpu.reset_counters()
+        >>> (x + x).sum().item()
+        12.0
+        >>> softnpu.counters()
+        {'add': 1, 'sum': 1, '_local_scalar_dense': 1, 'stream_syncs': 1, 'device_to_host_copies': 1}
     """
     with _lock:
         result = dict(_calls)
@@ -53,7 +63,16 @@ def counters() -> dict[str, int]:
 
 
 def reset_counters() -> None:
-    """Start counting anew."""
+    """Set all counts of operators, waits and collectives back to zero.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> x = torch.ones(2, 3, device="npu").cpu()
+        >>> softnpu.reset_counters()
+        >>> softnpu.counters()
+        {'stream_syncs': 0, 'device_to_host_copies': 0}
+    """
     forget_collectives()
     with _lock:
         _calls.clear()

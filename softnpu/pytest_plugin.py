@@ -1,4 +1,4 @@
-"""``pytest -p softnpu.pytest_plugin``: tests run with the software device where there is no real one."""
+"""Run tests with the software device where there is no real one: ``pytest -p softnpu.pytest_plugin``."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,13 +14,13 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def npu_counters() -> Callable[[], dict[str, int]]:
-    """Reads ``softnpu.counters()``, counted from the start of the test."""
+    """Reset the counters, and return ``softnpu.counters`` for the test to read."""
     softnpu.reset_counters()
     return softnpu.counters
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fresh device memory holds NaN during the test."""
+    """Let fresh device memory hold NaN during the test."""
     with softnpu.poisoned_memory():
         yield

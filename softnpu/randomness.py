@@ -1,4 +1,4 @@
-"""Random numbers follow torch_npu's generator: its seed and offset decide, so saved states reproduce."""
+"""Draw random numbers as torch_npu's generator says: its seed and offset decide, so that saved states reproduce."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ STEP = 4  # torch_npu's Philox offsets are multiples of four
 
 
 def host_generator(generator: torch.Generator | None, device: torch.device | None) -> torch.Generator:
-    """A CPU generator for one operator call; moves the NPU generator on."""
+    """Make a CPU generator for one operator call, and move the NPU generator on."""
     seed, offset = draw(generator, device)
     return seeded(seed, offset)
 
 
 def draw(generator: torch.Generator | None, device: torch.device | None = None) -> tuple[int, int]:
-    """Seed and offset for one operator call; moves the NPU generator on."""
+    """Return the seed and offset for one operator call, and move the NPU generator on."""
     if generator is None:
         npu.init()  # default_generators is empty before
         index = npu.current_device() if device is None or device.index is None else device.index
@@ -29,7 +29,7 @@ def draw(generator: torch.Generator | None, device: torch.device | None = None) 
 
 
 def seeded(seed: int, offset: int) -> torch.Generator:
-    """The CPU generator that belongs to a seed and an offset."""
+    """Make the CPU generator that belongs to a seed and an offset."""
     # splitmix64 of both, so that neighbouring offsets give unrelated streams
     mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64

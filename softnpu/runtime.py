@@ -1,4 +1,4 @@
-"""The runtime libraries that torch_npu links against: built once from ascendcl.c, loaded before torch."""
+"""Build the runtime libraries that torch_npu links against from ascendcl.c, once, and load them before torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CANN_VERSION = "9.1.0"
 
 
 def real_device() -> bool:
-    """Whether the Ascend driver offers a device. Each one is a node /dev/davinci<N>, in containers too."""
+    """Tell whether the Ascend driver offers a device. Each one is a node /dev/davinci<N>, in containers too."""
     return any(node.removeprefix("davinci").isdigit() for node in os.listdir("/dev") if node.startswith("davinci"))
 
 
@@ -46,12 +46,12 @@ def load() -> ctypes.CDLL:
 
 
 def cache() -> Path:
-    """The folder of the built libraries: ``$XDG_CACHE_HOME/softnpu``, by default ``~/.cache/softnpu``."""
+    """Return the folder of the built libraries: ``$XDG_CACHE_HOME/softnpu``, by default ``~/.cache/softnpu``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softnpu"
 
 
 def cann_version() -> str:
-    """The version of CANN that the software device has, as CANN's own install file would say it.
+    """Return the version of CANN that the software device has, as CANN's own install file would say it.
 
     Raises:
         ImportError: SOFTNPU_CANN is no version of CANN.
@@ -63,7 +63,7 @@ def cann_version() -> str:
 
 
 def _fingerprint() -> str:
-    """Changes with everything that the built folder depends on, so that a folder never has to be updated."""
+    """Hash everything that the built folder depends on, so that a folder never has to be updated."""
     parts = [SOURCE.read_bytes(), Path(__file__).read_bytes(), platform.machine().encode(), cann_version().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

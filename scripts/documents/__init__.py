@@ -1,5 +1,5 @@
-"""What of the documents is generated."""
+"""Generate parts of the documents."""
 
 
 class DocumentError(ValueError):
-    """The documents cannot be written: what is wrong, and what to do."""
+    """Say why the documents cannot be written: what is wrong, and what to do."""

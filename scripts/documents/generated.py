@@ -1,4 +1,4 @@
-"""The generated parts of the documents, and the documents that are generated as a whole.
+"""Find the generated parts of the documents, and the documents that are generated as a whole.
 
 A part stands between ``<!-- name:start ... -->`` and ``<!-- name:end -->`` on lines of their own, in any document in
 Markdown. What stands there comes from PARTS, in Chinese in a document that is called ``*.zh.md``.
@@ -30,7 +30,7 @@ _MARKER = re.compile(r"^<!-- [\w-]+:(?:start|end)\b", re.MULTILINE)
 
 
 def stale(root: Path) -> dict[Path, bytes]:
-    """What the files of a clone have to become that are not what they have to be.
+    """Return what the files of a clone have to become that are not what they have to be.
 
     Raises:
         DocumentError: a marker lacks its other half, or nothing generates what it is called.
@@ -43,7 +43,7 @@ def stale(root: Path) -> dict[Path, bytes]:
 
 
 def rewrite(text: str, path: Path) -> str:
-    """A document with its generated parts as they have to be."""
+    """Return a document with its generated parts as they have to be."""
     language = "zh" if path.name.endswith(".zh.md") else "en"
     parts = list(_PART.finditer(text))
     if 2 * len(parts) != len(_MARKER.findall(text)):

@@ -1,4 +1,4 @@
-"""The tables of what a rank of a mesh does, as `kernels-ext-npu inspect --tp N --ep N --fsdp N` finds it.
+"""Write the tables of what a rank of a mesh does, as `kernels-ext-npu inspect --tp N --ep N --fsdp N` finds it.
 
 Layers of these models are alike, and each further one costs the same, so that three of them tell what all cost.
 """
@@ -27,7 +27,7 @@ _PHASES = {"forward": "forward", "step": "training step"}
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank holds, and what a phase costs it without kernels and with them, as a whole and for a layer."""
+    """Hold what a rank holds, and what a phase costs it without kernels and with them, as a whole and for a layer."""
 
     weights: int
     whole: dict[str, tuple[Counts, Counts]]
@@ -36,19 +36,19 @@ class Rank:
 
 @cache
 def tables(_: str) -> str:
-    """A table for each model, with a column for each mesh; `docs/parallel.md` is in English."""
+    """Write a table for each model, with a column for each mesh; `docs/parallel.md` is in English."""
     return "\n".join(_table(model, meshes) for model, meshes in MESHES.items())
 
 
 def rank(subject: Subject, mesh: Mesh, tokens: int = 4096) -> Rank:
-    """A rank of a model whose layers are alike."""
+    """Count a rank of a model whose layers are alike."""
     few = type(subject.config)(**subject.config.to_dict() | {"num_hidden_layers": _COUNTED})
     inspection = inspect(replace(subject, config=few), SOCS["910b"], tokens=tokens, mesh=mesh)
     return _extended(inspection, subject.config.num_hidden_layers - _COUNTED)
 
 
 def _extended(inspection: Inspection, further: int) -> Rank:
-    """With so many further layers."""
+    """Add the counts of so many further layers."""
     before, after = (variant.counts for variant in inspection.variants)
     whole, layer, weights = {}, {}, inspection.weights
     for phase in _PHASES:
@@ -98,7 +98,7 @@ def _heading(mesh: Mesh) -> str:
 
 
 def _sent(pair: tuple[Counts, Counts], layer: tuple[Counts, Counts], operator: str, axis: str) -> str:
-    """Calls and GB, of the whole and of a layer: the same without kernels and with them."""
+    """Write calls and GB, of the whole and of a layer: the same without kernels and with them."""
     before, after = pair
     assert before.calls == after.calls
     assert before.messages == after.messages

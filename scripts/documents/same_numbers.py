@@ -1,4 +1,4 @@
-"""The table of how far training on several devices is from one process: ``make test-distributed UPDATE=1`` found it."""
+"""Write how far training on several devices is from one process: ``make test-distributed UPDATE=1`` found it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS = {
 
 
 def table(language: str) -> str:
-    """A row for each engine and kind of checkpointing, a column for each model: loss, gradients, weights."""
+    """Write a row for each engine and kind of checkpointing, a column for each model: loss, gradients, weights."""
     rows: list[dict[str, Any]] = json.loads(_RECORD.read_text("utf-8"))
     models = list(dict.fromkeys(row["model"] for row in rows))
     cells = {(row["engine"], row["checkpointing"], row["model"]): _cell(row) for row in rows}
@@ -28,7 +28,7 @@ def table(language: str) -> str:
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The engines as they were recorded, and of each the kinds in the order of its first model, which has them all."""
+    """List the engines as they were recorded, and of each the kinds in the order of its first model, which has all."""
     return list(dict.fromkeys((row["engine"], row["checkpointing"]) for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""The table of what the kernels save, as `kernels-ext-npu inspect` finds it."""
+"""Write the table of what the kernels save, as `kernels-ext-npu inspect` finds it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PHASES = {
 
 
 def table(language: str) -> str:
-    """A row for each model and phase: before → after."""
+    """Write a row for each model and phase: before → after."""
     headings = _HEADINGS[language]
     lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     for model in MODELS:
@@ -43,7 +43,7 @@ def draw(root: Path) -> None:
 
 @cache
 def inspected(model: str) -> Inspection:
-    """The whole of a model that is known by name."""
+    """Inspect the whole of a model that is known by name."""
     return inspect(subject.find(model), SOCS["910b"])
 
 

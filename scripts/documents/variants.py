@@ -1,4 +1,4 @@
-"""The table of what was proven of each strict variant: ``make test-variants ARGS=--record`` found it."""
+"""Write what was proven of each strict variant: ``make test-variants ARGS=--record`` found it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADINGS = ["variant", "torch_npu", "checks", "seconds", *report.COLUMNS]
 
 
 def table(_: str) -> str:
-    """A row for each line of `variants.toml`, and whether the kernels have changed since; in English."""
+    """Write a row for each line of `variants.toml`, and whether the kernels have changed since; in English."""
     record, sources = report.read(_ROOT), report.sources(_ROOT)
     lines = [f"| {' | '.join(_HEADINGS)} |", f"|---|---|{'---:|' * (len(_HEADINGS) - 2)}"]
     any_changed = False

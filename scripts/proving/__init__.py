@@ -1,5 +1,5 @@
-"""Proof of the strict variants: each runs on the torch and torch_npu that it names, emulated where they are foreign."""
+"""Prove the strict variants: each runs on the torch and torch_npu that it names, emulated where they are foreign."""
 
 
 class ProvingError(Exception):
-    """Something that a proof needs is missing; the message says what, and how to get it."""
+    """Say what a proof needs and does not have, and how to get it."""

@@ -1,4 +1,4 @@
-"""An aarch64 Python: this machine's own, or Debian's under qemu's user emulation.
+"""Find an aarch64 Python: this machine's own, or Debian's under qemu's user emulation.
 
 Nothing is installed on the machine: packages of the distribution are unpacked in the cache, which needs no root.
 """
@@ -27,7 +27,7 @@ PROCESSOR = "neoverse-n1"
 
 @dataclass(frozen=True)
 class Interpreter:
-    """How to start an aarch64 Python, and which version it has: ``3.11``."""
+    """Say how to start an aarch64 Python, and which version it has: ``3.11``."""
 
     command: tuple[str, ...]
     version: str
@@ -35,7 +35,7 @@ class Interpreter:
 
 
 def find(cache: Path) -> Interpreter:
-    """The interpreter for aarch64 programs of this machine, unpacked below ``cache`` where it has to be emulated.
+    """Find the interpreter for aarch64 programs of this machine, unpacked below ``cache`` where it has to be emulated.
 
     Raises:
         ProvingError: something that it needs is missing.
@@ -73,7 +73,7 @@ def _native(environment: dict[str, str]) -> Interpreter:
 
 
 def _unpack(root: Path) -> None:
-    """An aarch64 Python with the libraries that the wheels need, from where this machine's packages come from."""
+    """Unpack an aarch64 Python with the libraries that the wheels need, from where this machine's packages are."""
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="root.", dir=root.parent) as folder:
         state = Path(folder)

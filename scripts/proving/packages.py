@@ -1,4 +1,4 @@
-"""What runs in a proof: wheels for aarch64 in folders of the cache, one for each release, shared by all proofs."""
+"""Install what runs in a proof: aarch64 wheels in folders of the cache, one a release, shared by all proofs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 
 
 class Packages:
-    """Folders of packages below ``cache`` for one version of Python."""
+    """Keep folders of packages below ``cache`` for one version of Python."""
 
     def __init__(self, cache: Path, python: str) -> None:
         self.cache, self.python = cache, python
 
     def tools(self, requirements: Path) -> Path:
-        """The pinned tools."""
+        """Return the folder of the pinned tools."""
         wanted = [Requirement(line) for line in _lines(requirements)]
         wanted = [r for r in wanted if r.name in TOOLS and self._applies(r)]
         return self._folder("tools", wanted)
 
     def release(self, name: str, version: str) -> Path:
-        """A release of torch or torch_npu."""
+        """Return the folder of a release of torch or torch_npu."""
         return self._folder(f"{name}-{version}", [Requirement(f"{name}=={version}")])
 
     def _folder(self, name: str, wanted: list[Requirement]) -> Path:
-        """The folder with what is wanted and all that it requires; installed once, whole or not at all."""
+        """Return the folder with what is wanted and all that it requires; installed once, whole or not at all."""
         content = "\n".join(sorted(map(str, wanted)))
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         folder = self.cache / f"python{self.python}" / f"{name}-{digest}"
@@ -75,7 +75,7 @@ class Packages:
             )
 
     def _missing(self, folder: Path) -> list[str]:
-        """What the packages of a folder require beyond each other, and beyond what is chosen by hand."""
+        """List what the packages of a folder require beyond each other, and beyond what is chosen by hand."""
         installed = {canonicalize_name(found.metadata["Name"]) for found in distributions(path=[str(folder)])}
         required = [r for found in distributions(path=[str(folder)]) for r in self._required(found)]
         present = {*installed, *CHOSEN}
@@ -85,7 +85,7 @@ class Packages:
         return [r for r in map(Requirement, found.requires or []) if self._applies(r)]
 
     def _applies(self, requirement: Requirement) -> bool:
-        """pip itself evaluates markers for the machine that it runs on."""
+        """Evaluate a marker for the target: pip itself evaluates markers for the machine that it runs on."""
         target = {"platform_machine": ARCHITECTURE, "python_version": self.python, "extra": ""}
         return requirement.marker is None or requirement.marker.evaluate(target)
 

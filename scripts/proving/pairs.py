@@ -1,4 +1,4 @@
-"""What is to be proven where: a pair of torch and torch_npu, and the strict variants that run on it."""
+"""Choose what is proven where: a pair of torch and torch_npu, and the strict variants that run on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strict import Strict
 
 @dataclass(frozen=True)
 class Proof:
-    """A strict variant, on a pair of releases and with a release of CANN."""
+    """Name a strict variant, a pair of releases to run it on, and a release of CANN."""
 
     variant: str
     torch: str
@@ -22,7 +22,7 @@ class Proof:
 
 
 def proofs(variants: Sequence[Strict], pairs: str = "") -> list[Proof]:
-    """What `variants.toml` names; with pairs, as ``2.6.0 2.8.0=2.8.0.post5``, on those alone.
+    """List what `variants.toml` names; with pairs, as ``2.6.0 2.8.0=2.8.0.post5``, on those alone.
 
     A pair is TORCH=TORCH_NPU, or TORCH where both have one version. It proves the variants that name its torch_npu, or
     if none does, all that `kernels` takes for its torch: those of its minor release.

@@ -1,4 +1,4 @@
-"""What the proofs found, on the screen and for the documentation."""
+"""Report what the proofs found, on the screen and for the documentation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = {
 
 
 def announce(outcome: Outcome, console: Console, logs: Path) -> None:
-    """One line when a proof has ended, and what failed in it; then all that it printed is in a file of ``logs``."""
+    """Print a line when a proof has ended, and what failed in it; then all that it printed is in a file of ``logs``."""
     proof = outcome.proof
     verdict = "[red]FAILED[/red]" if outcome.failures else "[green]holds[/green]"
     on = f"torch {proof.torch}, torch_npu {proof.torch_npu}, CANN {proof.cann}"
@@ -42,7 +42,7 @@ def announce(outcome: Outcome, console: Console, logs: Path) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Releases, seconds and largest differences, a row each."""
+    """List releases, seconds and largest differences, a row each."""
     caption = "largest differences from float64, of models from the CPU, relative to the norm"
     made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
     made.add_column("variant", no_wrap=True)
@@ -74,13 +74,13 @@ def write(outcomes: Sequence[Outcome], root: Path) -> None:
 
 
 def read(root: Path) -> dict[str, Any]:
-    """What is kept, by variant."""
+    """Read what is kept, by variant."""
     path = root / RECORD
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def sources(root: Path) -> dict[str, str]:
-    """What tells the kernels that were proven from later ones: repository -> digest of what its variants hold."""
+    """Digest the kernels, to tell those that were proven from later ones: repository -> digest of its variants."""
     found = {}
     for path in sorted(root.glob("*/build/torch-universal/metadata.json")):
         files = json.dumps(json.loads(path.read_text())["digest"]["files"], sort_keys=True)
@@ -89,6 +89,6 @@ def sources(root: Path) -> dict[str, str]:
 
 
 def differences(largest: dict[str, float]) -> list[str]:
-    """The largest of each of the COLUMNS, empty where nothing was compared."""
+    """Return the largest of each of the COLUMNS, empty where nothing was compared."""
     found = ([largest[name] for name in names if name in largest] for names in COLUMNS.values())
     return [f"{max(values):.0e}" if values else "" for values in found]

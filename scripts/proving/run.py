@@ -1,4 +1,4 @@
-"""One proof: the tests of tests/variants, in a process of the releases that a strict variant names."""
+"""Run one proof: the tests of tests/variants, in a process of the releases that a strict variant names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 1800
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a proof went.
+    """Tell how a proof went.
 
     Attributes:
         checks: how many tests passed.

@@ -1,1 +1,1 @@
-"""Publishing a kernel repository: preflight, plan, apply, and what is checked afterwards."""
+"""Publish a kernel repository: preflight, plan, apply, and what is checked afterwards."""

@@ -1,4 +1,4 @@
-"""What is on the Hub is read again: the tree, the content of every file, and the kernel in a fresh process."""
+"""Read again what is on the Hub: the tree, the content of every file, and the kernel in a fresh process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRIES = 3
 
 
 def check_branch(remote: Remote, applied: Applied) -> int:
-    """The commit holds what was planned and nothing else has changed in it; the number of files that were downloaded.
+    """Check that the commit holds what was planned and that nothing else has changed in it; count the files downloaded.
 
     Raises:
         RemoteError: it does not, or the Hub could not be asked.

@@ -1,4 +1,4 @@
-"""Bringing a branch of the Hub to what is wanted, with one commit that appears whole or not at all."""
+"""Bring a branch of the Hub to what is wanted, with one commit that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from publishing.remote import FAILURES, ChangedError, RefusedError, Remote
 
 @dataclass(frozen=True)
 class Applied:
-    """A branch, or a pull request for it, that holds what was wanted.
+    """Name a branch, or a pull request for it, that holds what was wanted.
 
     Attributes:
         first: the plan that the run began with.
@@ -76,7 +76,7 @@ def _commit(remote: Remote, plan: Plan, message: str, branch: str) -> str:
 
 
 def _open(remote: Remote, plan: Plan, message: str) -> str:
-    """A new branch begins with a commit that is complete.
+    """Begin a new branch with a commit that is complete.
 
     Made first and filled later, readers would find it empty, or with what it inherits from main. The branch that the
     commit is prepared on is named by its content, so that a run after one that was cut off goes on with it.
@@ -101,14 +101,14 @@ def _draft(wanted: Wanted) -> str:
 
 
 def _discard_draft(remote: Remote, wanted: Wanted) -> None:
-    """Where the Hub does not answer, it stays until the next run with the same content."""
+    """Delete the draft. Where the Hub does not answer, it stays until the next run with the same content."""
     with contextlib.suppress(*FAILURES):
         if _draft(wanted) in (remote.heads() or {}):
             remote.api.delete_branch(remote.repo_id, branch=_draft(wanted), repo_type=KERNEL)
 
 
 def _propose(remote: Remote, plan: Plan, message: str) -> Applied:
-    """A pull request, one of the same content if there is one."""
+    """Open a pull request, or return one of the same content if there is one."""
     if not plan.exists:
         raise RefusedError(
             f"{remote.repo_id} has no branch {plan.branch} that a pull request could go to: publish without --create-pr"

@@ -1,4 +1,4 @@
-"""A kernel repository of a clone, as it is to be published."""
+"""Read a kernel repository of a clone, as it is to be published."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CARD = "README.md"
 
 
 class NoRepositoryError(ValueError):
-    """There is no kernel repository of that name. The message lists those that there are."""
+    """Say that there is no kernel repository of that name. The message lists those that there are."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """The folder of a kernel repository, and the variants in it that were chosen."""
+    """Hold the folder of a kernel repository, and the variants in it that were chosen."""
 
     folder: Path
     general: dict[str, Any]
@@ -39,7 +39,7 @@ class Local:
         return self.general.get("hub", {}).get("repo-id")
 
     def files(self) -> dict[str, bytes]:
-        """What the branch of the version gets: path in the repository -> content."""
+        """Return what the branch of the version gets: path in the repository -> content."""
         return {
             f"build/{variant}/{path.relative_to(self.build / variant).as_posix()}": path.read_bytes()
             for variant in self.variants
@@ -47,12 +47,12 @@ class Local:
         }
 
     def card(self) -> dict[str, bytes]:
-        """What the branch main gets."""
+        """Return what the branch main gets."""
         return {CARD: (self.folder / CARD).read_bytes()}
 
 
 def find(repository: str, chosen: tuple[str, ...] = (), pruned: tuple[str, ...] = ()) -> Local:
-    """The kernel repository at a path, or of a name in this clone, with the chosen variants or all but the pruned."""
+    """Find the kernel repository at a path or of a name here; its variants are those chosen, or all but the pruned."""
     folder = next((path for path in (Path(repository), ROOT / repository) if (path / "build.toml").is_file()), None)
     if folder is None:
         known = ", ".join(sorted(path.parent.name for path in ROOT.glob("*/build.toml")))

@@ -1,4 +1,4 @@
-"""What would change on a branch of the Hub, by the hashes of contents."""
+"""Plan what would change on a branch of the Hub, by the hashes of contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from publishing.remote import Remote
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a branch is to hold.
+    """Say what a branch is to hold.
 
     Attributes:
         files: path -> content.
@@ -28,7 +28,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Plan:
-    """The way from the tree at `parent` to what is wanted; `parent` is None where the repository is still to be made.
+    """Lead from the tree at `parent` to what is wanted; `parent` is None where the repository is still to be made.
 
     A branch that is not there yet starts from main, and keeps nothing of it.
     """
@@ -59,7 +59,7 @@ class Plan:
         ]
 
     def misfits(self, tree: dict[str, Content]) -> list[str]:
-        """How a tree differs from the one that the plan leads to, a line a file."""
+        """List how a tree differs from the one that the plan leads to, a line a file."""
         kept = {path: content for path, content in self.before.items() if path not in self.removed}
         wanted = self.wanted.files
         lines = [f"{path}: missing" for path in (kept.keys() | wanted.keys()) - tree.keys()]
@@ -90,7 +90,7 @@ def make(remote: Remote, wanted: Wanted) -> Plan:
 
 
 def compare(wanted: Wanted, parent: str, exists: bool, tree: dict[str, Content]) -> Plan:
-    """The plan for a branch whose tree is known."""
+    """Plan for a branch whose tree is known."""
     files = wanted.files
     folders = (*wanted.owned, *wanted.pruned)
     return Plan(

@@ -1,4 +1,4 @@
-"""What has to be true before anything is asked of the Hub. Every violation is listed, not the first alone."""
+"""Check what has to be true before anything is asked of the Hub. Every violation is listed, not the first alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOARCH = ("torch-npu", "torch-universal")
 
 
 def violations(local: Local, version: int, pruned: tuple[str, ...] = (), load: bool = True) -> list[str]:
-    """Everything that speaks against publishing the chosen variants as the version.
+    """List everything that speaks against publishing the chosen variants as the version.
 
     Args:
         load: in a fresh process, each variant that this machine can load.
@@ -38,7 +38,7 @@ def violations(local: Local, version: int, pruned: tuple[str, ...] = (), load: b
 
 
 def token_violation() -> list[str]:
-    """Without a token the Hub takes nothing."""
+    """Say that there is no token, without which the Hub takes nothing."""
     return [] if get_token() else ["no token: set HF_TOKEN in the environment, or log in with `hf auth login`"]
 
 
@@ -74,7 +74,7 @@ def _variant(entry: Verified, version: int) -> Iterator[str]:
 
 
 def _name(entry: Verified) -> Iterator[str]:
-    """The backend is in the metadata and in the name of a variant, and kernels goes by the name."""
+    """Refuse a backend other than CANN's, in the metadata and in the name of the variant, which kernels goes by."""
     try:
         variant = parse_variant(entry.variant)
         metadata = Metadata.read_from_file(entry.path / METADATA)
@@ -93,7 +93,7 @@ def _name(entry: Verified) -> Iterator[str]:
 
 
 def _imports(source: bytes) -> Iterator[str]:
-    """A variant is loaded under a name that it does not know: it reaches its own modules by relative imports alone."""
+    """Refuse absolute imports of a variant's own modules: it is loaded under a name that it does not know."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:

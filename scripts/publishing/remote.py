@@ -1,4 +1,4 @@
-"""A kernel repository on the Hub, and what may go wrong on the way to it."""
+"""Talk to a kernel repository on the Hub, and meet what may go wrong on the way to it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ T = TypeVar("T")
 
 
 class RefusedError(Exception):
-    """What is asked for cannot be done, and nothing was tried. Each argument is a reason."""
+    """Say why what is asked for cannot be done; nothing was tried. Each argument is a reason."""
 
 
 class ChangedError(OSError):
-    """The Hub is not as an earlier answer said: a conflict, to plan again after."""
+    """Say that the Hub is not as an earlier answer said: a conflict, to plan again after."""
 
 
 class RemoteError(Exception):
-    """The Hub changed or failed more often than we tried. The message says what it answered last."""
+    """Say that the Hub changed or failed more often than we tried. The message says what it answered last."""
 
 
 @dataclass
 class Patience:
-    """How often a step is tried, and how long to wait in between; a conflict means that others make progress."""
+    """Set how often a step is tried, and how long to wait in between; a conflict means that others make progress."""
 
     failures: int = 4
     conflicts: int = 20
@@ -52,14 +52,14 @@ class Patience:
 
 @dataclass
 class Remote:
-    """The repository `repo_id` behind an endpoint; all that is written goes through `publishing.apply`."""
+    """Reach the repository `repo_id` behind an endpoint; all that is written goes through `publishing.apply`."""
 
     api: HfApi
     repo_id: str
     patience: Patience
 
     def heads(self) -> dict[str, str] | None:
-        """The commit of each branch, None where there is no such repository."""
+        """Return the commit of each branch, None where there is no such repository."""
         try:
             refs = self.api.list_repo_refs(self.repo_id, repo_type=KERNEL)
         except RepositoryNotFoundError:
@@ -67,7 +67,7 @@ class Remote:
         return {branch.name: branch.target_commit for branch in refs.branches}
 
     def pull_requests(self) -> dict[str, str]:
-        """The commit of each pull request by its number, the newest first."""
+        """Return the commit of each pull request by its number, the newest first."""
         refs = self.api.list_repo_refs(self.repo_id, repo_type=KERNEL, include_pull_requests=True)
         heads = {ref.ref.rpartition("/")[2]: ref.target_commit for ref in refs.pull_requests or []}
         return dict(sorted(heads.items(), key=lambda item: -int(item[0])))
@@ -95,7 +95,7 @@ class Remote:
 
 
 def status(error: Exception) -> int | None:
-    """Of the answer that an error comes from."""
+    """Return the status of the answer that an error comes from."""
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
@@ -107,6 +107,6 @@ def explain(error: Exception) -> str:
 
 
 def redact(text: str) -> str:
-    """A server may repeat what it was sent."""
+    """Take tokens out of a text: a server may repeat what it was sent."""
     token = get_token()
     return text.replace(token, "<token>") if token else text

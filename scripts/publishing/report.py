@@ -1,4 +1,4 @@
-"""What a run did: as a table for people, as JSON for programs."""
+"""Report what a run did: as a table for people, as JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_CODES = {"published": 0, "nothing to do": 0, "planned": 0, "refused": 1, "f
 
 @dataclass
 class Report:
-    """`status` is one of `EXIT_CODES`; `reasons` say why it was refused or failed."""
+    """Hold how a run ended: `status` is one of `EXIT_CODES`; `reasons` say why it was refused or failed."""
 
     repository: str
     repo_id: str | None
@@ -50,7 +50,7 @@ class Report:
 
 
 def show_plan(console: Console, repo_id: str, plans: list[Plan]) -> None:
-    """A row for each variant, the card, and whatever else there is on a branch."""
+    """Print a row for each variant, the card, and whatever else there is on a branch."""
     table = Table("branch", title=repo_id, title_justify="left")
     table.add_column("part", overflow="fold")
     for kind in KINDS:
@@ -82,7 +82,7 @@ def _cell(names: list[str]) -> str:
 
 
 def show_end(console: Console, report: Report) -> None:
-    """What was done, or why not."""
+    """Print what was done, or why not."""
     for branch, entry in report.branches.items():
         if entry["commit"] is not None:
             done = entry["pull_request"] or ("published" if entry["committed"] else "as it was")

@@ -1,4 +1,4 @@
-"""One run: preflight, plan, apply, and the checks afterwards."""
+"""Run it all: preflight, plan, apply, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from publishing.report import Report
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for.
+    """Hold what the command line asks for.
 
     Attributes:
         load: load and run the kernel, before and after. Only tests of everything else leave it out.

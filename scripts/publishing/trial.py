@@ -1,4 +1,4 @@
-"""Kernels are loaded and run in a fresh process, on the software device where there is no NPU.
+"""Load and run kernels in a fresh process, on the software device where there is no NPU.
 
 The process is ``python -m publishing.trial REQUEST ANSWER``, two files of JSON, so that nothing a kernel prints mixes
 with what is said about it.
@@ -20,7 +20,7 @@ SECONDS = 600
 
 
 def loadable(variant: Path) -> bool:
-    """Python alone loads anywhere; libraries where kernels' resolver takes the variant."""
+    """Tell whether a variant loads here: Python alone does anywhere, libraries where kernels' resolver takes them."""
     from kernels_ext_npu.distribution import machines
 
     if not any(path.suffix == ".so" for path in variant.rglob("*")):
@@ -29,7 +29,7 @@ def loadable(variant: Path) -> bool:
 
 
 def load_local(variants: dict[str, Path]) -> list[str]:
-    """What goes wrong when the variants are loaded and run from their folders."""
+    """List what goes wrong when the variants are loaded and run from their folders."""
     answer = _run({"variants": {name: str(path) for name, path in variants.items()}}, {"PYTHONDONTWRITEBYTECODE": "1"})
     if "failure" in answer:
         return [f"{', '.join(variants)}: cannot be loaded: {answer['failure']}"]
@@ -133,7 +133,7 @@ def _missing(kernel: ModuleType) -> list[str]:
 
 
 def _layer_problems(kernel: ModuleType) -> list[str]:
-    """By kernels' own validation, of a class that has the parameters which the layer's forward has."""
+    """Validate a layer by kernels' own rules, against a class with the parameters that the layer's forward has."""
     from kernels.layer.layer import _validate_layer
     from torch import nn
 

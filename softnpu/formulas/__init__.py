@@ -1,4 +1,4 @@
-"""``npu::`` operators as reference formulas over CPU tensors, one file a family.
+"""Define ``npu::`` operators as reference formulas over CPU tensors, one file a family.
 
 A formula has the parameters of the operator's schema and returns what the operator returns, with its shapes,
 dtypes and rounding. It refuses what the device refuses. Operators without a formula raise an error that names them.
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from softnpu.aten import on_host, refusal
-from softnpu.formulas.fitting import fitted
-from softnpu.registering import replace
+from softnpu.host_kernel import on_host, refusal
+from softnpu.kernel_registration import replace_kernel
+from softnpu.schema_adapter import adapted
 
 npu = torch.library.Library("npu", "IMPL")
 FORMULAS: dict[str, Callable] = {}
@@ -57,7 +57,7 @@ def install() -> None:
         if name in FORMULAS:
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
-            kernel = on_host(op, fitted(op, FORMULAS[name]))
+            kernel = on_host(op, adapted(op, FORMULAS[name]))
         else:
             kernel = refusal(registration)
-        replace(npu, name, kernel)
+        replace_kernel(npu, name, kernel)

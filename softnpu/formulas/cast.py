@@ -1,12 +1,12 @@
-"""Casts that torch_npu dispatches to operators of its own: before op-plugin 26.0 all of ``Tensor.to`` ends in one."""
+"""Define the casts that torch_npu has operators for: before op-plugin 26.0 all of ``Tensor.to`` ends in one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from softnpu.argument_checks import require
 from softnpu.formulas import formula
-from softnpu.formulas.limits import require
 
 # c10/core/ScalarType.h: newer schemas take the dtype as a number
 _NUMBERS = {
@@ -17,7 +17,7 @@ _NUMBERS = {
 
 @formula
 def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
-    """``input`` in another dtype. Those that torch does not have are refused."""
+    """Cast ``input`` to another dtype. Those that torch does not have are refused."""
     return input.to(_dtype("npu_dtype_cast", dtype, input_dtype), copy=True)
 
 
@@ -39,7 +39,7 @@ def _npu_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dtype(operator: str, dtype: int | torch.dtype, *others: int | None) -> torch.dtype:
-    """A dtype that torch has, given as itself or as its number; beside it only numbers of the same kind."""
+    """Return a dtype that torch has, given as itself or as its number; beside it only numbers of the same kind."""
     unknown = [n for n in (dtype, *others) if isinstance(n, int) and n not in _NUMBERS]
     require(not unknown, operator, f"the software device has no dtype number {unknown}")
     return _NUMBERS[dtype] if isinstance(dtype, int) else dtype

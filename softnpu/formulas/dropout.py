@@ -1,4 +1,4 @@
-"""Dropout with a mask of bits, in which ``torch.nn.functional.dropout`` ends before op-plugin 26.0.
+"""Define dropout with a mask of bits, in which ``torch.nn.functional.dropout`` ends before op-plugin 26.0.
 
 op-plugin, op_plugin/ops/opapi/DropoutKernelNpuOpApi.cpp. The mask has the size that torch_npu's meta kernel gives it: a
 bit for each element, filled up to a multiple of 128. Which elements are dropped follows the device's generator; the
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from softnpu.argument_checks import FLOATING, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, require, require_dtypes
 from softnpu.randomness import draw, seeded
 
 _ALIGNED = 128
@@ -21,7 +21,7 @@ _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 
 @formula
 def _npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``x / (1 - p)`` where an element is kept and zero elsewhere, and the mask that says which are kept."""
+    """Return ``x / (1 - p)`` where an element is kept and zero elsewhere, and the mask that says which are kept."""
     require_dtypes("_npu_dropout", {(dtype,) for dtype in FLOATING}, input=input)
     require(0 <= p <= 1, "_npu_dropout", f"dropout probability has to be between 0 and 1, but got {p}")
     bits = F.pad(torch.rand(input.numel(), generator=seeded(*draw(None))) >= p, (0, -input.numel() % _ALIGNED))

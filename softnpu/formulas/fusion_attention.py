@@ -1,14 +1,14 @@
-"""npu_fusion_attention, versions 1 and 3, and their gradients. The mathematics is in attention.py."""
+"""Define npu_fusion_attention, versions 1 and 3, and the gradients; fusion_attention_math.py has the mathematics."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, int64
 
+from softnpu.argument_checks import require
 from softnpu.formulas import formula
-from softnpu.formulas.attention import STATISTICS, UNBOUNDED, Attention
-from softnpu.formulas.limits import require
-from softnpu.hosting import OnHost
+from softnpu.formulas.fusion_attention_math import STATISTICS, UNBOUNDED, Attention
+from softnpu.host_call import OnHost
 from softnpu.randomness import draw
 
 # fmt: off
@@ -24,7 +24,7 @@ def npu_fusion_attention(
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None, dropout_mask: Tensor | None = None,
     seed: int = 0, offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """The result, the maximum and sum of every row, a reserved tensor, seed, offset and size of the dropout mask."""
+    """Return the result, every row's maximum and sum, a reserved tensor, seed, offset and size of the dropout mask."""
     require(dropout_mask is None, "npu_fusion_attention", "the software device draws its own dropout_mask")
     random = _draw(keep_prob)
     attention = Attention(
@@ -47,7 +47,7 @@ def npu_fusion_attention_grad(
     actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of query, key, value, pse and sink."""
+    """Compute the gradients of query, key, value, pse and sink."""
     attention = Attention(
         "npu_fusion_attention_grad", head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
         pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink,
@@ -66,7 +66,7 @@ def npu_fusion_attention_v3(
     sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, OnHost, OnHost]:
-    """As version 1; the lengths come as CPU tensors, and seed and offset of the dropout mask leave as such."""
+    """Compute version 1; the lengths come as CPU tensors, and seed and offset of the dropout mask leave as such."""
     random = _draw(keep_prob)
     attention = Attention(
         "npu_fusion_attention_v3", head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
@@ -89,7 +89,7 @@ def npu_fusion_attention_grad_v3(
     actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value, pse and sink."""
+    """Compute the gradients of query, key, value, pse and sink."""
     random = (0, 0) if seed is None or offset is None else (int(seed), int(offset))
     attention = Attention(
         "npu_fusion_attention_grad_v3", head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
@@ -104,10 +104,10 @@ def npu_fusion_attention_grad_v3(
 
 
 def _ends(lengths: Tensor | None) -> list[int] | None:
-    """The cumulative lengths of the sequences."""
+    """Read the cumulative lengths of the sequences."""
     return None if lengths is None else lengths.tolist()
 
 
 def _draw(keep_prob: float) -> tuple[int, int]:
-    """Seed and offset of the dropout mask."""
+    """Draw seed and offset of the dropout mask; zeros where nothing is dropped."""
     return (0, 0) if keep_prob == 1 else draw(None)

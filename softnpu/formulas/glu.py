@@ -1,4 +1,4 @@
-"""The gated linear units: SwiGLU, GeGLU and the clipped SwiGLU of GPT-OSS.
+"""Define the gated linear units: SwiGLU, GeGLU and the clipped SwiGLU of GPT-OSS.
 
 Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu, and the aclnn pages of CANN's ops-nn,
 activation/*/docs. Rounding: activation/*/op_kernel there. Unless said otherwise an operator computes in float32 and
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, float16, int64
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 ALIGNMENT = 64  # bytes, of one half in npu_swiglu_backward
 MAX_GROUPS = 8192
@@ -23,7 +23,7 @@ ERF, TANH = 0, 1  # approximate
 
 @formula
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """``A · sigmoid(A) · B``. The device takes contiguous, non-empty tensors only."""
+    """Compute ``A · sigmoid(A) · B``. The device takes contiguous, non-empty tensors only."""
     operator = "npu_swiglu"
     require_dtypes(operator, {(d,) for d in FLOATING}, input=input)
     _require_halves(operator, input, dim)
@@ -35,7 +35,7 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
 
 @formula
 def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
-    """``dA = g · B · (s + A · s · (1 − s))`` and ``dB = g · A · s`` with ``s = sigmoid(A)``, concatenated along dim.
+    """Compute ``dA = g · B · (s + A · s · (1 − s))`` and ``dB = g · A · s``, ``s = sigmoid(A)``, joined along dim.
 
     The device takes non-empty tensors only, and one half of the input must be a multiple of 64 bytes along dim.
     """
@@ -60,7 +60,7 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Te
 def npu_geglu(
     input: Tensor, dim: int = -1, approximate: int = TANH, activate_left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``A · gelu(B)`` and ``gelu(B)``; with activate_left ``gelu(A) · B`` and ``gelu(A)``.
+    """Return ``A · gelu(B)`` and ``gelu(B)``; with activate_left ``gelu(A) · B`` and ``gelu(A)``.
 
     Only float16 multiplies with the rounded gelu; float32 and bfloat16 multiply before they round.
     """
@@ -85,7 +85,7 @@ def npu_geglu_grad(
     approximate: int = TANH,
     activate_left: bool = False,
 ) -> Tensor:
-    """``g · other · gelu'(activated)`` for the activated half, ``g · gelu`` for the other, concatenated along dim.
+    """Compute ``g · other · gelu'(activated)`` for the activated half, ``g · gelu`` for the other, joined along dim.
 
     ``gelu`` is the second result of npu_geglu. float16 rounds ``g · other`` before it multiplies.
     """
@@ -111,8 +111,8 @@ def npu_clipped_swiglu(
     bias: float = 1.0,
     interleaved: bool = True,
 ) -> Tensor:
-    """``A · sigmoid(alpha · A) · (B + bias)`` with A at most limit and B within ±limit, over x as rows of all that is
-    at and after dim: A and B are the even and odd elements of a row, or its halves.
+    """Compute ``A · sigmoid(alpha · A) · (B + bias)`` with A at most limit and B within ±limit, over x as rows of all
+    that is at and after dim: A and B are the even and odd elements of a row, or its halves.
 
     With group_index only the first ``sum(group_index)`` rows are computed. The device leaves the others unwritten;
     here they are NaN. It takes contiguous tensors only.
@@ -132,7 +132,7 @@ def npu_clipped_swiglu(
 
 
 def _activated(x: Tensor, dim: int, activate_left: bool) -> tuple[Tensor, Tensor]:
-    """The half that goes through gelu, and the other."""
+    """Return the half that goes through gelu, and the other."""
     left, right = x.contiguous().chunk(2, dim)
     return (left, right) if activate_left else (right, left)
 
@@ -151,7 +151,7 @@ def _gelu_slope(x: Tensor, approximate: int) -> Tensor:
 
 
 def _tanh_argument(x: Tensor) -> Tensor:
-    """The z of ``gelu(x) = x / (1 + exp(−z))``, the tanh form without its cancellation."""
+    """Compute the z of ``gelu(x) = x / (1 + exp(−z))``, the tanh form without its cancellation."""
     return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
 
 
@@ -174,7 +174,7 @@ def _group_rows(operator: str, group_index: Tensor | None) -> int | None:
 
 
 def _require_halves(operator: str, x: Tensor, dim: int) -> list[int]:
-    """The shape of one half of x along dim."""
+    """Check that x has two halves along dim, and return the shape of one."""
     require(1 <= x.dim() <= 8, operator, f"the input must have 1 to 8 dimensions, got {describe(x)}")
     require(-x.dim() <= dim < x.dim(), operator, f"dim {dim} is out of range for input {describe(x)}")
     require(x.shape[dim] % 2 == 0, operator, f"the size along dim {dim} must be even, got {describe(x)}")

@@ -1,4 +1,4 @@
-"""Grouped matrix products: one product a group, over rows of x that lie together (M) or over parts of the sum (K).
+"""Define grouped matrix products: one product a group, over rows of x (M) or over parts of the sum (K).
 
 Limits: softnpu/formulas/grouped_matmul_limits.py. Products are summed in float32 and rounded once to the dtype of x,
 with the bias added before, as the matrix unit does. What no group covers stays unwritten, here NaN, and so does
@@ -45,8 +45,8 @@ def npu_grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """Products of floating-point tensors in groups. group_list, int64 [E], holds the sizes of the groups
-    (group_list_type 1) or where they end (0, the default).
+    """Multiply floating-point tensors in groups. group_list, int64 [E], holds the sizes of the groups (group_list_type
+    1) or where they end (0, the default).
 
     group_type 0: rows of ``x [M, K]`` times ``weight [E, K, N]``, or E weights [K, N], to one [M, N]; x may be a list
     as well, one tensor a group. 2: parts of the sum, ``x [M, K]`` times ``weight [K, N]`` to one [E, M, N], zero for
@@ -111,7 +111,7 @@ def npu_grouped_matmul_list(
     act_type: int | None = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Rows of x times weights [K, N], with the ends of the groups on the host; the last one is the end of x.
+    """Multiply rows of x with weights [K, N], the ends of the groups given on the host; the last is the end of x.
 
     split_item 0 and 1 return a tensor a group, 2 and 3 one tensor. x is one tensor or, as the weights, one a group;
     a list of x with a list of results has no group_list.
@@ -138,13 +138,13 @@ def npu_grouped_matmul_list(
 
 
 def _each(x: Tensors, weight: Tensors, bias: Tensors | None) -> list[Tensor]:
-    """A product a group."""
+    """Compute a product a group, each in a tensor of its own."""
     results = [_product(rows, w, b) for rows, w, b in zip(x, weight, limits.biases(weight, bias))]
     return results if any(rows.numel() for rows in x) else [torch.full_like(y, math.nan) for y in results]
 
 
 def _one_output(x: Tensors, weight: Tensors, bias: Tensors | None, sizes: list[int]) -> Tensor:
-    """[M, N], the products of all groups below each other."""
+    """Compute [M, N], the products of all groups below each other."""
     rows, covered = torch.cat(list(x)), sum(sizes)
     weights = list(weight[0]) if weight[0].dim() == 3 else weight
     y = rows.new_full((rows.shape[0], weights[0].shape[-1]), math.nan)

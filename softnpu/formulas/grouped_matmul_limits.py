@@ -1,4 +1,4 @@
-"""What npu_grouped_matmul accepts.
+"""Check what npu_grouped_matmul accepts.
 
 Sources: op-plugin, docs/zh/custom_APIs/torch_npu and GroupedMatmulKernelNpuOpApi.cpp, and CANN's ops-transformer,
 gmm/grouped_matmul, docs and op_host/op_api/aclnn_grouped_matmul.cpp. A tensor is transposed if it is the transposed
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, bfloat16, float16, float32, int64
 
-from softnpu.formulas.limits import describe, require, require_dtypes
+from softnpu.argument_checks import describe, require, require_dtypes
 
 OPERATOR = "npu_grouped_matmul"
 NO_GROUPS, ROWS, SUM = -1, 0, 2  # group_type
@@ -28,7 +28,7 @@ Tensors = Sequence[Tensor]
 
 
 def require_floating_point(**options: Any) -> None:
-    """Nothing that belongs to the quantised forms or asks for another output."""
+    """Refuse what belongs to the quantised forms or asks for another output."""
     for name, value in options.items():
         given = value is not None and not (isinstance(value, (list, tuple)) and not value)
         rule = f"{name} is given, but the software device has the floating-point form only, which does not take it"
@@ -62,7 +62,7 @@ def require_group_type(group_type: int | None, split: int, group_list_type: int)
 
 
 def require_pairs(x: Tensors, weight: Tensors, group_list: Tensor | None) -> None:
-    """group_type -1: as many weights as x, each with its own shape."""
+    """Check group_type -1: as many weights as x, each with its own shape."""
     require(group_list is None, OPERATOR, "group_type -1 takes no group_list")
     require(len(x) == len(weight), OPERATOR, f"{len(x)} tensors x and {len(weight)} weights: group_type -1 pairs them")
     for rows in x:
@@ -74,7 +74,7 @@ def require_pairs(x: Tensors, weight: Tensors, group_list: Tensor | None) -> Non
 
 
 def require_rows(x: Tensors, weight: Tensors) -> None:
-    """group_type 0: one x, or one a group."""
+    """Check group_type 0: one x, or one a group."""
     single = len(weight) == 1
     _require_dims("x", x, 2)
     _require_weights(weight, 3 if single else 2)
@@ -88,7 +88,7 @@ def require_rows(x: Tensors, weight: Tensors) -> None:
 
 
 def require_sum(x: Tensors, weight: Tensors, bias: Tensors | None) -> None:
-    """group_type 2: one transposed x and one weight as it is."""
+    """Check group_type 2: one transposed x and one weight as it is."""
     require(not bias, OPERATOR, "group_type 2 takes no bias")
     single = len(x) == len(weight) == 1
     require(single, OPERATOR, f"{len(x)} tensors x and {len(weight)} weights: group_type 2 takes one of each")
@@ -101,7 +101,7 @@ def require_sum(x: Tensors, weight: Tensors, bias: Tensors | None) -> None:
 
 
 def require_list(x: Tensors, weight: Tensors, ends: Sequence[int], split: int) -> list[int]:
-    """The sizes of the groups of the overload with a list of ends."""
+    """Check the overload with a list of ends, and return the sizes of its groups."""
     require(split in OUTPUTS + ONE_OUTPUT, OPERATOR, f"split_item is {split}; the device takes 0 to 3")
     require(x[0].dtype != float32, OPERATOR, "with a list of ends the device takes float16 and bfloat16 only")
     require(
@@ -133,7 +133,7 @@ def require_list(x: Tensors, weight: Tensors, ends: Sequence[int], split: int) -
 
 
 def group_sizes(group_list: Tensor | None, kind: int, groups: int | None, total: int) -> list[int]:
-    """The sizes of the groups in a group_list on the device; ``groups`` is their number, if the weights tell."""
+    """Return the sizes of the groups in a group_list on the device; ``groups`` is their number, if the weights tell."""
     if group_list is None:
         raise RuntimeError(f"{OPERATOR}: group_type {ROWS} and {SUM} need a group_list")
     rule = f"group_list must be int64 and have 1 dimension, got {describe(group_list)}"
@@ -154,7 +154,7 @@ def require_sizes_of_x(x: Tensors, sizes: list[int]) -> None:
 
 
 def biases(weight: Tensors, bias: Tensors | None) -> list[Tensor | None]:
-    """One bias a group: [E, N] for one weight [E, K, N], else a list of [N]."""
+    """Return one bias a group: [E, N] for one weight [E, K, N], else a list of [N]."""
     if weight[0].dim() == 3:
         groups, _, width = weight[0].shape
         if not bias:
@@ -172,7 +172,7 @@ def biases(weight: Tensors, bias: Tensors | None) -> list[Tensor | None]:
 
 
 def transposed(tensor: Tensor) -> bool:
-    """Whether the last two dimensions are those of a contiguous tensor, swapped."""
+    """Tell whether the last two dimensions are those of a contiguous tensor, swapped."""
     return tensor.stride(-2) == 1 and tensor.stride(-1) == tensor.shape[-2] and tensor.mT.is_contiguous()
 
 
@@ -187,7 +187,7 @@ def _checked(sizes: list[int], total: int) -> list[int]:
 
 
 def _require_factors(x: Tensors, weight: Tensors) -> None:
-    """Inner sizes that agree, and no dimension in memory that is too long."""
+    """Refuse inner sizes that differ, and a dimension in memory that is too long."""
     for index, w in enumerate(weight):
         rows = x[index] if len(x) > 1 else x[0]
         given = f"x {describe(rows)} and weight {describe(w)}"

@@ -1,4 +1,4 @@
-"""MoE routing: the experts of every token and their weights.
+"""Define MoE routing: the experts of every token and their weights.
 
 Shapes, dtypes and limits: op-plugin, op_plugin/ops/opapi/MoeGatingTopK*.cpp, and CANN's ops-transformer,
 moe/moe_gating_top_k{,_softmax,_softmax_v2} and moe/moe_compute_expert_tokens, README and op_host; rounding: op_kernel
@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor, float16, float32, int32
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 MAX_K = 1024
 MAX_EXPERTS = 2048
@@ -25,8 +25,8 @@ GROUP_ALIGNMENT = 32
 
 @formula
 def npu_moe_gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) -> tuple[Tensor, ...]:
-    """The k largest of ``softmax(x)`` over the last of 2 or 3 dimensions, in the dtype of x and not normalised again;
-    their indices, int32; and row_idx, int32, which counts down the columns: ``row_idx[i, j] = j · rows + i``.
+    """Return the k largest of ``softmax(x)`` over the last of 2 or 3 dimensions, in the dtype of x and not normalised
+    again; their indices, int32; and row_idx, int32, which counts down the columns: ``row_idx[i, j] = j · rows + i``.
 
     A row that is finished has the number of experts for its indices. float16 is rounded before it is compared.
     """
@@ -48,8 +48,8 @@ def npu_moe_gating_top_k_softmax_v2(
     renorm: int | None = 0,
     output_softmax: bool | None = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of softmax(x) or, with renorm 1, the softmax of the k largest of x; their indices, int32; and the
-    softmax in float32, empty unless output_softmax asks for it and renorm is 0. Otherwise as the first version.
+    """Return the k largest of softmax(x) or, with renorm 1, the softmax of the k largest of x; their indices, int32;
+    and the softmax in float32, empty unless output_softmax asks for it and renorm is 0. Otherwise as the first version.
 
     The device computes nothing if k is 0 or x is empty: then the softmax stays unwritten, here NaN.
     """
@@ -84,10 +84,10 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``s = softmax(x)`` or, norm_type 1, ``sigmoid(x)`` of x [T, E]; the k largest of ``s + bias`` among the k_group
-    best of group_count groups, which are compared by their largest element or, group_select_mode 1, by the sum of
-    their two largest. Weights are s at these, without the bias; for sigmoid divided by their sum plus eps; times
-    routed_scaling_factor.
+    """Choose experts by ``s = softmax(x)`` or, norm_type 1, ``sigmoid(x)`` of x [T, E]: the k largest of ``s + bias``
+    among the k_group best of group_count groups, which are compared by their largest element or, group_select_mode 1,
+    by the sum of their two largest. Weights are s at these, without the bias; for sigmoid divided by their sum plus
+    eps; times routed_scaling_factor.
 
     Returns the weights in the dtype of x, the indices, int32, and s, float32, which stays unwritten, here NaN, without
     out_flag. torch_npu's gradient reads it: pass out_flag=True where a gradient is needed.
@@ -125,7 +125,7 @@ def npu_moe_gating_top_k_backward(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> Tensor:
-    """The gradient of x [T, E], through the weights, in float32 and rounded once to the dtype of grad_y [T, K].
+    """Compute the gradient of x [T, E], through the weights, in float32, rounded once to the dtype of grad_y [T, K].
 
     x_norm is the third result of npu_moe_gating_top_k. The device has the gradient of the sigmoid only.
     """
@@ -145,7 +145,7 @@ def npu_moe_gating_top_k_backward(
 
 @formula
 def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expert: int) -> Tensor:
-    """Where the rows of every expert end among sorted indices of experts: int32 [num_expert]."""
+    """Find where the rows of every expert end among sorted indices of experts: int32 [num_expert]."""
     operator, experts = "npu_moe_compute_expert_tokens", sorted_expert_for_source_row
     require_dtypes(operator, {(int32,)}, sorted_expert_for_source_row=experts)
     require(experts.dim() == 1, operator, f"the indices must have 1 dimension, got {describe(experts)}")
@@ -157,7 +157,7 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expe
 
 
 def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest, of equal ones the first, and their indices, int32."""
+    """Return the k largest, of equal ones the first, and their indices, int32."""
     values, indices = torch.sort(scores, stable=True, descending=True)
     return values[..., :k].contiguous(), indices[..., :k].to(int32)
 

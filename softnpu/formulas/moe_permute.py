@@ -1,4 +1,4 @@
-"""MoE token permutation: rows ordered by expert, and back.
+"""Define MoE token permutation: rows ordered by expert, and back.
 
 Shapes, dtypes and limits: op-plugin, op_plugin/utils/KernelNpuOutputSize.cpp, and CANN's ops-transformer,
 moe/moe_token_{permute,unpermute}{,_grad}, README and op_host. Sums and skipped rows: op_kernel there. T tokens of H
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, float32, int8, int32, int64
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 MAX_TOP_K = 512
 # the indices are sorted as float32: both their values and their number are below this
@@ -26,7 +26,7 @@ SORT_LIMIT = 16777215
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The rows of ``tokens [T, H]`` in the stable order of the experts in ``indices [T, K]`` or ``[T]``, and
+    """Return the rows of ``tokens [T, H]`` in the stable order of the experts in ``indices [T, K]`` or ``[T]``, and
     sorted_indices: where every row went, the inverse of that order.
 
     A positive num_out_tokens keeps that many rows, a negative one drops as many from the end, 0 and None keep all.
@@ -62,7 +62,7 @@ def npu_moe_token_permute(
 def npu_moe_token_permute_grad(
     tokens: Tensor, grad_permuted_tokens: Tensor, indices: Tensor, sorted_indices: Tensor, padded_mode: bool = False
 ) -> Tensor:
-    """npu_moe_token_permute_grad_v2 with what it needs of tokens and indices taken from them."""
+    """Compute npu_moe_token_permute_grad_v2 with what it needs of tokens and indices taken from them."""
     operator = "npu_moe_token_permute_grad"
     _require_dims(operator, (2,), tokens=tokens)
     _require_dims(operator, (1, 2), indices=indices)
@@ -81,7 +81,7 @@ def npu_moe_token_permute_grad_v2(
     num_topK: int,  # noqa: N803  the schema's name
     padded_mode: bool = False,
 ) -> Tensor:
-    """``grad_tokens[t] = Σ_j grad_permuted[sorted_indices[t·K + j]]``; dropped rows add nothing."""
+    """Compute ``grad_tokens[t] = Σ_j grad_permuted[sorted_indices[t·K + j]]``; dropped rows add nothing."""
     operator = "npu_moe_token_permute_grad_v2"
     return _permute_grad(
         operator, grad_permuted_tokens, sorted_indices, tokens_size_0, tokens_dtype, num_topK, padded_mode
@@ -108,7 +108,7 @@ def _npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``out[t] = Σ_j probs[t, j] · permuted[sorted_indices[t·K + j]]`` for ``permuted_tokens [R, H]`` and
+    """Compute ``out[t] = Σ_j probs[t, j] · permuted[sorted_indices[t·K + j]]`` for ``permuted_tokens [R, H]`` and
     ``probs [T, K]``, which may have a floating dtype of its own; without probs a plain gather, K = 1.
 
     Rows are not read, so that a NaN in them does not count, where the index is at or beyond R or the probability is
@@ -131,7 +131,7 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """The first result of _npu_moe_token_unpermute, in releases that have no such operator."""
+    """Return the first result of _npu_moe_token_unpermute, in releases that have no such operator."""
     return _npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)[0]
 
 
@@ -144,7 +144,7 @@ def npu_moe_token_unpermute_grad(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """npu_moe_token_unpermute_grad_v2 with the number of rows and the dtype taken from permuted_tokens."""
+    """Compute npu_moe_token_unpermute_grad_v2 with the number of rows and the dtype taken from permuted_tokens."""
     operator = "npu_moe_token_unpermute_grad"
     _require_dims(operator, (2,), permuted_tokens=permuted_tokens)
     rows, dtype = permuted_tokens.shape[0], permuted_tokens.dtype
@@ -164,8 +164,8 @@ def npu_moe_token_unpermute_grad_v2(
     restore_shape: Sequence[int] | None = None,
     permuted_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``grad_permuted[sorted_indices[t·K + j]] = g[t] · probs[t, j]`` and ``grad_probs[t, j] = Σ_h g[t] · permuted``,
-    in float32, each rounded once to the dtype of its input. There is no grad_probs without probs.
+    """Compute ``grad_permuted[sorted_indices[t·K + j]] = g[t] · probs[t, j]`` and ``grad_probs[t, j] = Σ_h g[t] ·
+    permuted``, in float32, each rounded once to the dtype of its input. There is no grad_probs without probs.
 
     Rows of grad_permuted that no index names stay unwritten, here NaN; grad_probs of dropped rows is zero. A zero
     probability is no exception here: a NaN in its row is one in grad_probs. The device takes non-empty tensors only.
@@ -220,7 +220,7 @@ def _unpermute_grad(
 
 
 def _sums(rows: Tensor, index: Tensor, probs: Tensor | None) -> Tensor:
-    """Σ_j probs[t, j] · rows[index[t, j]] in float32, slot by slot, without the rows that are not read."""
+    """Compute Σ_j probs[t, j] · rows[index[t, j]] in float32, slot by slot, without the rows that are not read."""
     total = torch.zeros(index.shape[0], rows.shape[1], dtype=float32)
     for slot in range(index.shape[1]):
         read = index[:, slot] < rows.shape[0]
@@ -232,7 +232,7 @@ def _sums(rows: Tensor, index: Tensor, probs: Tensor | None) -> Tensor:
 
 
 def _require_unpermute(operator: str, rows: Tensor, sorted_indices: Tensor, probs: Tensor | None) -> tuple[int, int]:
-    """The number of tokens and of slots."""
+    """Check the arguments, and return the number of tokens and of slots."""
     if probs is None:
         require_dtypes(operator, {(d, int32) for d in FLOATING}, tokens=rows, sorted_indices=sorted_indices)
         tokens, top_k = sorted_indices.numel(), 1

@@ -1,4 +1,4 @@
-"""MoE routing for inference: rows in the order of their experts, and their weighted sums. Neither has a gradient.
+"""Define MoE routing for inference: rows in the order of their experts, and their weighted sums, without gradients.
 
 Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu, and CANN's ops-transformer,
 moe/moe_init_routing_v3 and moe/moe_finalize_routing_v2, op_host; rounding: op_kernel there.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 COUNTS, PAIRS = 1, 2  # expert_tokens_num_type
 GATHER, SCATTER = 0, 1  # row_idx_type
@@ -46,7 +46,7 @@ def npu_moe_init_routing_v2(
     row_idx_type: int = GATHER,
     x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows of x [T, H] for the experts in active_expert_range, by default all, in the stable order of
+    """Return the rows of x [T, H] for the experts in active_expert_range, by default all, in the stable order of
     ``expert_idx [T, K]``, int32; where they went; how many every expert has, int64; and their scales, float32 [T·K].
 
     row_idx_type 0 names the row of every token and slot, -1 for those of other experts; 1 names the token and slot,
@@ -110,7 +110,7 @@ def npu_moe_finalize_routing(
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> Tensor:
-    """``skip1 + skip2 + Σ_j scales[t, j] · (rows[index] + bias[expert])`` for T tokens and K slots: [T, H].
+    """Compute ``skip1 + skip2 + Σ_j scales[t, j] · (rows[index] + bias[expert])`` for T tokens and K slots: [T, H].
 
     rows are [T·K, H] in drop_pad_mode 0 and 2, or [E, C, H] in 1 and 3, where the index -1 stands for a row of zeros.
     The index of token t and slot j is at ``j · T + t`` in modes 0 and 1, at ``t · K + j`` in 2 and 3. Without scales
@@ -147,7 +147,7 @@ def npu_moe_finalize_routing(
 
 
 def _pairs(counts: Tensor, start: int, expert_num: int) -> Tensor:
-    """Experts that have rows with their number; zeros up to one more than the experts in range."""
+    """List experts that have rows with their number; zeros up to one more than the experts in range."""
     pairs = torch.full((expert_num, 2), UNWRITTEN, dtype=int64)
     pairs[: len(counts) + 1] = 0
     used = counts.nonzero().flatten()

@@ -1,4 +1,4 @@
-"""The RMS norm family.
+"""Define the RMS norm family.
 
 Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu. Rounding: CANN's ops-nn, norm/*/op_kernel.
 Throughout, ``rstd = 1 / sqrt(mean(x²) + epsilon)`` in float32 over the dimensions of gamma, the last ones of x.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, bfloat16, float16, float32
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
 
 RMS_NORM_DTYPES: set[tuple[torch.dtype, ...]] = {
     (float16, float32),
@@ -26,7 +26,7 @@ MERGE_N_COLUMNS = 2000
 
 @formula
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    """``y = x · rstd · gamma`` in float32, rounded once to the dtype of x; and rstd, float32, keepdim.
+    """Return ``y = x · rstd · gamma`` in float32, rounded once to the dtype of x; and rstd, float32, keepdim.
 
     float16 on 910B rounds ``x · rstd`` before it multiplies where rms_norm_whole_reduce_sum.h is taken.
     """
@@ -41,7 +41,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
 
 @formula
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """``dx = rstd · (dy·gamma − x · rstd² · mean(dy·gamma·x))`` in the dtype of x; dgamma in float32."""
+    """Compute ``dx = rstd · (dy·gamma − x · rstd² · mean(dy·gamma·x))`` in the dtype of x; dgamma in float32."""
     require(dy is not None, "npu_rms_norm_backward", "dy is undefined, and the operator has no second derivative")
     _require_trailing("npu_rms_norm_backward", input, gamma)
     require_dtypes("npu_rms_norm_backward", {(x, x, g) for x, g in RMS_NORM_DTYPES}, dy=dy, input=input, gamma=gamma)
@@ -57,7 +57,10 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 
 @formula
 def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    """``y = x · rstd · (1 + gamma)`` in float32, rounded once. The device takes contiguous, non-empty tensors only."""
+    """Return ``y = x · rstd · (1 + gamma)`` in float32, rounded once, and rstd.
+
+    The device takes contiguous, non-empty tensors only.
+    """
     operator = "npu_gemma_rms_norm"
     _require_trailing(operator, input, gamma)
     require_dtypes(operator, {(d, d) for d in FLOATING}, input=input, gamma=gamma)
@@ -70,7 +73,7 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> 
 
 @formula
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of ``x1 + x2``, its rstd, and the sum.
+    """Return the norm of ``x1 + x2``, its rstd, and the sum.
 
     float16 adds in float16. bfloat16 adds in float32; the MERGE_N kernels norm the rounded sum, the others the exact
     one. Both round ``x · rstd`` before they multiply with gamma.

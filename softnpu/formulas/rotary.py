@@ -1,4 +1,4 @@
-"""Rotary position embedding.
+"""Define rotary position embedding.
 
 Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu, npu_rotary_mul, and CANN's documentation of
 aclnnRotaryPositionEmbedding. Rounding: CANN's ops-transformer, posembedding/rotary_position_embedding/op_kernel.
@@ -17,9 +17,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
-from softnpu.hosting import needs_gradient
+from softnpu.host_call import needs_gradient
 
 # The documentation of the limit says coreNum, and not whether that counts the 24 cores of Ascend 910B1 or the two
 # vector units that each of them has. The limit shrinks with the number: the larger one is the strict reading.
@@ -31,7 +31,7 @@ INTERLEAVED = ("11SD", "1S1D", "S11D", "T1D")
 
 @dataclass(frozen=True)
 class Reading:
-    """What the shapes may mean. T of TND counts as S, with B = 1."""
+    """Say what the shapes may mean. T of TND counts as S, with B = 1."""
 
     layout: str
     of_cos: str
@@ -44,7 +44,7 @@ class Reading:
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """``x · cos + rotated(x) · sin`` in float32, rounded once; r1 is cos and r2 is sin.
+    """Compute ``x · cos + rotated(x) · sin`` in float32, rounded once; r1 is cos and r2 is sin.
 
     "half" turns ``[x1, x2]`` into ``[-x2, x1]``, "interleave" each pair ``(x0, x1)`` into ``(-x1, x0)``. cos and sin of
     another dtype are cast to that of x first, as op-plugin does.
@@ -59,7 +59,7 @@ def npu_rotary_mul(
 def npu_rotary_mul_backward(
     grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``dx = dy · cos − rotated(dy · sin)``; dcos and dsin are sums of ``dy · x`` and ``dy · rotated(x)``.
+    """Compute ``dx = dy · cos − rotated(dy · sin)``; dcos and dsin are sums of ``dy · x`` and ``dy · rotated(x)``.
 
     All in float32, rounded once to the dtype of x. dcos and dsin stay unwritten, here NaN, if neither cos nor sin
     requires a gradient.
@@ -86,7 +86,7 @@ def _rotated(x: Tensor, mode: str) -> Tensor:
 
 
 def _readings(x: Tensor, cos: Tensor) -> Iterator[Reading]:
-    """Every layout that the shapes fit."""
+    """Yield every layout that the shapes fit."""
     for layout, forms in (TND if x.dim() == 3 else LAYOUTS).items():
         sizes = dict(zip(layout, x.shape)) | {"1": 1}
         for form in forms:

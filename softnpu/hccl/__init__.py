@@ -1,13 +1,9 @@
-"""Collectives of software devices: ``init_process_group("hccl")`` works, carried by gloo over the loopback address.
+"""Connect software devices: ``init_process_group("hccl")`` works, carried by gloo over the loopback address.
 
 torch_npu's own entries stay: its ``c10d::`` operators for the device are all that dist.*, functional collectives,
 DTensor, DDP and FSDP end in, and there the tensors are handed over to gloo as CPU tensors on the same bytes.
 
-- ``limits.py``: what HCCL accepts, with its sources
-- ``dispatch.py``: takes torch_npu's operators over
-- ``moving.py``, ``reducing.py``: what they do here, each with its checks
-- ``agreement.py``: what the ranks of a group have to agree on
-- ``backend.py``: the backend object of a process group
+``softnpu/README.md`` says what each file is for.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ def install() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    """The backend of a new group.
+    """Make the backend of a new group.
 
     Raises:
         NotImplementedError: this torch has not yet what the collectives are made of.
@@ -40,8 +36,8 @@ def _create(options: Any, _: Any) -> Any:
             f"collectives of software devices are made for torch 2.13, and torch {torch.__version__} lacks what they "
             "are made of; one device works"
         )
-    from softnpu.hccl import dispatch
+    from softnpu.hccl import c10d_kernels
     from softnpu.hccl.backend import HCCL
 
-    dispatch.install()
+    c10d_kernels.install()
     return HCCL(options)

@@ -1,4 +1,4 @@
-"""The backend of a process group on software devices."""
+"""Define the backend of a process group on software devices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 
 from softnpu.hccl import NAME
-from softnpu.hccl.agreement import Agreement
-from softnpu.hccl.works import Works
+from softnpu.hccl.combined_works import Works
+from softnpu.hccl.rank_agreement import Agreement
 
 LOOPBACK = "127.0.0.1"
 
@@ -24,7 +24,7 @@ _shared: weakref.ref[Any] | None = None
 
 
 class HCCL(ProcessGroupGloo):
-    """What ``group._get_backend(torch.device("npu"))`` returns, registered for NPU tensors and no others.
+    """Serve the NPU tensors of a process group: ``group._get_backend(torch.device("npu"))`` returns this.
 
     Attributes:
         group_name: of its process group.
@@ -52,39 +52,39 @@ class HCCL(ProcessGroupGloo):
         groups[self.group_name] = self
 
     def name(self) -> str:
-        """As torch_npu's is called."""
+        """Return ``hccl``, the name of torch_npu's own backend."""
         return NAME
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Of ``init_process_group(device_id=...)``: connections are there from the start."""
+        """Do nothing: ``init_process_group(device_id=...)`` asks for connections, which are there from the start."""
 
     # torch_npu calls these on the backend. Its group has an operator for each.
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
-        """For ``dist.gather``, which torch_npu makes of it."""
+        """Gather to all ranks for ``dist.gather``, which torch_npu makes of it."""
         return self._group().allgather(outputs, inputs, *options)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
-        """For ``dist.gather`` where compatible implementations are switched on."""
+        """Gather to one rank for ``dist.gather`` where compatible implementations are switched on."""
         return self._group().gather(outputs, inputs, *options)
 
     def batch_isend_irecv(self, kinds: Sequence[str], tensors: Sequence[Tensor], peers: Sequence[int]) -> dist.Work:
-        """For ``dist.batch_isend_irecv`` where HCCL has no coalescing."""
+        """Send and receive for ``dist.batch_isend_irecv`` where HCCL has no coalescing."""
         group = self._group()
         run = {"isend": group.send, "irecv": group.recv}
         return Works([run[kind]([tensor], peer, 0) for kind, tensor, peer in zip(kinds, tensors, peers)])
 
     def all_gather_into_tensor_uneven(self, output: Tensor, tensor: Tensor, splits: Sequence[int]) -> dist.Work:
-        """For ``torch_npu.distributed.all_gather_into_tensor_uneven``."""
+        """Gather parts of several sizes for ``torch_npu.distributed.all_gather_into_tensor_uneven``."""
         return self._group().allgather([_split(output, splits, self.size())], [tensor])
 
     def reduce_scatter_tensor_uneven(
         self, output: Tensor, tensor: Tensor, splits: Sequence[int], options: Any
     ) -> dist.Work:
-        """For ``torch_npu.distributed.reduce_scatter_tensor_uneven``."""
+        """Reduce to parts of several sizes for ``torch_npu.distributed.reduce_scatter_tensor_uneven``."""
         return self._group().reduce_scatter([output], [_split(tensor, splits, self.size())], options)
 
     def alltoallvc(self, output: Tensor, tensor: Tensor, matrix: Sequence[int]) -> dist.Work:
-        """For ``torch_npu.distributed.all_to_all_vc``: ``matrix[i * ranks + j]`` elements go from rank i to j."""
+        """Serve ``torch_npu.distributed.all_to_all_vc``: ``matrix[i * ranks + j]`` elements go from rank i to j."""
         rank, ranks = self.rank(), self.size()
         given, received = list(matrix[rank * ranks : (rank + 1) * ranks]), list(matrix[rank::ranks])
         return self._group().alltoall_base(output.view(-1), tensor.view(-1), received, given)
@@ -94,7 +94,7 @@ class HCCL(ProcessGroupGloo):
 
 
 def _transport() -> Any:
-    """What carries all groups of this process, until the last of them ends. It has a thread that polls."""
+    """Return what carries all groups of this process, until the last of them ends. It has a thread that polls."""
     global _shared
     transport = _shared() if _shared else None
     if transport is None:
@@ -104,7 +104,7 @@ def _transport() -> Any:
 
 
 def _fresh(store: dist.Store, ranks: int) -> dist.Store:
-    """A part of the store that no earlier group of this name has used: programs destroy groups and begin again."""
+    """Return a part of the store that no earlier group of this name used: programs destroy groups and begin again."""
     arrived = store.add(f"arrived/{ranks}", 1)
     return dist.PrefixStore(f"{ranks}/{(arrived - 1) // ranks}", store)
 

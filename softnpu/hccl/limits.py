@@ -1,4 +1,4 @@
-"""What HCCL accepts: dtypes, reductions and layouts. Errors have torch_npu's words, what was given and what is allowed.
+"""Check what HCCL accepts: dtypes, reductions and layouts. Errors have torch_npu's words, the given and the allowed.
 
 Sources, both for Atlas A2, which is the chip that the software device says it is (Ascend910B1):
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from softnpu.formulas.limits import describe, require
+from softnpu.argument_checks import describe, require
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,13 +46,13 @@ MOVED_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def require_moved(name: str, tensors: Iterable[Tensor], allowed: Sequence[torch.dtype] = MOVED) -> None:
-    """The dtypes of tensors that are moved."""
+    """Refuse tensors to move in dtypes that HCCL does not move."""
     for tensor in tensors:
         _require_dtype(name, tensor.dtype, allowed, "Unsupported data type for HCCL process group")
 
 
 def require_reduced(name: str, tensors: Iterable[Tensor], reduction: str) -> None:
-    """The dtypes of tensors that are reduced, and the reduction."""
+    """Refuse tensors to reduce in dtypes that HCCL does not reduce, or not with this reduction."""
     casts = () if "scatter" in name else CAST_TO_INT32
     for tensor in tensors:
         _require_dtype(name, tensor.dtype, (*REDUCED, *casts), "Unsupported data type")
@@ -68,14 +68,14 @@ def require_reduced(name: str, tensors: Iterable[Tensor], reduction: str) -> Non
 
 
 def require_one(name: str, tensors: Sequence[Tensor]) -> Tensor:
-    """A list with the one tensor of this process, dense and contiguous."""
+    """Return the one tensor of this process out of a list; refuse longer lists and what is not dense and contiguous."""
     _require(name, len(tensors) == 1, f"one tensor a process, on one NPU; given {len(tensors)}")
     require_contiguous(name, tensors)
     return tensors[0]
 
 
 def require_contiguous(name: str, tensors: Iterable[Tensor]) -> None:
-    """Each of them is contiguous, in its memory format."""
+    """Refuse tensors that are not contiguous, each in its memory format."""
     for tensor in tensors:
         _require_npu(name, tensor)
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -86,7 +86,7 @@ def require_contiguous(name: str, tensors: Iterable[Tensor]) -> None:
 
 
 def require_list(name: str, tensors: Sequence[Tensor], like: Tensor, ranks: int) -> None:
-    """One tensor for each rank, of one dtype, each of them without gaps."""
+    """Refuse lists without one tensor for each rank, of one dtype, each of them without gaps."""
     _require(name, len(tensors) == ranks, f"a list with a tensor for each of the {ranks} ranks; given {len(tensors)}")
     for tensor in tensors:
         _require_npu(name, tensor)
@@ -96,12 +96,12 @@ def require_list(name: str, tensors: Sequence[Tensor], like: Tensor, ranks: int)
 
 
 def require_same_type(name: str, first: Tensor, second: Tensor) -> None:
-    """Input and output have one dtype."""
+    """Refuse an input and an output of two dtypes."""
     _require(name, first.dtype == second.dtype, f"Tensors must have identical type; given {_both(first, second)}")
 
 
 def require_size(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
-    """``whole`` has the elements of ``part`` for each rank."""
+    """Refuse a ``whole`` that does not have the elements of ``part`` for each rank."""
     _require(
         name,
         whole.numel() == part.numel() * ranks,
@@ -110,7 +110,7 @@ def require_size(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
 
 
 def require_splits(name: str, tensor: Tensor, splits: Sequence[int], ranks: int) -> None:
-    """The first dimension of the tensor is that of the parts together; without splits, the parts are equal."""
+    """Refuse parts that are not the first dimension of the tensor together; without splits, the parts are equal."""
     _require(name, tensor.dim() > 0, "Scalar tensors (0-dim tensors) are not supported; reshape to at least 1-D")
     if not splits:
         equal = tensor.size(0) % ranks == 0

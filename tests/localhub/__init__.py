@@ -1,4 +1,4 @@
-"""A Hub on loopback: the HTTP interface of huggingface.co for kernel repositories, for tests.
+"""Play a Hub on loopback for tests: the HTTP interface of huggingface.co for kernel repositories.
 
 `with LocalHub(folder) as hub:` serves it at `hub.url`; `python -m tests.localhub` does so for a while by hand.
 """

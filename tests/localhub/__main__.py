@@ -1,4 +1,4 @@
-"""Serves a folder until it is interrupted: `HF_ENDPOINT=<the printed URL>` makes it the Hub of a client."""
+"""Serve a folder until it is interrupted: `HF_ENDPOINT=<the printed URL>` makes it the Hub of a client."""
 
 from __future__ import annotations
 

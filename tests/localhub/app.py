@@ -1,4 +1,4 @@
-"""The application: all routes, how errors are answered, and who may ask."""
+"""Make the application: all routes, how errors are answered, and who may ask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def create_app(hub: Hub) -> Callable:
     app.state.hub = hub
 
     async def with_quoted_path(scope: dict, receive: Callable, send: Callable) -> None:
-        """A quoted slash belongs to a revision or to a path, an unquoted one separates them."""
+        """Route by the path as sent: a quoted slash belongs to a revision or path, an unquoted one separates them."""
         await app(scope | {"path": scope["raw_path"].decode()}, receive, send)
 
     return with_quoted_path
@@ -60,7 +60,7 @@ async def whoami(request: Request) -> Response:
 
 
 async def organisation(request: Request) -> Response:
-    """Of the organisations that own a repository or are trusted."""
+    """Describe an organisation, of those that own a repository or are trusted."""
     hub, name = hub_of(request), parameter(request, "organisation")
     owns = any((hub.store.root / kind / name).is_dir() for kind in KINDS) and name not in ("", ".", "..")
     if not owns and name not in hub.settings.trusted:
@@ -70,7 +70,7 @@ async def organisation(request: Request) -> Response:
 
 
 async def validate_yaml(request: Request) -> Response:
-    """The front matter of a card: a mapping, with a license in lower case if it has one."""
+    """Check the front matter of a card: a mapping, with a license in lower case if it has one."""
     match = re.match(r"---\r?\n(.*?)^---\s*$", (await request.json())["content"], re.DOTALL | re.MULTILINE)
     if match is None:
         return JSONResponse({"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card"}]})

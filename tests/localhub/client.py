@@ -1,4 +1,4 @@
-"""The real client in the process of a test."""
+"""Call the real client in the process of a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKEN = "hf_that_nobody_may_write_down"
 
 
 class Client:
-    """Every method of HfApi that takes a repository is one of this class, of one repository and without naming it."""
+    """Offer every method of HfApi that takes a repository, for one repository and without naming it."""
 
     def __init__(
         self, endpoint: str, repo_id: str = REPOSITORY, repo_type: str = "kernel", token: str | bool = TOKEN

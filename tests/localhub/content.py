@@ -1,4 +1,4 @@
-"""Files over HTTP: listing, uploading, committing and downloading them."""
+"""Serve files over HTTP: listing, uploading, committing and downloading them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = 10 * 2**20
 
 # ---- listing ---------------------------------------------------------------------------------------------------------
 def entries(repository: Repository, commit: Commit, expand: bool) -> dict[str, dict[str, Any]]:
-    """Every file and folder of a commit, by path."""
+    """List every file and folder of a commit, by path."""
     found: dict[str, dict[str, Any]] = {}
     contents: dict[str, list[str]] = {}
     for path, file in commit.files.items():
@@ -70,7 +70,7 @@ async def tree(request: Request) -> Response:
 
 
 async def paths_info(request: Request) -> Response:
-    """Asked by a form; the paths that do not exist are left out."""
+    """Describe the paths that a form asks for; those that do not exist are left out."""
     repository = repository_of(request)
     commit = repository.commit(parameter(request, "revision"))
     body = (await request.body()).decode()
@@ -87,7 +87,7 @@ def entry_not_found(path: str, commit: Commit) -> HubError:
 
 # ---- uploading -------------------------------------------------------------------------------------------------------
 async def preupload(request: Request) -> Response:
-    """Says of each file how it has to be uploaded, and what is there.
+    """Say of each file how it has to be uploaded, and what is there.
 
     There is no Xet storage, and a client with hf_xet knows no other for the files of LFS: it finds no token, and fails,
     unless HF_HUB_DISABLE_XET=1 is set or every file is a regular one.
@@ -111,7 +111,7 @@ def is_large(path: str, sample: bytes, size: int) -> bool:
 
 
 async def lfs_batch(request: Request) -> Response:
-    """Where to upload the objects that are not there yet."""
+    """Say where to upload the objects that are not there yet."""
     repository_of(request)
     store = hub_of(request).store
     answers = []
@@ -141,7 +141,7 @@ async def lfs_verify(request: Request) -> Response:
 
 
 async def commit(request: Request) -> Response:
-    """The lines of the body are a header and one operation each."""
+    """Commit what the lines of the body say: a header and one operation each."""
     repository, revision = repository_of(request), parameter(request, "revision")
     lines = [json.loads(line) for line in (await request.body()).splitlines() if line.strip()]
     header = next(line["value"] for line in lines if line["key"] == "header")
@@ -178,7 +178,7 @@ def change(store: Store, key: str, value: dict[str, Any]) -> tuple[str, str, Fil
 
 # ---- downloading -----------------------------------------------------------------------------------------------------
 async def resolve(request: Request) -> Response:
-    """The content of a file, or a range of it."""
+    """Send the content of a file, or a range of it."""
     repository = repository_of(request)
     commit = repository.commit(parameter(request, "revision"))
     path = parameter(request, "path")

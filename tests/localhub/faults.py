@@ -1,4 +1,4 @@
-"""What goes wrong on demand, and the log of all requests."""
+"""Let requests go wrong on demand, and log all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure, for the requests `at`, `at` + 1, ... `at` + `times` - 1 of those that match `method` and `path`.
+    """Plan a failure for the requests `at`, `at` + 1, ... `at` + `times` - 1 of those that match `method` and `path`.
 
     Requests count from when the fault is added. `path` is a pattern of fnmatch over the decoded path. Kinds:
 
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclass
 class LoggedRequest:
-    """`status` is None where no answer was sent, `authorized` says whether a token came with it, not which one."""
+    """Describe a request: without an answer `status` is None; `authorized` says whether a token came, not which."""
 
     number: int
     method: str
@@ -73,7 +73,7 @@ class LoggedRequest:
 
 
 class Faults:
-    """The faults that are planned, and the requests that were seen; every method may be called from any thread."""
+    """Keep the faults that are planned and the requests that were seen; any thread may call every method."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -91,12 +91,12 @@ class Faults:
             self.planned.clear()
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The planned faults, each with the number of requests that it has matched."""
+        """List the planned faults, each with the number of requests that it has matched."""
         with self.lock:
             return [asdict(fault) | {"matched": count[0]} for fault, count in self.planned]
 
     def take(self, method: str, path: str, query: str, authorized: bool) -> tuple[LoggedRequest, Fault | None]:
-        """Logs a request, counts it, and gives the first fault that is due."""
+        """Log a request, count it, and return the first fault that is due."""
         with self.lock:
             request = LoggedRequest(len(self.requests) + 1, method, path, query, authorized)
             self.requests.append(request)
@@ -111,7 +111,7 @@ class Faults:
 
 
 class FaultyApp:
-    """An ASGI application that logs the requests of another one and lets those fail that are planned to."""
+    """Log the requests of another ASGI application, and let those fail that are planned to."""
 
     def __init__(self, app: Callable, faults: Faults, refuse: Callable[[float], None]) -> None:
         self.app, self.faults, self.refuse = app, faults, refuse
@@ -160,12 +160,12 @@ class FaultyApp:
                 await self.disconnected(receive)
 
     async def read(self, receive: Callable) -> None:
-        """All of the request: a client that is still writing notices a lost connection in another way each time."""
+        """Read all of the request: a client that is still writing notices a lost connection in several ways."""
         while (await receive()).get("more_body"):
             pass
 
     async def run(self, scope: dict, receive: Callable) -> tuple[dict, bytes]:
-        """The answer of the application, kept."""
+        """Run the application, and keep its answer."""
         messages: list[dict] = []
 
         async def keep(message: dict) -> None:
@@ -198,6 +198,6 @@ class FaultyApp:
         await self.disconnected(receive)
 
     async def disconnected(self, receive: Callable) -> None:
-        """The server answers for an application that ends before the connection does."""
+        """Wait for the end of the connection: the server answers for an application that ends before it."""
         while (await receive())["type"] != "http.disconnect":
             pass

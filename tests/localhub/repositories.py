@@ -1,4 +1,4 @@
-"""Repositories, their references and their histories over HTTP."""
+"""Serve repositories, their references and their histories over HTTP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def delete(request: Request) -> Response:
 
 
 async def info(request: Request) -> Response:
-    """A model lists its files, as snapshot downloads of older clients need; those of a kernel would stumble over it."""
+    """Describe a repository. A model lists its files, as older clients need; kernels' would stumble over it."""
     repository = repository_of(request)
     commit = repository.commit(parameter(request, "revision", "main"))
     described = {

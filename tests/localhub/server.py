@@ -1,4 +1,4 @@
-"""The server: a thread of its own, a port that stays the same, and a listener that can go away."""
+"""Run the server: a thread of its own, a port that stays the same, and a listener that can go away."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .store import Store
 
 
 class Protocol(H11Protocol):
-    """Tells the application which connection a request came by, so that it can cut it."""
+    """Tell the application which connection a request came by, so that it can cut it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,7 +34,7 @@ async def with_transport(app: Callable, transport: asyncio.Transport, scope: dic
 
 
 class LocalHub:
-    """A Hub at `url` that keeps its repositories in the folder `root`; a context manager, or `start` and `stop`.
+    """Serve a Hub at `url` that keeps its repositories in the folder `root`; a context manager, or `start` and `stop`.
 
     `settings`, `store`, `faults` and `requests`, the log, may be used while it runs. What `root` holds outlives it; one
     server at a time can have it.
@@ -86,7 +86,7 @@ class LocalHub:
         self._lock.close()
 
     def environment(self, home: Path) -> dict[str, str]:
-        """For processes whose Hub this is: they have a token, and their caches are in `home`."""
+        """Return the environment of processes whose Hub this is: with a token, and with their caches in `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
@@ -113,7 +113,7 @@ class LocalHub:
             await asyncio.sleep(self._away_until - self._loop.time())
 
     def _go_away(self, seconds: float) -> None:
-        """Nobody listens for that time, and all connections are cut."""
+        """Let nobody listen for that time, and cut all connections."""
         self._away_until = self._loop.time() + seconds
         self._close()
 

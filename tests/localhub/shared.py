@@ -1,4 +1,4 @@
-"""What the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
+"""Share what the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .store import HubError, Repository, Store
 
 @dataclass
 class Settings:
-    """How the Hub behaves, until it is stopped: the folder does not hold it.
+    """Set how the Hub behaves, until it is stopped: the folder does not hold it.
 
     - trusted: the organisations whose overview says that they are trusted publishers of kernels
     - token: the one that is required for writing; None accepts any, and none at all
@@ -44,7 +44,7 @@ def hub_of(request: Request) -> Hub:
 
 
 def parameter(request: Request, name: str, default: str | None = None) -> str:
-    """A part of the path: quoted slashes are part of it."""
+    """Read a part of the path: quoted slashes are part of it."""
     value = request.path_params.get(name, default)
     assert value is not None
     return unquote(value)
@@ -67,7 +67,7 @@ def token_of(request: Request) -> str | None:
 
 
 def check_token(request: Request) -> None:
-    """Reading needs no token, but a wrong one is refused; questions that are asked by POST are reading."""
+    """Refuse a wrong token. Reading, which a question asked by POST is too, needs none."""
     required, sent = hub_of(request).settings.token, token_of(request)
     if required is None or sent == required:
         return
@@ -79,7 +79,7 @@ def check_token(request: Request) -> None:
 
 
 def page(request: Request, entries: list[Any]) -> JSONResponse:
-    """The entries from `cursor` on, and where the next ones are."""
+    """Answer with the entries from `cursor` on, and where the next ones are."""
     start = int(request.query_params.get("cursor", 0))
     end = start + hub_of(request).settings.page_size
     headers = {}

@@ -1,4 +1,4 @@
-"""Repositories in a folder: blobs by their hash, commits with their parents, and one file of references.
+"""Keep repositories in a folder: blobs by their hash, commits with their parents, and one file of references.
 
     blobs/<sha256>                           the content of all repositories
     kernels/<organisation>/<name>/
@@ -31,7 +31,7 @@ GITATTRIBUTES = "".join(
 
 
 class HubError(Exception):
-    """What the Hub refuses: a status, the code that its clients read, and a text."""
+    """Say what the Hub refuses: a status, the code that its clients read, and a text."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class HubError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """`git_id` is that of the content, or of the pointer where the content is kept by LFS."""
+    """Describe a file: `git_id` is that of the content, or of the pointer where the content is kept by LFS."""
 
     git_id: str
     sha256: str
@@ -67,7 +67,7 @@ def lfs_pointer(sha256: str, size: int) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """In one step: other readers see all of it or nothing."""
+    """Write a file in one step: other readers see all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(descriptor, "wb") as file:
@@ -119,7 +119,7 @@ class Store:
 
 
 def file_at_first(store: Store) -> tuple[str, str, File]:
-    """What the Hub puts into a repository that it creates."""
+    """Make what the Hub puts into a repository that it creates."""
     return "add", ".gitattributes", store.add_file(GITATTRIBUTES.encode())
 
 
@@ -134,7 +134,7 @@ class Repository:
 
     # ---- references --------------------------------------------------------------------------------------------------
     def refs(self) -> dict[str, dict[str, str]]:
-        """The commits of `branches`, `tags` and `pulls`, by name."""
+        """Read the commits of `branches`, `tags` and `pulls`, by name."""
         return json.loads((self.folder / "refs.json").read_text())
 
     def write_refs(self, refs: dict[str, dict[str, str]]) -> None:
@@ -142,7 +142,7 @@ class Repository:
 
     @contextlib.contextmanager
     def edited_refs(self) -> Iterator[dict[str, dict[str, str]]]:
-        """Read and replaced under the lock; left as they were where the block raises."""
+        """Read the references and replace them, under the lock; they stay as they were where the block raises."""
         with self.store.lock:
             refs = self.refs()
             yield refs
@@ -171,7 +171,7 @@ class Repository:
 
     # ---- commits -----------------------------------------------------------------------------------------------------
     def commit(self, revision: str) -> Commit:
-        """Of a branch, a tag, `refs/pr/N` or the id of a commit."""
+        """Find the commit of a branch, a tag, `refs/pr/N` or the id of a commit."""
         refs = self.refs()
         place = self.place_of(revision)
         found = refs[place[0]].get(place[1]) or refs["tags"].get(revision.removeprefix("refs/tags/")) or revision
@@ -183,13 +183,13 @@ class Repository:
 
     @staticmethod
     def place_of(revision: str) -> tuple[str, str]:
-        """The group and the name of the reference that a commit to a revision moves."""
+        """Return the group and the name of the reference that a commit to a revision moves."""
         if revision.startswith("refs/pr/"):
             return "pulls", revision.removeprefix("refs/pr/")
         return "branches", revision.removeprefix("refs/heads/")
 
     def history(self, revision: str) -> list[Commit]:
-        """From the newest commit to the first."""
+        """List the commits from the newest to the first."""
         commits = [self.commit(revision)]
         while commits[-1].parents:
             commits.append(self.commit(commits[-1].parents[0]))
@@ -211,7 +211,7 @@ class Repository:
         parent: str | None = None,
         pull_request: bool = False,
     ) -> tuple[Commit, str | None]:
-        """All `changes` in one commit, or none; gives it and the number of the pull request that was opened.
+        """Make all `changes` in one commit, or none; return it and the number of the pull request that was opened.
 
         A change is ("add", path, file), ("delete", path, None) or ("delete folder", path, None). With `parent` a
         branch that has moved on is refused, and a pull request starts there.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from softnpu.aten_formulas import FORMULAS as ATEN
+from softnpu.aten_missing_on_cpu import FORMULAS as ATEN
 from softnpu.formulas import FORMULAS as NPU
 
 # returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import softnpu
-from softnpu.hosting import HostCall
+from softnpu.host_call import HostCall
 
 
 @pytest.mark.parametrize(

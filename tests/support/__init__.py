@@ -1,1 +1,1 @@
-"""What tests of several folders share: models, classes and functions to test on, truths, and counts."""
+"""Share what tests of several folders need: models, classes and functions to test on, truths, and counts."""

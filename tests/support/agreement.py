@@ -1,4 +1,4 @@
-"""Whole models against the CPU: outputs, gradients and generated tokens."""
+"""Compare whole models with the CPU: outputs, gradients and generated tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of `kernels-ext-npu benchmark` with small configs, and the rows of their reports."""
+"""Run `kernels-ext-npu benchmark` with small configs, and read the rows of its reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def write_config(folder: Path, model_type: str, **sizes) -> Path:
-    """The path of a small config.json of a model type."""
+    """Write a small config.json of a model type, and return its path."""
     AutoConfig.for_model(model_type, **SIZES | sizes).save_pretrained(folder)
     return folder / "config.json"
 

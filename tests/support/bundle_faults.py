@@ -1,4 +1,4 @@
-"""Installs bundles while one step after the other fails, for processes of their own."""
+"""Install bundles while one step after the other fails, for processes of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW = [repository("A", b"new"), repository("B", b"new")]
 
 
 class Steps:
-    """Counts what is done to files below a folder, and lets one step fail in one of three ways."""
+    """Count what is done to files below a folder, and let one step fail in one of three ways."""
 
     def __init__(self, folder: Path, how: str) -> None:
         self.folder, self.how = str(folder), how
@@ -45,7 +45,7 @@ class Steps:
         raise OSError("no space left") if self.how == "an error" else KeyboardInterrupt
 
     def install(self, step: int, cache: Path) -> tuple[bool, bool]:
-        """Whether there was such a step, and whether it was one before everything is in its place."""
+        """Tell whether there was such a step, and whether it was one before everything is in its place."""
         self.left, self.cleaning = step, False
         if self.how == "a kill":
             child = os.fork()
@@ -64,7 +64,7 @@ class Steps:
 
 
 def states(cache: Path) -> list[str]:
-    """Of each repository: none, old or new. What a version means is there, whole."""
+    """Tell of each repository: none, old or new. What a version means is there, whole."""
     found = []
     for old, new in zip(OLD, NEW):
         home = cache / f"kernels--kernels-ext-npu--{new.name}"

@@ -1,4 +1,4 @@
-"""A checkpoint with a tokenizer, and data to train with, made here: nothing of it is downloaded."""
+"""Make a checkpoint with a tokenizer, and data to train with; nothing of it is downloaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def save(folder: Path, name: str) -> None:
-    """A model of the zoo, with a tokenizer whose words are w0 to w59."""
+    """Save a model of the zoo, with a tokenizer whose words are w0 to w59."""
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {kind: f"<{kind.removesuffix('_token')}>" for kind in ("pad_token", "bos_token", "eos_token", "unk_token")}
@@ -33,7 +33,7 @@ def save(folder: Path, name: str) -> None:
 
 
 def write_data(folder: Path, rows: int = 8) -> None:
-    """train.jsonl and chat.jsonl, and the demo data of LLaMA-Factory."""
+    """Write train.jsonl and chat.jsonl, and the demo data of LLaMA-Factory."""
     lines = [" ".join(WORDS[(7 * i + j) % 60] for j in range(6 + i % 5)) for i in range(rows)]
     pairs = [(line[: len(line) // 2], line) for line in lines]
     write_lines(folder / "train.jsonl", [{"text": line} for line in lines])

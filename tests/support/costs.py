@@ -1,4 +1,4 @@
-"""What a forward and backward of a model costs, counted on fake tensors."""
+"""Count on fake tensors what a forward and backward of a model costs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kernels_ext_npu.measuring.costs import Cost
 
 
 def fake_model(model_type: str, **sizes: int) -> PreTrainedModel:
-    """A bfloat16 model on the NPU that takes no memory; inside a FakeTensorMode."""
+    """Make a bfloat16 model on the NPU that takes no memory; inside a FakeTensorMode."""
     with torch.device("npu"):
         config = AutoConfig.for_model(model_type, dtype="bfloat16", **sizes)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def costs(prepare, model_type: str, tokens: int, **sizes: int) -> tuple[Cost, Cost]:
-    """Of a forward without gradients, and of a forward and backward, of a model that was prepared."""
+    """Count a forward without gradients, and a forward and backward, of a model that was prepared."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(model_type, **sizes)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="npu")

@@ -1,4 +1,4 @@
-"""A mark for tests that count what a certain release of transformers holds."""
+"""Mark tests that count what a certain release of transformers holds."""
 
 import pytest
 import transformers

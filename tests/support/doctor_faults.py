@@ -1,4 +1,4 @@
-"""Machines that are not as they should be, built of files: packages that stand before the real ones, CANN, cards."""
+"""Build machines that are not as they should be, of files: packages before the real ones, CANN, cards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def module(site: Path, name: str, source: str, version: str | None = None, metadata: str = "") -> Path:
-    """A package in a folder, as pip would have installed it; without metadata where no version is given."""
+    """Write a package into a folder, as pip would have installed it; without metadata where no version is given."""
     (site / name).mkdir(parents=True, exist_ok=True)
     (site / name / "__init__.py").write_text(source)
     if version is not None:
@@ -41,7 +41,7 @@ def module(site: Path, name: str, source: str, version: str | None = None, metad
 
 
 def dist_info(site: Path, name: str, version: str, metadata: str = "") -> Path:
-    """The metadata of a package alone."""
+    """Write the metadata of a package alone."""
     folder = site / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     written = metadata or f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -50,7 +50,7 @@ def dist_info(site: Path, name: str, version: str, metadata: str = "") -> Path:
 
 
 def cuda_torch(site: Path) -> Path:
-    """torch as a CUDA build, in its metadata and for torch_npu."""
+    """Write torch as a CUDA build, in its metadata and for torch_npu."""
     dist_info(site, "torch", "2.13.0+cu130")
     version = site / "cuda_version.py"
     version.write_text("__version__, cuda = '2.13.0+cu130', '13.0'\ndebug = hip = rocm = xpu = git_version = None\n")
@@ -59,7 +59,7 @@ def cuda_torch(site: Path) -> Path:
 
 
 def cann(home: Path, version: str | None) -> Path:
-    """CANN as its installer leaves it: <home>/<arch>-linux/ascend_toolkit_install.info, and set_env.sh beside."""
+    """Write CANN as its installer leaves it: <home>/<arch>-linux/ascend_toolkit_install.info, and set_env.sh beside."""
     (home / "x86_64-linux").mkdir(parents=True)
     if version is not None:
         info = f"package_name=Ascend-cann-toolkit\nversion={version}\ninnerversion=V100R001\narch=x86_64\n"
@@ -69,7 +69,7 @@ def cann(home: Path, version: str | None) -> Path:
 
 
 def played_cann(folder: Path, version: str, devices: int) -> dict[str, str]:
-    """The environment in which torch_npu starts by itself, with the software device's libraries as CANN's.
+    """Return an environment in which torch_npu starts by itself, with the software device's libraries as CANN's.
 
     Args:
         devices: the number that the runtime tells.
@@ -90,7 +90,7 @@ def played_cann(folder: Path, version: str, devices: int) -> dict[str, str]:
 
 
 def card(root: Path, nodes: int = 0) -> Path:
-    """A machine's files with a card on the PCI bus, its driver, and device nodes."""
+    """Write a machine's files with a card on the PCI bus, its driver, and device nodes."""
     slot = root / "sys/bus/pci/devices/0000:c1:00.0"
     slot.mkdir(parents=True)
     (slot / "vendor").write_text("0x19e5\n")
@@ -109,6 +109,6 @@ def card(root: Path, nodes: int = 0) -> Path:
 
 
 def observed(**outcomes: Outcome) -> Observations:
-    """What is installed here, and what was observed otherwise; what is not given saw nothing."""
+    """Observe what is installed here, and otherwise what is given; what is not given saw nothing."""
     nothing = {"disk": Outcome(), "torch": Outcome(), "hub": Outcome()}
     return Observations("bundled", {name: read(name) for name in STACK}, **(nothing | outcomes))

@@ -1,4 +1,4 @@
-"""A small instance of an experts class of transformers, and arguments for it."""
+"""Make a small instance of an experts class of transformers, and arguments for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXPERTS, HIDDEN, INNER = 6, 32, 64
 
 
 class Config:
-    """What experts ask of a config, by the name they ask for."""
+    """Answer what experts ask of a config, by the name they ask for."""
 
     _experts_implementation = "eager"
     hidden_act = hidden_activation = "silu"
@@ -34,7 +34,7 @@ class Config:
 
 
 def instance(cls: type[nn.Module], activation: str | None = None) -> nn.Module:
-    """A small one with random weights, scaled to keep what goes through them."""
+    """Make a small one with random weights, scaled to keep what goes through them."""
     config = Config()
     if activation is not None:
         config.hidden_act = config.hidden_activation = activation
@@ -47,7 +47,7 @@ def instance(cls: type[nn.Module], activation: str | None = None) -> nn.Module:
 
 
 def inputs(module: nn.Module, tokens: int = 24, k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, the experts that they go to, and how much each counts; one expert gets no token."""
+    """Make tokens, the experts that they go to, and how much each counts; one expert gets no token."""
     torch.manual_seed(1)
     x = torch.randn(tokens, HIDDEN)
     index = torch.rand(tokens, EXPERTS - 1).topk(k, -1).indices

@@ -1,4 +1,4 @@
-"""How long the host is busy with a call on the software device: all of it but the kernels of the operators.
+"""Measure how long the host is busy with a call on the software device: all of it but the operators' kernels.
 
 On a card an operator is put into a queue, and what remains is Python, the dispatcher and autograd. On the software
 device the operator's formula runs in between: here the clock stands still while it does.
@@ -13,17 +13,18 @@ from time import perf_counter
 
 import torch
 
-from softnpu import aten
-from softnpu.aten_formulas import FORMULAS as OF_ATEN
+from softnpu import aten_kernels as aten
+from softnpu.aten_missing_on_cpu import FORMULAS as OF_ATEN
 from softnpu.formulas import FORMULAS as OF_NPU
-from softnpu.registering import replace
+from softnpu.host_kernel import on_host
+from softnpu.kernel_registration import replace_kernel
 
 _in_kernels = 0.0
 
 
 @contextmanager
 def stopped_clock() -> Iterator[None]:
-    """Within it the kernels of the software device are clocked."""
+    """Clock the kernels of the software device while the context is open."""
     libraries = [torch.library.Library(namespace, "IMPL") for namespace in ("aten", "npu")]
     try:
         for name in aten._registered("PrivateUse1"):
@@ -31,12 +32,12 @@ def stopped_clock() -> Iterator[None]:
             if op is None or name in aten.NATIVE or aten._is_view(op):
                 continue
             if name in OF_ATEN or aten._runs_on_host(op):
-                kernel = _clocked(aten.on_host(op, OF_ATEN.get(name)))
-                replace(libraries[0], name, kernel)
+                kernel = _clocked(on_host(op, OF_ATEN.get(name)))
+                replace_kernel(libraries[0], name, kernel)
         for name, formula in OF_NPU.items():
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
-            replace(libraries[1], name, _clocked(aten.on_host(op, formula)))
+            replace_kernel(libraries[1], name, _clocked(on_host(op, formula)))
         yield
     finally:
         for library in libraries:
@@ -44,7 +45,7 @@ def stopped_clock() -> Iterator[None]:
 
 
 def host_times(calls: dict[str, Callable[[], object]], turns: int, repeats: int = 20) -> dict[str, float]:
-    """Seconds of the host for each of some calls, which take turns of some repeats.
+    """Return the seconds of the host for each of some calls, which take turns of some repeats.
 
     Whatever else the machine does only adds to a time, so that the least is the nearest; but one in twenty is taken,
     since the clock has steps too.

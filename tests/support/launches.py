@@ -1,4 +1,4 @@
-"""What of the launches that fake tensors count, and of those that the software device counts, has to be equal."""
+"""Choose what has to be equal of the launches that fake tensors and the software device count."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ ALSO = {"npu_gather_backward": "scatter_add", "__or__": "bitwise_or", "__and__":
 
 
 def computing(launches: Mapping[str, int]) -> Counter[str]:
-    """By operator, whether in place or not."""
+    """Count by operator, whether in place or not."""
     counts: Counter[str] = Counter()
     for name, count in launches.items():
         if name.strip("_") not in BOOKKEEPING:

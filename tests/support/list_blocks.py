@@ -1,4 +1,4 @@
-"""Small blocks with a list of experts, and what they compute."""
+"""Make small blocks with a list of experts, and compute their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ packed_or_not = pytest.mark.parametrize("packed", [True, False])
 
 
 def block(cls: type[nn.Module], experts: int = 8, top_k: int = 2) -> nn.Module:
-    """One with random weights, large enough for the experts to matter."""
+    """Make one with random weights, large enough for the experts to matter."""
     torch.manual_seed(0)
     module = cls(SIZE, experts, top_k, INNER)
     for parameter in module.parameters():
@@ -49,7 +49,7 @@ def bound(kernel: ModuleType, original: nn.Module, packed: bool = True) -> nn.Mo
 
 
 def pack(gate: nn.Linear, up: nn.Linear) -> None:
-    """As SwiGLU's kernel leaves them."""
+    """Lay gate and up side by side in one storage, as SwiGLU's kernel leaves them."""
     for name in ("weight", "bias"):
         pair = [getattr(gate, name), getattr(up, name)]
         if pair[0] is not None:
@@ -62,7 +62,7 @@ def inputs(tokens: int = 10, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def results(module: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The result, router logits where there are any, and the gradients of tokens and parameters."""
+    """Return the result, router logits where there are any, and the gradients of tokens and parameters."""
     leaf = x.clone().requires_grad_()
     module.zero_grad()
     returned = module(leaf * 1)  # Mixtral's noise changes it in place
@@ -73,7 +73,7 @@ def results(module: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 def assert_close(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    """1e-6 of the norm: three products in float32, each with sums in another order. And 4e-6, for what cancels.
+    """Allow 1e-6 of the norm: three products in float32, each with sums in another order. And 4e-6, for what cancels.
 
     An expert without tokens has gradients of zeros, and in the references none.
     """
@@ -87,13 +87,13 @@ def assert_close(found: list[Tensor | None], expected: list[Tensor | None]) -> N
 
 
 def error(found: list[Tensor | None], truth: list[Tensor | None]) -> float:
-    """Of the experts that got tokens: torch leaves the gradients of the others out."""
+    """Measure the distance for the experts that got tokens: torch leaves the gradients of the others out."""
     pairs = [(a, c) for a, c in zip(found, truth) if c is not None and c.norm() > 0]
     return torch.stack([(a.cpu().double() - c).norm() / c.norm() for a, c in pairs]).norm().item()
 
 
 def double(original: nn.Module) -> nn.Module:
-    """In float64; the gates that compute in float32 go on to do so."""
+    """Copy a block in float64; the gates that compute in float32 go on to do so."""
     module = copy.deepcopy(original).double()
     if isinstance(module, DeepseekV3MoE):
         module.gate.register_forward_hook(lambda gate, arguments, routed: (routed[0], routed[1].double()))
@@ -101,7 +101,7 @@ def double(original: nn.Module) -> nn.Module:
 
 
 def decided(original: nn.Module, x: Tensor, tokens: int = 24) -> Tensor:
-    """Tokens for which rounding does not choose other experts."""
+    """Choose tokens for which rounding does not choose other experts."""
     alike = (_chosen(original, x) == _chosen(double(original), x.double())).all(-1)
     assert alike.sum() >= tokens
     return x[:, alike][:, :tokens]

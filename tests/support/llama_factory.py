@@ -1,4 +1,4 @@
-"""The forwards of LLaMA-Factory's NPU kernels, in our words: what ours are compared with.
+"""Write the forwards of LLaMA-Factory's NPU kernels in our words: ours are compared with them.
 
 https://github.com/hiyouga/LLaMA-Factory/tree/ff6d4d12eeb035d6ce06805a5733dd7b29f2ac30 (Apache 2.0), in
 src/llamafactory/v1/plugins/model_plugins/kernels/ops: rms_norm/npu_rms_norm.py, mlp/npu_swiglu.py, rope/npu_rope.py and
@@ -56,7 +56,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
 
 
 class GroupedMatmul(torch.autograd.Function):
-    """Its weight gradient comes out as ``[E, K, N]``, for a parameter that is stored as ``[E, N, K]``."""
+    """Multiply in groups; the gradient of a weight stored as ``[E, N, K]`` comes out as ``[E, K, N]``."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _product(x: list[Tensor], weight: list[Tensor], counts: Tensor, split_item: 
 
 
 def experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Every step a node of autograd, which keeps what it wants."""
+    """Compute experts with every step a node of autograd, which keeps what it wants."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     rows, order = torch_npu.npu_moe_token_permute(x, top_k_index.to(torch.int32))
     counts = torch.histc(top_k_index.float(), bins=self.num_experts, min=0, max=self.num_experts).long()

@@ -1,4 +1,4 @@
-"""The memory of a training step, read from torch_npu's allocator."""
+"""Read the memory of a training step from torch_npu's allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def peak(model: PreTrainedModel, ids: torch.Tensor) -> int:
-    """The bytes that a forward and backward add to what a model for causal language holds with its gradients."""
+    """Measure the bytes that a forward and backward add to what a causal language model holds with its gradients."""
     for measured in (False, True):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -21,12 +21,12 @@ def peak(model: PreTrainedModel, ids: torch.Tensor) -> int:
 
 
 def start() -> int:
-    """The bytes that are held, without what an earlier model left in a cycle; from here on a new peak counts."""
+    """Return the bytes that are held, without what an earlier model left in a cycle; from here on a new peak counts."""
     gc.collect()
     torch.npu.reset_peak_memory_stats()
     return requested("current")
 
 
 def requested(when: str) -> int:
-    """Bytes that were asked for: blocks are larger, by what was free beside them."""
+    """Return the bytes that were asked for: blocks are larger, by what was free beside them."""
     return torch.npu.memory_stats()[f"requested_bytes.all.{when}"]

@@ -1,4 +1,4 @@
-"""A small instance of a gated MLP of transformers, and arguments for it."""
+"""Make a small instance of a gated MLP of transformers, and arguments for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SIZE, INNER = 32, 64
 
 
 class Size(int):
-    """A size, or one for each layer."""
+    """Give one size, also where a size for each layer is asked."""
 
     def __getitem__(self, layer: int) -> int:
         return int(self)
 
 
 class Config:
-    """What an MLP asks of a config, by the name it asks for."""
+    """Answer what an MLP asks of a config, by the name it asks for."""
 
     def __init__(self, activation: str, bias: bool) -> None:
         self.activation, self.bias = activation, bias
@@ -51,7 +51,7 @@ def is_served(cls: type[nn.Module]) -> bool:
 
 
 def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False) -> nn.Module:
-    """A small one with random weights."""
+    """Make a small one with random weights."""
     config = Config(activation, bias)
     given = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:

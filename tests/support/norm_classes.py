@@ -1,4 +1,4 @@
-"""A small instance of a norm of transformers, arguments for it, and its exact result in float64."""
+"""Make a small instance of a norm of transformers, arguments for it, and its exact result in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 32
 
 
 def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
-    """A small one with weights that are neither one nor zero."""
+    """Make a small one with weights that are neither one nor zero."""
     values = {"hidden_size": SIZE, "dim": SIZE, "hidden_dim": SIZE, "group_size": None}
     required = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
@@ -39,7 +39,7 @@ def inputs(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> list[Tensor]
 
 
 def exact(module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """What the module computes, without any rounding but that of its weights."""
+    """Compute what the module computes, without any rounding but that of its weights."""
     layer = find_reference(type(module)).layer(module)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = None if layer == "RMSNormWeightless" else getattr(module, "weight", None)

@@ -1,4 +1,4 @@
-"""torch's operator database on two devices: samples, copies on the device, comparison."""
+"""Run torch's operator database on two devices: samples, copies on the device, comparison."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def name_of(op: OpInfo) -> str:
 
 
 def dtypes(op: OpInfo) -> list[torch.dtype]:
-    """float32 and bfloat16; for an operator that takes neither, one that it takes."""
+    """Choose float32 and bfloat16; for an operator that takes neither, one that it takes."""
     return [d for d in FLOATING if d in op.dtypes] or [d for d in OTHERS if d in op.dtypes][:1]
 
 
 def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False) -> Iterator[SampleInput]:
-    """Those that the CPU takes: the others say nothing about the device."""
+    """Draw the samples that the CPU takes: the others say nothing about the device."""
     with (
         mock.patch("torch.testing._internal.common_utils.set_rng_seed", _seed),
         # reads the source of every frame of the stack, in search of a test case of unittest: most of the time
@@ -44,7 +44,7 @@ def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool = False) -> Iter
 
 
 def _seed(seed: int = 1234) -> None:
-    """torch.manual_seed remembers a stack trace a call for each device that is not there."""
+    """Seed the CPU alone: torch.manual_seed remembers a stack trace a call for each device that is not there."""
     torch.default_generator.manual_seed(seed)
 
 
@@ -58,7 +58,7 @@ def on_npu(sample: SampleInput) -> SampleInput:
 
 
 def _to_npu(value: Any) -> Any:
-    """The same view of the same storage, on the device."""
+    """Make the same view of the same storage, on the device."""
     if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
         return torch.device("npu")
     if not isinstance(value, torch.Tensor):
@@ -72,7 +72,7 @@ def _to_npu(value: Any) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Copies: some operators of the database return the tensor that the next call writes to."""
+    """Copy all tensors: some operators of the database return the tensor that the next call writes to."""
     return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -91,7 +91,7 @@ def agree(op: Any, sample: SampleInput, found: Any, expected: Any) -> None:
 
 
 def _is_determined(op: Any, sample: SampleInput) -> bool:
-    """Whether the arguments decide the result."""
+    """Tell whether the arguments decide the result."""
     manual_seed = torch.manual_seed
     results = []
     for shift in range(8):  # few random bits may be equal by chance
@@ -107,7 +107,7 @@ def _is_determined(op: Any, sample: SampleInput) -> bool:
 
 
 def compare(found: Any, expected: Any, values: bool = True) -> None:
-    """With torch.testing's tolerances of the dtype; both devices run the CPU's kernels.
+    """Compare with torch.testing's tolerances of the dtype; both devices run the CPU's kernels.
 
     In 16 bits a sum of terms that cancel is off by the rounding of its largest term: two roundings of bfloat16.
     """

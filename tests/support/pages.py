@@ -1,4 +1,4 @@
-"""The code blocks and headings of a page."""
+"""Read the code blocks and headings of a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADING = re.compile(r"#+ (.*)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: under which heading (counted from 0), in which language, and the last line of text before it."""
+    """Describe a fenced block: under which heading (counted from 0), in which language, and the last text before it."""
 
     heading: int
     language: str
@@ -26,7 +26,7 @@ class Page:
     blocks: list[Block]
 
     def code(self, heading: str, language: str = "python", before: str = "") -> str:
-        """The one block in a language under a heading, or the one after a line that has ``before`` in it."""
+        """Find the one block in a language under a heading, or the one after a line that has ``before`` in it."""
         number = self.headings.index(heading)
         found = [b.text for b in self.blocks if (b.heading, b.language) == (number, language) and before in b.before]
         assert len(found) == 1, (heading, language, before, len(found))

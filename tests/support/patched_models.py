@@ -27,14 +27,14 @@ NAMES = ("qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "nanochat", "ll
 
 
 def load(name: str, folder: Path, **options) -> PreTrainedModel:
-    """The model of the zoo, from a checkpoint."""
+    """Load the model of the zoo from a checkpoint."""
     original = zoo.build(name)
     original.save_pretrained(folder / name)
     return type(original).from_pretrained(folder / name, use_kernels=True, **options)
 
 
 def served(model: nn.Module) -> dict[str, str]:
-    """Class, or name of a function, -> layer of a kernel that has taken its place."""
+    """Map a class, or the name of a function, to the layer of a kernel that has taken its place."""
     found = {type(module).__name__: module for module in model.modules()}
     for module in model.modules():
         found |= vars(module).get("_kernel_funcs", {})
@@ -48,7 +48,7 @@ def served(model: nn.Module) -> dict[str, str]:
 
 
 def on_the_cpu(folder: Path) -> None:
-    """Nothing changes there."""
+    """Check that nothing changes there."""
     reference, model = zoo.build("qwen3"), load("qwen3", folder)
     ids = zoo.inputs("qwen3", reference)
     assert torch.equal(model(**ids).logits, reference(**ids).logits)
@@ -69,7 +69,7 @@ def on_the_npu(name: str, folder: Path) -> dict:
 
 
 def a_wrapped_forward_stays(folder: Path) -> None:
-    """As tensor parallelism wraps it."""
+    """Check a forward that is wrapped as tensor parallelism wraps it."""
     model = load("gemma3_text", folder, device_map="npu")
     norm = model.model.layers[0].self_attn.q_norm
     inner = norm.forward

@@ -1,4 +1,4 @@
-"""Results and gradients on the device against float64 on the CPU."""
+"""Compare results and gradients on the device with float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TOLERANCE = {torch.float32: 4e-6, torch.float16: 8 * 2**-11, torch.bfloat16: 8 *
 
 
 def moved(arguments: Any) -> Any:
-    """All tensors of the arguments on the device."""
+    """Move all tensors of the arguments to the device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to("npu"), arguments)
 
 
 def doubled(arguments: Any) -> Any:
-    """All tensors of the arguments in float64, but for those that hold no numbers to compute with."""
+    """Turn all tensors of the arguments into float64, but for those that hold no numbers to compute with."""
     return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, arguments)
 
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """Within it, what asks for float32 gets float64."""
+    """Give float64, within the context, to what asks for float32."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
         for name in ("float", "float32"):
@@ -40,7 +40,7 @@ def wide() -> Iterator[None]:
 
 
 def results(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ()) -> list[Tensor | None]:
-    """What a call returns, and the gradients of its arguments and of parameters: None for one that has none."""
+    """Return what a call returns, and the gradients of its arguments and of parameters: None for one that has none."""
     leaves = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), tuple(arguments))
     parameters = [*(leaf for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor)), *parameters]
     for parameter in parameters:
@@ -55,7 +55,7 @@ def results(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ())
 
 
 def distance(found: list[Tensor | None], exact: list[Tensor | None]) -> float:
-    """The largest of all differences, each in relation to the norm of what it should be.
+    """Return the largest of all differences, each in relation to the norm of what it should be.
 
     Where nothing was computed with a parameter, one side may have no gradient, and the other zeros.
     """

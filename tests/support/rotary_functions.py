@@ -1,4 +1,4 @@
-"""Arguments for the rotary functions of transformers, and the models of the zoo that call them."""
+"""Make arguments for the rotary functions of transformers, and list the models of the zoo that call them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
 
 
 def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, positions: int = S) -> dict[str, Tensor]:
-    """Arguments by the names of a reference's parameters, for the function whose reference has that name.
+    """Make arguments by the names of a reference's parameters, for the function whose reference has that name.
 
     cos and sin are random, each value on its own, and differ by row: a layer that takes the wrong ones is noticed.
     q and k are transposed views, as attention makes them.
@@ -62,7 +62,7 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
 
 
 def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
-    """A rotary embedding with twelve frequencies: what its forward reads, without the config of its architecture."""
+    """Make a rotary embedding of twelve frequencies: what its forward reads, without the config of its architecture."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     frequencies = 1e4 ** -(torch.arange(12) / 12)
@@ -82,7 +82,7 @@ def tensors(outputs: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
 
 
 def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """What a function returns, and the gradients of what it rotates."""
+    """Return what a function returns, and the gradients of what it rotates."""
     leaves = {
         name: value.detach().requires_grad_(name not in TABLES) if isinstance(value, Tensor) else value
         for name, value in inputs.items()
@@ -95,7 +95,7 @@ def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def exact(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """The same in float64, also where the function says float()."""
+    """Compute the same in float64, also where the function says float()."""
     doubled = {name: _doubled(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         return results(function, doubled)

@@ -1,4 +1,4 @@
-"""A kernel repository of few files, in a clone of its own, and what a Hub holds of it."""
+"""Make a kernel repository of few files, in a clone of its own, and read what a Hub holds of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Doubled(nn.Module):
 
 
 class Clone:
-    """A folder like a clone of the project, with one kernel repository of few files."""
+    """Hold a folder like a clone of the project, with one kernel repository of few files."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.repository = root, root / "Tiny"
@@ -57,19 +57,19 @@ class Clone:
         (self.repository / path).write_text(text)
 
     def rebuild(self, *strict: str) -> None:
-        """With torch-npu, torch-universal and these variants."""
+        """Build torch-npu, torch-universal and these variants."""
         (self.root / "variants.toml").write_text(
             "".join(f'{name} = {{ torch_npu = "2.8.0", cann = "8.2.RC1" }}\n' for name in strict)
         )
         build.build(self.repository, self.root)
 
     def built(self) -> dict[str, bytes]:
-        """Path on the Hub -> content."""
+        """Return what the Hub would hold: path on the Hub -> content."""
         return {f"build/{path}": content for path, content in build.render(self.repository, self.root).items()}
 
 
 def held(hub: LocalHub, branch: str, repo_id: str = REPO) -> dict[str, bytes] | None:
-    """Path -> content of what a branch holds, None where there is no such branch."""
+    """Return what a branch holds, path -> content, None where there is no such branch."""
     repository = hub.store.get("kernels", repo_id)
     if branch not in repository.refs()["branches"]:
         return None

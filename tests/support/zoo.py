@@ -1,4 +1,4 @@
-"""Tiny, randomly initialised transformers models of many architectures, and inputs for them."""
+"""Make tiny, randomly initialised transformers models of many architectures, and inputs for them."""
 
 import dataclasses
 import inspect
@@ -77,7 +77,7 @@ def text(batch: int, length: int, generator: Generator) -> Inputs:
 
 
 def wave(samples: int, batch: int, length: int, generator: Generator) -> Inputs:
-    """Padded on the right, because the models only count the ones in the mask."""
+    """Make a sound for each row, padded on the right, because the models only count the ones in the mask."""
     values = torch.randn(batch, samples, generator=generator)
     mask = torch.ones(batch, samples, dtype=torch.long)
     values[0, samples // 2 :] = 0
@@ -86,7 +86,7 @@ def wave(samples: int, batch: int, length: int, generator: Generator) -> Inputs:
 
 
 def media(*shape: int, key: str = "pixel_values", flat: bool = False, **extra: Any) -> Maker:
-    """Random tensors of this shape for each row; further arguments are the same for every row."""
+    """Make random tensors of this shape for each row; further arguments are the same for every row."""
 
     def make(batch: int, length: int, generator: Generator) -> Inputs:
         values = torch.randn(batch, *shape, generator=generator)
@@ -97,7 +97,7 @@ def media(*shape: int, key: str = "pixel_values", flat: bool = False, **extra: A
 
 
 def prompt(tokens: int, make_media: Maker, marker: int = IMAGE, kind: int = 1) -> Maker:
-    """Text in which media take up so many tokens of each row, and are of this token type."""
+    """Write text in which media take up so many tokens of each row, and are of this token type."""
 
     def make(batch: int, length: int, generator: Generator) -> Inputs:
         made = text(batch, length + tokens, generator)
@@ -432,7 +432,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
 
 
 def inputs(name: str, model: PreTrainedModel, batch: int = 2, length: int = 9, seed: int = 0) -> Inputs:
-    """The arguments of forward and generate; length counts tokens of text, without those of images or sounds."""
+    """Make the arguments of forward and generate; length counts tokens of text, without those of images or sounds."""
     made = ARCHITECTURES[name].inputs(batch, length, Generator().manual_seed(seed))
     accepted = inspect.signature(model.forward).parameters
     return {
@@ -447,7 +447,7 @@ def can_generate(name: str) -> bool:
 
 
 def tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in the outputs of a model; caches are not among them."""
+    """List the tensors in the outputs of a model; caches are not among them."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, Mapping | list | tuple):
@@ -456,5 +456,5 @@ def tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def loss(outputs: Any) -> Tensor:
-    """The sum of the mean squares of all outputs."""
+    """Add up the mean squares of all outputs."""
     return sum(x.float().square().mean() for x in tensors(outputs) if x.is_floating_point() and x.requires_grad)

@@ -32,6 +32,19 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
 
     Raises:
         ValueError: no part of the model is on the NPU.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import torch
+        >>> import kernels_ext_npu
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = kernels_ext_npu.kernelize(LlamaForCausalLM(config).to("npu"))
+        >>> softnpu.reset_counters()
+        >>> model(torch.tensor([[1, 2, 3]], device="npu")).logits.shape
+        torch.Size([1, 3, 32000])
+        >>> softnpu.counters()["npu_rms_norm"]
+        3
     """
     devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with on_its_way(model) as without_weights:
@@ -52,6 +65,16 @@ def restore(model: Model) -> Model:
 
     Returns:
         The model itself.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import kernels_ext_npu
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = kernels_ext_npu.kernelize(LlamaForCausalLM(config).to("npu"))
+        >>> model = kernels_ext_npu.restore(model)
+        >>> kernels_ext_npu.report(model).summary()
+        '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables'
     """
     packing.unpack(model)
     experts.restore(model)

@@ -41,6 +41,17 @@ def register(
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
         FileNotFoundError: the source holds no kernels.
         ValueError: there is no kernel of such a name.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import kernels_ext_npu
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> kernels_ext_npu.register()
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(config).to("npu")
+        >>> model.set_use_kernels(True)  # which from_pretrained(..., device_map="npu", use_kernels=True) calls
+        >>> kernels_ext_npu.report(model).summary()
+        '3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables'
     """
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
     from transformers.distributed import utils
@@ -74,6 +85,17 @@ def unregister() -> None:
 
     Models that are swapped already keep the kernels of their modules until restore(model); rotary functions belong to
     transformers, and are the original again for all models, as is the default of what no kernel was swapped into.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import kernels_ext_npu
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> kernels_ext_npu.register()
+        >>> kernels_ext_npu.unregister()
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+        >>> report = kernels_ext_npu.report(LlamaForCausalLM(config).to("npu"))
+        >>> {row.reason for row in report}
+        {'kernels are not registered: call kernels_ext_npu.register() before the model is loaded'}
     """
     from kernels_ext_npu.swapping import state
 

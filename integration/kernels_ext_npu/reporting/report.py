@@ -80,7 +80,23 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm, gated MLP, experts module, router, rotary function and rotary table: swapped, or kept and why."""
+    """Every norm, gated MLP, experts module, router, rotary function and rotary table: swapped, or kept and why.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import kernels_ext_npu
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = kernels_ext_npu.kernelize(LlamaForCausalLM(config).to("npu"))
+        >>> for row in kernels_ext_npu.report(model):
+        ...     print(row.path, "->", row.kernel)
+        model.layers.0.mlp -> SwiGLUMLP
+        model.layers.0.input_layernorm -> RMSNorm
+        model.layers.0.post_attention_layernorm -> RMSNorm
+        model.norm -> RMSNorm
+        model.rotary_emb -> RotaryEmbedding
+        model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
+    """
     with on_its_way(model):
         found = [rows.passed_by(row, model) for row in (*rows.of_modules(model), *rows.of_functions(model))]
         if any(map(waiting.waits, model.modules())):

@@ -54,6 +54,19 @@ def transpose_experts(model: Model) -> Model:
 
     Raises:
         ValueError: no experts of the model are served by the kernel, or a weight cannot be moved.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import kernels_ext_npu
+        >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        >>> config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_experts=4)
+        >>> model = kernels_ext_npu.kernelize(Qwen3MoeForCausalLM(config).to("npu"))
+        >>> weight = model.model.layers[0].mlp.experts.down_proj
+        >>> weight.shape, weight.stride()
+        (torch.Size([4, 32, 16]), (512, 16, 1))
+        >>> model = kernels_ext_npu.transpose_experts(model)
+        >>> weight.shape, weight.stride()
+        (torch.Size([4, 32, 16]), (512, 1, 32))
     """
     served = [(module, kernel) for module in _experts_of(model) if (kernel := _kernel(module)) is not None]
     if not served:

@@ -1,4 +1,4 @@
-"""Operators that move tensors between ranks, as bytes."""
+"""Define the operators that move tensors between ranks, as bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.distributed import BroadcastOptions, Work
 from torch_npu import npu
 
 from softnpu.hccl import limits
-from softnpu.hccl.call import Call, flat, nbytes, operator, sizes
-from softnpu.hccl.works import joined, then
+from softnpu.hccl.collective_call import CollectiveCall, flat, nbytes, operator, sizes
+from softnpu.hccl.combined_works import joined, then
 
 
 @operator("broadcast_")
-def _broadcast(call: Call) -> Work:
+def _broadcast(call: CollectiveCall) -> Work:
     tensor = limits.require_one(call.name, call.given["tensors"])
     limits.require_moved(call.name, [tensor])
     call.count("broadcast", [tensor], tensor.nbytes)
@@ -24,20 +24,20 @@ def _broadcast(call: Call) -> Work:
 
 
 @operator("_allgather_base_")
-def _all_gather_tensor(call: Call) -> Work:
+def _all_gather_tensor(call: CollectiveCall) -> Work:
     output, tensor = call.given["output_tensor"], call.given["input_tensor"]
     _require_gathered(call, [output], [tensor])
     return call.again(output_tensor=call.bytes(output), input_tensor=call.bytes(tensor))
 
 
 @operator("allgather_into_tensor_coalesced_")
-def _all_gather_tensors(call: Call) -> Work:
+def _all_gather_tensors(call: CollectiveCall) -> Work:
     outputs, inputs = call.given["outputs"], call.given["inputs"]
     _require_gathered(call, outputs, inputs)
     return call.again(outputs=[call.bytes(t) for t in outputs], inputs=[call.bytes(t) for t in inputs])
 
 
-def _require_gathered(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _require_gathered(call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     for output, tensor in zip(outputs, inputs):
         limits.require_same_type(call.name, tensor, output)
         limits.require_size(call.name, output, tensor, call.ranks)
@@ -48,7 +48,7 @@ def _require_gathered(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Te
 
 
 @operator("allgather_")
-def _all_gather(call: Call) -> Work:
+def _all_gather(call: CollectiveCall) -> Work:
     tensor = limits.require_one(call.name, call.given["input_tensors"])
     (parts,) = call.given["output_tensors"]
     limits.require_list(call.name, parts, tensor, call.ranks)
@@ -75,7 +75,7 @@ def _all_gather(call: Call) -> Work:
 
 
 @operator("scatter_")
-def _scatter(call: Call) -> Work:
+def _scatter(call: CollectiveCall) -> Work:
     output = limits.require_one(call.name, call.given["output_tensors"])
     limits.require_moved(call.name, [output])
     parts = call.given["input_tensors"]
@@ -91,7 +91,7 @@ def _scatter(call: Call) -> Work:
 
 
 @operator("gather_")
-def _gather(call: Call) -> Work:
+def _gather(call: CollectiveCall) -> Work:
     if not npu.are_compatible_impl_enabled():
         raise RuntimeError(
             "ProcessGroupHCCL does not support gather: torch_npu makes an all_gather of dist.gather, or sends and "
@@ -112,7 +112,7 @@ def _gather(call: Call) -> Work:
 
 
 @operator("alltoall_base_")
-def _all_to_all_tensor(call: Call) -> Work:
+def _all_to_all_tensor(call: CollectiveCall) -> Work:
     output, tensor = call.given["output"], call.given["input"]
     received, sent = call.given["output_split_sizes"], call.given["input_split_sizes"]
     limits.require_contiguous(call.name, [output, tensor])
@@ -128,7 +128,7 @@ def _all_to_all_tensor(call: Call) -> Work:
 
 
 @operator("alltoall_")
-def _all_to_all(call: Call) -> Work:
+def _all_to_all(call: CollectiveCall) -> Work:
     outputs, inputs = call.given["output_tensors"], call.given["input_tensors"]
     for tensors in (outputs, inputs):
         limits.require_list(call.name, tensors, inputs[0], call.ranks)
@@ -143,16 +143,16 @@ def _all_to_all(call: Call) -> Work:
 
 
 @operator("send")
-def _send(call: Call) -> Work:
+def _send(call: CollectiveCall) -> Work:
     return _one_way(call, "send")
 
 
 @operator("recv_")
-def _receive(call: Call) -> Work:
+def _receive(call: CollectiveCall) -> Work:
     return _one_way(call, "recv")
 
 
-def _one_way(call: Call, operator: str) -> Work:
+def _one_way(call: CollectiveCall, operator: str) -> Work:
     tensor = limits.require_one(call.name, call.given["tensors"])
     limits.require_moved(call.name, [tensor])
     call.count(operator, [tensor], tensor.nbytes)
@@ -160,8 +160,8 @@ def _one_way(call: Call, operator: str) -> Work:
 
 
 @operator("barrier")
-def _barrier(call: Call) -> Work:
-    """The host waits for the device, as in ``WorkHCCL::synchronizeInternal``."""
+def _barrier(call: CollectiveCall) -> Work:
+    """Wait for the device on the host, as ``WorkHCCL::synchronizeInternal`` does, then for the other ranks."""
     call.count("barrier", [], 0)
     call.agree("barrier")
     npu.synchronize()
@@ -169,12 +169,12 @@ def _barrier(call: Call) -> Work:
 
 
 @operator("recv_any_source_")
-def _receive_from_anyone(call: Call) -> Work:
+def _receive_from_anyone(call: CollectiveCall) -> Work:
     raise RuntimeError(
         "ProcessGroupHCCL does not support recv from any rank: name the source, dist.recv(tensor, src=...)"
     )
 
 
 @operator("allgather_coalesced_")
-def _all_gather_coalesced(call: Call) -> Work:
+def _all_gather_coalesced(call: CollectiveCall) -> Work:
     raise RuntimeError("Backend hccl does not support allgather_coalesced: call all_gather for each tensor")

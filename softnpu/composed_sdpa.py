@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` for the releases whose own calls kernels of the runtime directly.
+"""Compose ``scaled_dot_product_attention`` for the releases whose own calls kernels of the runtime directly.
 
 Before op-plugin 26.0 torch_npu prepares the mask below the dispatcher, which ends in a kernel launch. What it does is
 composed of operators here: op-plugin, op_plugin/ops/opapi/ScaledDotProductAttentionKernelNpuOpApi.cpp.
@@ -17,7 +17,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def prepares_masks_directly() -> bool:
-    """Whether torch_npu's own cannot run here: since it calls version 3 of its attention, it is all operators."""
+    """Tell whether torch_npu's own cannot run here: since it calls version 3 of its attention, it is all operators."""
     return not hasattr(torch.ops.npu, "npu_fusion_attention_v3")
 
 
@@ -32,7 +32,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``npu_fusion_attention`` where it takes the tensors, else the attention that torch composes."""
+    """Call ``npu_fusion_attention`` where it takes the tensors, else the attention that torch composes."""
     if is_causal and attn_mask is not None:
         raise RuntimeError("scaled_dot_product_attention: attn_mask must be None where is_causal is True")
     if not _is_fused(query, key, value, attn_mask):

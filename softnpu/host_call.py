@@ -1,4 +1,4 @@
-"""One operator call on the host: NPU tensors go in as CPU tensors over the same bytes, and results come back."""
+"""Carry one operator call to the host: NPU tensors go in as CPU tensors over the same bytes, and results come back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CPU = torch.device("cpu")
 
 
 class OnHost(NamedTuple):
-    """A result that the real operator leaves in the host's memory."""
+    """Mark a result that the real operator leaves in the host's memory."""
 
     tensor: torch.Tensor
 
 
 class HostCall:
-    """The tensors of one operator call, on both sides.
+    """Hold the tensors of one operator call, on both sides.
 
     ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
     tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor
@@ -34,7 +34,7 @@ class HostCall:
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def enter(self, value: Any) -> Any:
-        """An argument as the host's operator takes it."""
+        """Turn an argument into what the host's operator takes."""
         if isinstance(value, torch.Tensor):
             return self.alias(value) if value.device.type == "npu" else value
         if isinstance(value, (list, tuple)):
@@ -45,7 +45,7 @@ class HostCall:
         return value
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor over the bytes of an NPU tensor. It keeps them alive."""
+        """Make a CPU tensor over the bytes of an NPU tensor. It keeps them alive."""
         if self.device is None or self.device.index is None:
             self.device = tensor.device
         elif tensor.device != self.device and self.name not in CROSS_DEVICE:
@@ -70,7 +70,7 @@ class HostCall:
         return host
 
     def leave(self, value: Any) -> Any:
-        """A result as the device gives it."""
+        """Turn a result of the host's operator into what the device returns."""
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu":
                 return value
@@ -83,7 +83,7 @@ class HostCall:
         return value
 
     def result(self, host: torch.Tensor) -> torch.Tensor:
-        """A new NPU tensor with the values of the host's."""
+        """Copy a tensor of the host into a new NPU tensor."""
         device = self.device or torch.device("npu", npu.current_device())
         if host.layout != torch.strided:
             return host.to(device)
@@ -110,7 +110,7 @@ class HostCall:
             HostCall(self.name).alias(original).copy_(host)
 
     def stand_in(self, host: torch.Tensor, strided: bool) -> torch.Tensor:
-        """Memory of its own in place of an argument's, which ``write_back`` copies to the argument."""
+        """Make memory to write to in place of an argument's, which ``write_back`` copies to the argument."""
         fresh = (
             torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
             if strided
@@ -121,7 +121,7 @@ class HostCall:
 
 
 def _reshape(original: torch.Tensor, host: torch.Tensor) -> None:
-    """Not by ``as_strided_``: that of torch_npu 2.6 gives no tensor back below autograd, and Python crashes."""
+    """Set the shape, not by ``as_strided_``: torch_npu 2.6 gives none back below autograd, and Python crashes."""
     original.set_(original.untyped_storage(), host.storage_offset(), host.size(), host.stride())
 
 
@@ -130,7 +130,7 @@ CROSS_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy"}
 
 
 def mixed_devices(name: str, first: torch.device | None, second: torch.device) -> RuntimeError:
-    """The error of torch for tensors on two devices."""
+    """Make the error that torch raises for tensors on two devices."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
         f"(in the operator {name})"
@@ -138,12 +138,12 @@ def mixed_devices(name: str, first: torch.device | None, second: torch.device) -
 
 
 def needs_gradient(host: torch.Tensor) -> bool:
-    """Whether the caller's tensor requires a gradient, which some operators ask."""
+    """Tell whether the caller's tensor requires a gradient, which some operators ask."""
     return getattr(host, "needs_gradient", False)
 
 
 def _copy_lazy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
-    """The conjugate and negative bits are not in the bytes."""
+    """Copy the conjugate and negative bits, which are not in the bytes."""
     if source.is_conj():
         torch._C._set_conj(target, True)
     if source.is_neg():

@@ -1,4 +1,4 @@
-"""aten operators on the host, and those of FSDP: all that torch_npu registers for the device, over the same bytes."""
+"""Make the device's kernel of an operator: it runs on the host, over the bytes of NPU tensors, and counts the call."""
 
 from __future__ import annotations
 
@@ -7,33 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _AutoDispatchBelowAutograd
+from torch._C import _AutoDispatchBelowAutograd
 
-from softnpu.aten_formulas import FORMULAS
-from softnpu.attention import prepares_masks_directly, scaled_dot_product_attention
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
-from softnpu.hosting import CROSS_DEVICE, HostCall, mixed_devices
+from softnpu.dynamo_exclusion import untraced
+from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.randomness import default_generator, host_generator
-from softnpu.registering import replace
-from softnpu.untraced import untraced
-
-aten = torch.library.Library("aten", "IMPL")
-fsdp = torch.library.Library("fsdp", "IMPL")
-
-# Allocation, storage and conversion stay with torch_npu: they move no data, or are composed of operators that are ours.
-# So do all views, which the schema tells: their result aliases an argument that is not written to.
-NATIVE = {
-    "_pin_memory", "_thnn_fused_gru_cell", "_to_copy", "as_strided_", "empty.memory_format", "empty_like",
-    "empty_strided", "is_pinned", "is_set_to", "new_empty_strided", "record_stream", "resize_", "resize_as_", "set_",
-    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
-}  # fmt: skip
-
-# torch_npu runs these from the autograd key with kernels of its own, which need CANN. torch's own take their place.
-DIRECT = {
-    "__ior__.Scalar", "__xor__.Scalar", "__xor__.Tensor", "conv_tbc_backward", "fill_diagonal_", "gru.input",
-    "lstm.data", "lstm.input", "lstm_cell", "max.out", "min.out", "multilabel_margin_loss",
-    "multilabel_margin_loss.out", "nanmean.out", "one_hot", "slogdet", "softmax.int",
-}  # fmt: skip
 
 # operators that take index, length or seed tensors of the CPU beside tensors of the device
 HOST_ARGUMENTS = {
@@ -48,28 +27,8 @@ UNMARKED = ("_copy_from_and_resize", "dst")
 MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"}
 
 
-def install() -> None:
-    """Replace torch_npu's kernels."""
-    for name in _registered("PrivateUse1"):
-        op = _overload(name)
-        if op is not None and name not in NATIVE and not _is_view(op):
-            kernel = (
-                on_host(op, FORMULAS.get(name)) if name in FORMULAS or _runs_on_host(op) else refusal(f"aten::{name}")
-            )
-            replace(aten, name, kernel)
-    of_fsdp = torch._ops._OpNamespace("fsdp")  # in torch.ops.fsdp, torch_npu 2.8 puts functions of its own
-    for name in _registered("PrivateUse1", "fsdp"):
-        kernel = on_host(getattr(of_fsdp, name).default)
-        kernel = _copy_in(kernel) if name == "all_gather_copy_in" else kernel
-        replace(fsdp, name, kernel)
-    for name in DIRECT & _registered("AutogradPrivateUse1"):
-        replace(aten, name, _torchs_own(_overload(name)), "AutogradPrivateUse1")
-    if prepares_masks_directly():
-        replace(aten, "scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
-
-
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """The device's kernel of ``op``: runs ``run_host``, by default ``op``, on CPU tensors over the same bytes."""
+    """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
     arguments = list(enumerate(op._schema.arguments))
@@ -104,16 +63,15 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     return untraced(kernel)
 
 
-def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:
-    """``fsdp::all_gather_copy_in`` returns a part of its output, which its schema does not say."""
+def refusal(operator: str) -> Callable[..., Any]:
+    """Make a kernel that raises, for an operator that nothing on the host computes."""
 
-    def kernel(
-        inputs: Any, output: torch.Tensor, sizes: Any, numel: int, rank: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        copy(inputs, output, sizes, numel, rank)
-        return output.narrow(0, numel * rank, numel), output
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
+        )
 
-    return kernel
+    return refuse
 
 
 def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:
@@ -151,7 +109,7 @@ def _run_random(call: HostCall, run: Callable, position: int | None, /, *args: A
 
 
 def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
-    """The device reads no memory of the host; only a scalar can be sent along."""
+    """Refuse tensors of the CPU: the device reads no memory of the host; only a scalar can be sent along."""
     if not call.originals:
         return
     for value in [*args, *kwargs.values()]:
@@ -160,45 +118,8 @@ def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
                 raise mixed_devices(call.name, call.device, tensor.device)
 
 
-def _torchs_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What other devices run for ``op`` under autograd: torch's formula, or its composition of other operators."""
-    formula = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd")
-    return functools.partial(op._op_dk, DispatchKey.Autograd if formula else DispatchKey.CompositeImplicitAutograd)
-
-
-def _registered(key: str, namespace: str = "aten") -> set[str]:
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return {name.removeprefix(f"{namespace}::") for name in names if name.startswith(f"{namespace}::")}
-
-
-def _overload(name: str) -> Any:
-    """The operator of that name; None for the names that torch_npu registers and aten does not have."""
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-
-
-def refusal(operator: str) -> Callable[..., Any]:
-    """The device's kernel of an operator that nothing on the host computes."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
-        )
-
-    return refuse
-
-
-def _runs_on_host(op: torch._ops.OpOverload) -> bool:
-    composite = "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd"
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in ("CPU", *composite))
-
-
-def _is_view(op: torch._ops.OpOverload) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
-
-
 def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """The host waits for what it copies from the device, unless it asked not to and the target can be written later."""
+    """Count a wait for a copy to the host, unless it is non-blocking and the target, pinned, can be written later."""
     if target.device.type == "cpu" and source.device.type == "npu":
         if non_blocking and target.is_pinned():
             count(DEVICE_TO_HOST_COPIES)
@@ -207,7 +128,7 @@ def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool =
 
 
 def _waits_for_shape(op: torch._ops.OpOverload, name: str) -> Callable[[tuple, dict], bool]:
-    """Whether the shape of the result depends on data, so that the host has to wait for it."""
+    """Return a predicate: does the shape of the result depend on these arguments' data, so that the host waits?"""
     if name in MASKED:
         return lambda args, kwargs: any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     if name == "repeat_interleave" and op._overloadname != "self_int":

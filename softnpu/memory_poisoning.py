@@ -1,4 +1,4 @@
-"""A debug switch: fresh memory holds NaN instead of whatever the allocator's block held before.
+"""Fill fresh memory with NaN, on demand, in place of whatever the allocator's block held before.
 
 A kernel that reads what nobody wrote is right by luck as long as blocks come back clean. With the switch on,
 every fresh allocation is filled with bytes of ones: NaN for floating dtypes, -1 or the largest number for integers.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from softnpu.hosting import HostCall
-from softnpu.registering import replace
+from softnpu.host_call import HostCall
+from softnpu.kernel_registration import replace_kernel
 
 ONES = 0xFF
 
@@ -28,7 +28,7 @@ def poisoned_memory() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     before, active = active, True
     for name, kernel in _KERNELS.items():
-        replace(library, name, kernel)
+        replace_kernel(library, name, kernel)
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def poisoned_memory() -> Iterator[None]:
 def _allocate(
     size: list[int], stride: list[int], dtype: torch.dtype | None, device: torch.device | None
 ) -> torch.Tensor:
-    """Below the kernels that are replaced here, torch_npu allocates through this one."""
+    """Allocate through the operator that torch_npu's own kernels, replaced here, end in, and fill what comes back."""
     elements = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
     flat = torch.ops.npu.empty_with_format([elements], dtype=dtype, device=device or torch.device("npu"), acl_format=2)
     _fill(flat)

@@ -1,4 +1,4 @@
-"""Kernels in the place of others, in every release of torch."""
+"""Register a kernel in the place of another, in every release of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.library import Library
 _ALLOWS = "allow_override" in inspect.signature(Library.impl).parameters
 
 
-def replace(library: Library, name: str, kernel: Callable, key: str = "PrivateUse1") -> None:
+def replace_kernel(library: Library, name: str, kernel: Callable, key: str = "PrivateUse1") -> None:
     """Register a kernel for an operator of the library's namespace, also where there is one."""
     if _ALLOWS:
         library.impl(name, kernel, key, allow_override=True)

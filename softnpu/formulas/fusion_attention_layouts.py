@@ -1,16 +1,19 @@
-"""The layouts of npu_fusion_attention, turned into [B, N, S, D] and back."""
+"""Turn the layouts of npu_fusion_attention into [B, N, S, D] and back."""
 
 from __future__ import annotations
 
 from torch import Tensor, cat
 
-from softnpu.formulas.limits import describe, require
+from softnpu.argument_checks import describe, require
 
 LAYOUTS = ("BSH", "SBH", "BNSD", "BSND", "TND")
 
 
 def to_bnsd(operator: str, layout: str, head_num: int, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Views of query, key and value. In BSH and SBH, H of the query is head_num · D, and the keys have the same D."""
+    """View query, key and value as [B, N, S, D].
+
+    In BSH and SBH, H of the query is head_num · D, and the keys have the same D.
+    """
     require(layout in LAYOUTS, operator, f"input_layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         require(tensor.dim() == len(layout), operator, f"{name} must be {layout}, got {describe(tensor)}")
@@ -34,12 +37,12 @@ def to_bnsd(operator: str, layout: str, head_num: int, query: Tensor, key: Tenso
 
 
 def like_query(layout: str, head_num: int, tensor: Tensor) -> Tensor:
-    """A tensor that has the layout and the heads of the query, as [B, N, S, D]."""
+    """View a tensor that has the layout and the heads of the query as [B, N, S, D]."""
     return _to_bnsd(layout, tensor.unflatten(-1, (head_num, -1)) if layout in ("BSH", "SBH") else tensor)
 
 
 def from_bnsd(layout: str, tensor: Tensor) -> Tensor:
-    """A contiguous tensor in the layout."""
+    """Make a contiguous tensor in the layout."""
     if layout == "BNSD":
         return tensor.contiguous()
     if layout == "BSND":
@@ -51,7 +54,7 @@ def from_bnsd(layout: str, tensor: Tensor) -> Tensor:
 
 
 def sequences(tensor: Tensor, ends: list[int] | None) -> list[Tensor]:
-    """The sequences of a [1, N, T, D] tensor; zeros at the end of ``ends`` stand for absent ones."""
+    """Split a [1, N, T, D] tensor into its sequences; zeros at the end of ``ends`` stand for absent ones."""
     if ends is None:
         return [tensor]
     starts = [0, *ends[:-1]]
@@ -59,7 +62,7 @@ def sequences(tensor: Tensor, ends: list[int] | None) -> list[Tensor]:
 
 
 def join(parts: list[Tensor], length: int) -> Tensor:
-    """The inverse of ``sequences``, padded to the length of the whole: nothing is written behind the last one."""
+    """Undo ``sequences``, padded to the length of the whole: nothing is written behind the last one."""
     whole = cat(parts, 2)
     if whole.shape[2] == length:
         return whole

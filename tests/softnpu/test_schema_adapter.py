@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from softnpu.formulas.fitting import fitted
+from softnpu.schema_adapter import adapted
 
 
 def formula(
@@ -52,11 +52,11 @@ def operator() -> Iterator[Callable[[str], torch._ops.OpOverload]]:
     ],
 )
 def test_a_formula_is_called_as_the_schema_says(operator, schema, arguments, options, expected) -> None:
-    result, *others = fitted(operator(schema), formula)(*arguments, **options)
+    result, *others = adapted(operator(schema), formula)(*arguments, **options)
     assert (result[0].item(), *others) == expected
 
 
 def test_a_parameter_that_the_formula_has_not_is_refused_by_name(operator) -> None:
-    call = fitted(operator("f(Tensor input, bool fast=False) -> (Tensor, int, float)"), formula)
+    call = adapted(operator("f(Tensor input, bool fast=False) -> (Tensor, int, float)"), formula)
     with pytest.raises(NotImplementedError, match="fitting::f: the software device has no parameter fast"):
         call(torch.ones(2), True)

@@ -1,4 +1,4 @@
-"""aten operators that the device has and the CPU has not, written for CPU tensors."""
+"""Define, over CPU tensors, the aten operators that the device has and the CPU has not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def formula(*names: str) -> Callable:
 
 @formula("matmul_backward")
 def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """The gradients of ``torch.matmul``, which torch_npu differentiates as one operator."""
+    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator."""
     left, right = as_matrices(self, other)
     grad = grad.reshape(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     grad_self = (grad @ right.mH).sum_to_size(left.shape).reshape(self.shape) if mask[0] else None
@@ -33,13 +33,13 @@ def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: Sequence[bo
 
 
 def as_matrices(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of a product as matrices, where matmul takes vectors too."""
+    """View the factors of a product as matrices: matmul takes vectors too."""
     return self.unsqueeze(0) if self.dim() == 1 else self, other.unsqueeze(-1) if other.dim() == 1 else other
 
 
 @formula("histc", "histc.out")
 def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: Tensor | None = None) -> Tensor:
-    """``torch.histc`` with integers too. The counts have the dtype of the input: int64 gives int64, int32 int32.
+    """Count as ``torch.histc`` does, integers too. The counts have the input's dtype: int64 gives int64, int32 int32.
 
     Sources: op-plugin, HistcKernelNpuOpApi.cpp, and CANN's ops-math, math/histogram_v2. The device takes float16,
     float32, int64, int32, int16, int8 and uint8. It cuts the range of integers to integers and finds their bins in
@@ -57,13 +57,13 @@ def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out:
 
 @formula("_copy_from_and_resize")
 def copy_from_and_resize(self: Tensor, dst: Tensor) -> Tensor:
-    """Called by torch's CPU fallback, for operators that torch_npu does not register."""
+    """Copy a result into memory that fits it: torch's CPU fallback calls this where torch_npu registers no kernel."""
     return dst.resize_(self.size()).copy_(self)
 
 
 @formula("mm.dtype", "bmm.dtype")
 def product_with_dtype(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """A product of 16-bit matrices in float32."""
+    """Multiply 16-bit matrices to a result in float32."""
     return self.to(out_dtype) @ mat2.to(out_dtype)
 
 
@@ -71,7 +71,7 @@ def product_with_dtype(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Te
 def added_batch_product_with_dtype(
     self: Tensor, batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    """``baddbmm`` with a dtype of its own for the result."""
+    """Compute ``baddbmm`` with a dtype of its own for the result."""
     return added_product_with_dtype(self, batch1, batch2, out_dtype, beta=beta, alpha=alpha)
 
 
@@ -79,7 +79,7 @@ def added_batch_product_with_dtype(
 def added_product_with_dtype(
     self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    """``addmm`` with a dtype of its own for the result."""
+    """Compute ``addmm`` with a dtype of its own for the result."""
     return beta * self.to(out_dtype) + alpha * product_with_dtype(mat1, mat2, out_dtype)
 
 
@@ -91,7 +91,7 @@ def lstm_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hy, cy, and for backward the activated gates in the order input, forget, cell, output."""
+    """Return hy, cy, and for the backward the activated gates in the order input, forget, cell, output."""
     gates = input_gates + hidden_gates
     for bias in (input_bias, hidden_bias):
         gates = gates if bias is None else gates + bias
@@ -105,7 +105,7 @@ def lstm_cell(
 def lstm_cell_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the gates, of cx and of the bias."""
+    """Compute the gradients of the gates, of cx and of the bias."""
     i, f, g, o = workspace.chunk(4, 1)
     grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
     squashed = cy.tanh()

@@ -1,4 +1,4 @@
-"""Formulas in the schema that this release of torch_npu has: parameters come and go, and results too."""
+"""Adapt formulas to the schemas that this release of torch_npu has: parameters come and go, and results too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 
-def fitted(op: torch._ops.OpOverload, formula: Callable) -> Callable:
-    """The formula, called as the schema of ``op`` says.
+def adapted(op: torch._ops.OpOverload, formula: Callable) -> Callable:
+    """Return the formula in a form that is called as the schema of ``op`` says.
 
     Formulas are written for the newest schemas. Where the release has another one, arguments are passed by name,
     with the defaults of its schema, and further results are left out.
@@ -40,7 +40,7 @@ def fitted(op: torch._ops.OpOverload, formula: Callable) -> Callable:
 
 
 def _same(own: list[tuple[str, Any]], given: list[tuple[str, Any]]) -> bool:
-    """Whether the parameters of the schema are the first ones of the formula, with its defaults."""
+    """Tell whether the parameters of the schema are the first ones of the formula, with its defaults."""
     return len(given) <= len(own) and all(
         name == other and (default == value or isinstance(default, list))
         for (name, value), (other, default) in zip(own, given)

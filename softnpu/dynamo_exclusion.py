@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of the kernels of the software device, which stand for what is compiled already.
+"""Keep torch.compile out of the kernels of the software device, which stand for what is compiled already.
 
 Where a graph breaks, Dynamo looks at every Python function that runs until the next one: also at a kernel that an
 operator of torch calls.
@@ -16,7 +16,7 @@ from torch._C._dynamo import eval_frame
 
 
 def _skipped(kernel: Callable) -> Callable:
-    """The kernel itself: it, and what it calls, is not looked at."""
+    """Let Dynamo skip the kernel and all that it calls, and return the kernel itself."""
     assert isinstance(kernel, FunctionType)
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(kernel.__code__, eval_frame._FrameExecStrategy(skip, skip))
@@ -24,7 +24,7 @@ def _skipped(kernel: Callable) -> Callable:
 
 
 def _with_dynamo_away(kernel: Callable) -> Callable:
-    """For torch before 2.7, which can skip a function, but not what it calls."""
+    """Switch Dynamo off around the kernel: before 2.7 torch can skip a function, but not what it calls."""
 
     @functools.wraps(kernel)
     def alone(*args: Any, **kwargs: Any) -> Any:

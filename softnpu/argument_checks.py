@@ -1,4 +1,4 @@
-"""What the device accepts. Every refusal names the operator, what was given and the rule."""
+"""Check the arguments of an operator. Every refusal names the operator, what was given and the rule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def require(condition: bool, operator: str, rule: str) -> None:
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype and shape, for an error."""
+    """Write the dtype and shape of a tensor for an error: ``float16 [2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def require_dtypes(operator: str, allowed: set[tuple[dtype, ...]], **tensors: Tensor) -> None:
-    """The dtypes of the tensors, in order, must be one of the allowed combinations."""
+    """Raise ``RuntimeError`` unless the dtypes of the tensors, in order, are one of the allowed combinations."""
     found = tuple(tensor.dtype for tensor in tensors.values())
     if found not in allowed:
         names = ", ".join(tensors)

@@ -1,4 +1,4 @@
-"""torch_npu's ``c10d::`` operators, which call HCCL itself, replaced by our own."""
+"""Replace torch_npu's ``c10d::`` operators, which call HCCL itself, by our own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch._C._distributed_c10d import HashStore, ProcessGroup
 from torch.distributed import Work
 from torch.utils._pytree import tree_map_only
 
-from softnpu.hccl import moving, reducing  # noqa: F401  they register their operators
+from softnpu.dynamo_exclusion import untraced
+from softnpu.hccl import data_movement, reductions  # noqa: F401  they register their operators
 from softnpu.hccl.backend import groups
-from softnpu.hccl.call import OPERATORS, Call
-from softnpu.hccl.works import Works
-from softnpu.hosting import HostCall
-from softnpu.registering import replace
-from softnpu.untraced import untraced
+from softnpu.hccl.collective_call import OPERATORS, CollectiveCall
+from softnpu.hccl.combined_works import Works
+from softnpu.host_call import HostCall
+from softnpu.kernel_registration import replace_kernel
 
 c10d = torch.library.Library("c10d", "IMPL")
 
@@ -29,8 +29,8 @@ def install() -> None:
     for registration in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = registration.partition("::")
         if namespace == "c10d" and name in OPERATORS:
-            replace(c10d, name, _kernel(getattr(torch.ops.c10d, name).default))
-    reducing.remember_factors()
+            replace_kernel(c10d, name, _kernel(getattr(torch.ops.c10d, name).default))
+    reductions.remember_factors()
     for method in (_start_coalescing, _end_coalescing, shutdown):
         original = getattr(ProcessGroup, method.__name__)
         setattr(ProcessGroup, method.__name__, functools.partialmethod(method, original))
@@ -48,7 +48,7 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
         backend = groups.get(group.group_name)
         if backend is None:
             return _elsewhere(op, name, given, group)
-        work = run(Call(op, name, backend, given))
+        work = run(CollectiveCall(op, name, backend, given))
         if backend.pending is not None:
             backend.pending.append(work)
         return (given[parameters[0]], work.boxed()) if len(op._schema.returns) == 2 else work.boxed()
@@ -57,7 +57,10 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _elsewhere(op: torch._ops.OpOverload, name: str, given: dict[str, Any], group: ProcessGroup) -> Any:
-    """In a group of another backend for NPU tensors, as the fake one: in its twin that has it for CPU tensors."""
+    """Run an operator in a group whose backend for NPU tensors is not ours, as the fake one.
+
+    The group gets a twin that has this backend for CPU tensors.
+    """
     call = HostCall(name)
     twin = ProcessGroup(HashStore(), group.rank(), group.size())
     twin._set_default_backend(ProcessGroup.BackendType.CUSTOM)
@@ -85,6 +88,6 @@ def _end_coalescing(group: ProcessGroup, original: Callable, device: torch.devic
 
 
 def shutdown(group: ProcessGroup, original: Callable) -> None:
-    """Of ``destroy_process_group``."""
+    """Shut a group down and forget its backend, when ``destroy_process_group`` is called."""
     original(group)
     groups.pop(group.group_name, None)

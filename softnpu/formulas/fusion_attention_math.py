@@ -1,4 +1,4 @@
-"""The mathematics of npu_fusion_attention: ``dropout(softmax(mask(scale · (pse + q · kᵀ)))) · v``, and its gradient.
+"""Compute npu_fusion_attention, ``dropout(softmax(mask(scale · (pse + q · kᵀ)))) · v``, and its gradient.
 
 Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention_v3.md, and the
 checks in op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp. Rounding is inferred, not documented: products take
@@ -17,9 +17,9 @@ from functools import cache
 import torch
 from torch import Tensor, float32
 
-from softnpu import poison
-from softnpu.formulas.attention_layout import from_bnsd, join, like_query, sequences, to_bnsd
-from softnpu.formulas.limits import FLOATING, describe, require, require_dtypes
+from softnpu import memory_poisoning
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.randomness import seeded
 
 UNBOUNDED = 2147483647
@@ -31,7 +31,7 @@ DEFAULT_MASK, ALL_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND = range(5)
 
 @dataclass(frozen=True)
 class Attention:
-    """The arguments that forward and backward have in common."""
+    """Hold the arguments that forward and backward have in common."""
 
     operator: str
     head_num: int
@@ -52,14 +52,14 @@ class Attention:
     random: tuple[int, int]  # seed and offset of the dropout mask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The result in the layout of the query, and the maximum and the sum of every row of the softmax."""
+        """Return the result in the layout of the query, and the maximum and the sum of every row of the softmax."""
         q, k, v = self._enter(query, key, value)
         parts = [self._sequence(i, *tensors) for i, tensors in enumerate(self._sequences(q, k, v))]
         out, maximum, total = (join(list(column), q.shape[2]) for column in zip(*parts))
         return from_bnsd(self.layout, out), self._statistics(maximum), self._statistics(total)
 
     def backward(self, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, out: Tensor | None) -> tuple:
-        """The gradients of query, key, value and sink; the softmax is computed again."""
+        """Compute the gradients of query, key, value and sink; the softmax is computed again."""
         q, k, v = self._enter(query, key, value)
         if out is None or dy.shape != out.shape:
             given = "nothing" if out is None else describe(out)
@@ -107,12 +107,12 @@ class Attention:
         return [q, k, v]
 
     def _sequences(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """The tensors of each sequence: only key and value, the second and third, follow the keys' lengths."""
+        """Split the tensors by sequence; the second and third, key and value, follow the keys' lengths."""
         ends = [self.key_ends if i in (1, 2) else self.query_ends for i in range(len(tensors))]
         return list(zip(*(sequences(tensor, end) for tensor, end in zip(tensors, ends)), strict=True))
 
     def _statistics(self, column: Tensor) -> Tensor:
-        """[B, N, S, 8]; for TND [T, N, 8], or with the default softmax_layout the same values in the order N, T."""
+        """Write a column eight times: [B, N, S, 8]; for TND [T, N, 8], by default the same values in the order N, T."""
         column = column.expand(*column.shape[:3], STATISTICS)
         if self.layout != "TND":
             return column.contiguous()
@@ -123,7 +123,7 @@ class Attention:
 
     # ---- one sequence, [B, N, S, D] -------------------------------------------------------------------------------
     def _softmax(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(score - maximum), the maximum and the sum of every row. The sink is one more score of the row."""
+        """Return exp(score - maximum), the maximum and the sum of every row. The sink is one more score of the row."""
         scores = q.float() @ k.float().mT
         if self.pse is not None:
             scores = scores + self.pse.float()
@@ -146,7 +146,7 @@ class Attention:
                 "does not define the result of such a row; it is zero here, and NaN in softnpu.poisoned_memory()",
                 stacklevel=2,
             )
-            if poison.active:
+            if memory_poisoning.active:
                 total = total.masked_fill(empty, torch.nan)
         return weights, maximum, total
 
@@ -173,7 +173,7 @@ class Attention:
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsink
 
     def _drop(self, weights: Tensor, i: int) -> Tensor:
-        """Dropout with the same mask in forward and backward."""
+        """Drop out weights, with the same mask in forward and backward."""
         if self.keep_prob == 1:
             return weights
         kept = torch.empty_like(weights).bernoulli_(
@@ -182,7 +182,7 @@ class Attention:
         return weights * kept / self.keep_prob
 
     def _masked(self, shape: torch.Size) -> Tensor | None:
-        """True where a position is left out. Without a mask sparse_mode and the window have no effect."""
+        """Mark the positions that are left out. Without a mask sparse_mode and the window have no effect."""
         if self.atten_mask is None:
             return None
         (b, n, s_q, s_k), mask = shape, self.atten_mask.bool()
@@ -206,7 +206,7 @@ class Attention:
 
 
 def _outside(s_q: int, s_k: int, shift: int, before: int, behind: int) -> Tensor:
-    """True outside the band of keys that query i may see: i + shift - before to i + shift + behind."""
+    """Mark keys outside the band that query i may see: i + shift - before to i + shift + behind."""
     distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
     return (distance < -before) | (distance > behind)
 

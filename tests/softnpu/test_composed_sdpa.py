@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import softnpu
-from softnpu.attention import scaled_dot_product_attention
+from softnpu.composed_sdpa import scaled_dot_product_attention
 
 B, N, S, D = 2, 4, 6, 16
 MASK = torch.ones(B, 1, S, S, dtype=torch.bool).tril()

@@ -1,4 +1,4 @@
-"""One call of a ``c10d::`` operator, on both sides: the caller's NPU tensors, and gloo with the same bytes."""
+"""Carry one call of a ``c10d::`` operator from the caller's NPU tensors to gloo, over the same bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from softnpu.collective_counting import Collective, count_collective
 from softnpu.hccl.backend import HCCL
-from softnpu.hosting import HostCall
-from softnpu.traffic import Collective, count_collective
+from softnpu.host_call import HostCall
 
 
-class Call:
-    """A call of an operator.
+class CollectiveCall:
+    """Hold the arguments of one call, and run the operator again on the host.
 
     Attributes:
         name: of the operator, without namespace.
@@ -32,39 +32,39 @@ class Call:
         self._op, self._backend, self._host = op, backend, HostCall(name)
 
     def count(self, operator: str, tensors: Iterable[Tensor], size: int) -> None:
-        """The tensors are what HCCL takes, and go on their way: ``size`` bytes."""
+        """Count a call of ``size`` bytes whose tensors are what HCCL takes, after a look at their devices."""
         for tensor in tensors:
             self._backend.agreement.use(tensor.device)
         count_collective(Collective(operator, self._backend.group_name, self.ranks), size)
 
     def agree(self, operator: str, *same: object) -> None:
-        """All ranks have to call this operator, with the same arguments."""
+        """Compare this call with those of the other ranks: all have to call it with the same arguments."""
         self._backend.agreement.call(f"{operator}({', '.join(str(item).removeprefix('torch.') for item in same)})")
 
     def host(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor over the same bytes."""
+        """Make a CPU tensor over the same bytes."""
         return self._host.alias(tensor)
 
     def bytes(self, tensor: Tensor) -> Tensor:
-        """The bytes of a contiguous tensor: gloo does not know all dtypes."""
+        """View the bytes of a contiguous tensor: gloo does not know all dtypes."""
         return flat(self.host(tensor)).view(torch.uint8)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """The bytes of a contiguous tensor, in rows of its first dimension."""
+        """View the bytes of a contiguous tensor, in rows of its first dimension."""
         return self.bytes(tensor).view(tensor.size(0), math.prod(tensor.shape[1:]) * tensor.itemsize)
 
     def again(self, **replaced: Any) -> Work:
-        """The operator on the host, with other arguments."""
+        """Run the operator on the host, with other arguments in place of those that are named."""
         result = self._op(**self.given | replaced | {"process_group": self.on_host.boxed()})
         return Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
 
-Run = Callable[[Call], Work]
+Run = Callable[[CollectiveCall], Work]
 OPERATORS: dict[str, Run] = {}
 
 
 def operator(name: str) -> Callable[[Run], Run]:
-    """The function is the device's kernel of ``c10d::<name>``."""
+    """Register the function below as the device's kernel of ``c10d::<name>``."""
 
     def register(run: Run) -> Run:
         OPERATORS[name] = run
@@ -74,15 +74,15 @@ def operator(name: str) -> Callable[[Run], Run]:
 
 
 def flat(host: Tensor) -> Tensor:
-    """The elements of a contiguous tensor as they lie in memory."""
+    """View the elements of a contiguous tensor as they lie in memory."""
     return host.as_strided((host.numel(),), (1,), host.storage_offset())
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of all of them."""
+    """Add up the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def sizes(tensors: Iterable[Tensor]) -> str:
-    """Elements of each of them."""
+    """Write the number of elements of each tensor: ``4 + 6``."""
     return " + ".join(str(tensor.numel()) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Which collectives were called: what a process made its devices send to each other."""
+"""Count the collectives that a process calls: how often, and how many bytes its devices send to each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Collective(NamedTuple):
-    """A collective operator in a process group.
+    """Name a collective operator in a process group.
 
     Attributes:
         operator: ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
@@ -22,7 +22,7 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What went through a collective.
+    """Say how much went through a collective.
 
     Attributes:
         calls: how often this process called it.
@@ -48,12 +48,23 @@ def count_collective(collective: Collective, size: int) -> None:
 
 
 def collectives() -> dict[Collective, Traffic]:
-    """What this process called since the last ``reset_counters()``, in any group named ``hccl``."""
+    """Return what this process called since the last ``reset_counters()``, in any group named ``hccl``.
+
+    Example:
+        >>> import softnpu
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.all_reduce(torch.ones(4, device="npu"))
+        >>> softnpu.collectives()
+        {Collective(operator='all_reduce', group='0', ranks=1): Traffic(calls=1, bytes=16)}
+        >>> dist.destroy_process_group()
+    """
     with _lock:
         return dict(_traffic)
 
 
 def forget_collectives() -> None:
-    """Start counting anew."""
+    """Drop all counts of collectives."""
     with _lock:
         _traffic.clear()

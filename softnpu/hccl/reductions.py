@@ -1,4 +1,4 @@
-"""Operators that reduce, computed as HCCL does where gloo has another way or none."""
+"""Define the operators that reduce, computed as HCCL does where gloo has another way or none."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.distributed import (
 )
 
 from softnpu.hccl import limits
-from softnpu.hccl.call import Call, flat, nbytes, operator, sizes
-from softnpu.hccl.works import joined, then
+from softnpu.hccl.collective_call import CollectiveCall, flat, nbytes, operator, sizes
+from softnpu.hccl.combined_works import joined, then
 
 _current = threading.local()
 
@@ -50,7 +50,7 @@ def _noting_factor(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @operator("allreduce_")
-def _all_reduce(call: Call) -> Work:
+def _all_reduce(call: CollectiveCall) -> Work:
     tensor = limits.require_one(call.name, call.given["tensors"])
     limits.require_reduced(call.name, [tensor], _asked(call))
     call.count("all_reduce", [tensor], tensor.nbytes)
@@ -59,7 +59,7 @@ def _all_reduce(call: Call) -> Work:
 
 
 @operator("allreduce_coalesced_")
-def _all_reduce_coalesced(call: Call) -> Work:
+def _all_reduce_coalesced(call: CollectiveCall) -> Work:
     tensors = call.given["tensors"]
     limits.require_list(call.name, tensors, tensors[0], len(tensors))
     limits.require_contiguous(call.name, tensors)
@@ -70,7 +70,7 @@ def _all_reduce_coalesced(call: Call) -> Work:
 
 
 @operator("reduce_")
-def _reduce(call: Call) -> Work:
+def _reduce(call: CollectiveCall) -> Work:
     tensor = limits.require_one(call.name, call.given["tensors"])
     limits.require_reduced(call.name, [tensor], _asked(call))
     call.count("reduce", [tensor], tensor.nbytes)
@@ -78,7 +78,7 @@ def _reduce(call: Call) -> Work:
     return _reduce_in_place(call, [tensor], ReduceOptions)
 
 
-def _reduce_in_place(call: Call, tensors: Sequence[Tensor], kind: Callable[[], Any]) -> Work:
+def _reduce_in_place(call: CollectiveCall, tensors: Sequence[Tensor], kind: Callable[[], Any]) -> Work:
     targets = [flat(call.host(tensor)) for tensor in tensors]
     options = _options(call, kind, _scaled(_asked(call), targets))
     values = [_computed(target) for target in targets]
@@ -93,17 +93,17 @@ def _reduce_in_place(call: Call, tensors: Sequence[Tensor], kind: Callable[[], A
 
 
 @operator("_reduce_scatter_base_")
-def _reduce_scatter_tensor(call: Call) -> Work:
+def _reduce_scatter_tensor(call: CollectiveCall) -> Work:
     output, tensor = call.given["output_tensor"], call.given["input_tensor"]
     return _reduce_scatter_tensors(call, [output], [tensor])
 
 
 @operator("reduce_scatter_tensor_coalesced_")
-def _reduce_scatter_coalesced(call: Call) -> Work:
+def _reduce_scatter_coalesced(call: CollectiveCall) -> Work:
     return _reduce_scatter_tensors(call, call.given["outputs"], call.given["inputs"])
 
 
-def _reduce_scatter_tensors(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+def _reduce_scatter_tensors(call: CollectiveCall, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
     for output, tensor in zip(outputs, inputs):
         limits.require_contiguous(call.name, [tensor, output])
         limits.require_same_type(call.name, tensor, output)
@@ -117,7 +117,7 @@ def _reduce_scatter_tensors(call: Call, outputs: Sequence[Tensor], inputs: Seque
     return works[0] if len(works) == 1 else joined(works)
 
 
-def _scatter_reduced(call: Call, output: Tensor, source: Tensor, reduction: str) -> Work:
+def _scatter_reduced(call: CollectiveCall, output: Tensor, source: Tensor, reduction: str) -> Work:
     target = flat(output)
     result = _computed(target)
     options = _options(call, ReduceScatterOptions, reduction)
@@ -125,7 +125,7 @@ def _scatter_reduced(call: Call, output: Tensor, source: Tensor, reduction: str)
 
 
 @operator("reduce_scatter_")
-def _reduce_scatter(call: Call) -> Work:
+def _reduce_scatter(call: CollectiveCall) -> Work:
     output = limits.require_one(call.name, call.given["output_tensors"])
     (parts,) = call.given["input_tensors"]
     limits.require_list(call.name, parts, output, call.ranks)
@@ -147,12 +147,12 @@ def _reduce_scatter(call: Call) -> Work:
     return then(joined(works), [call.host(output)], [values[call.rank]])
 
 
-def _asked(call: Call) -> str:
+def _asked(call: CollectiveCall) -> str:
     return ReduceOp.RedOpType(call.given["reduce_op"].op()).name
 
 
-def _options(call: Call, kind: Callable[[], Any], reduction: str) -> Any:
-    """Python can read a ``ReduceOp`` that an operator is given, and cannot make one."""
+def _options(call: CollectiveCall, kind: Callable[[], Any], reduction: str) -> Any:
+    """Make gloo's options out of a ``ReduceOp`` that an operator is given: Python can read one, and cannot make one."""
     options = kind()
     options.reduceOp = getattr(ReduceOp, reduction)
     options.asyncOp = call.given["async_op"]
@@ -161,7 +161,7 @@ def _options(call: Call, kind: Callable[[], Any], reduction: str) -> Any:
 
 
 def _scaled(reduction: str, inputs: Iterable[Tensor]) -> str:
-    """Scale the inputs of a ``PREMUL_SUM`` in place, as torch_npu does. Returns the reduction that is left to do."""
+    """Scale the inputs of a ``PREMUL_SUM`` in place, as torch_npu does, and return the reduction that is left to do."""
     if reduction != "PREMUL_SUM":
         return reduction
     for tensor in inputs:
@@ -170,5 +170,5 @@ def _scaled(reduction: str, inputs: Iterable[Tensor]) -> str:
 
 
 def _computed(host: Tensor) -> Tensor:
-    """What gloo reduces: it has no int16. Otherwise the tensor itself."""
+    """Return what gloo reduces: int32 for int16, which it has not, otherwise the tensor itself."""
     return host.int() if host.dtype == torch.int16 else host

@@ -1,4 +1,4 @@
-"""What the ranks of a group have to agree on. They write it into the group's store, and whoever comes second reads it.
+"""Check that the ranks of a group agree: each writes what it does into the group's store; who comes second reads it.
 
 Nobody waits for it, so that it holds up no program that is right.
 """
@@ -13,7 +13,7 @@ from torch_npu import npu
 
 
 class Agreement:
-    """One rank's side of it."""
+    """Compare what this rank does with what the others do."""
 
     def __init__(self, store: dist.Store, group_name: str, rank: int, ranks: int) -> None:
         self._devices, self._calls = dist.PrefixStore("device", store), dist.PrefixStore("call", store)
@@ -24,7 +24,7 @@ class Agreement:
         self._call = 0
 
     def use(self, device: torch.device) -> None:
-        """A tensor of this device is going to be sent or received.
+        """Note that a tensor of this device is going to be sent or received.
 
         Raises:
             RuntimeError: it is not the device that this rank began with, or another rank's.
@@ -50,7 +50,7 @@ class Agreement:
                 )
 
     def call(self, what: str) -> None:
-        """This rank's next collective. HCCL compares them when it connects (EI0005), here it is done at each.
+        """Compare this rank's next collective: HCCL does so when it connects (EI0005), here it is done at each.
 
         Raises:
             RuntimeError: another rank called another one.
@@ -72,6 +72,6 @@ def _exchange(store: dist.Store, rank: int, mine: str, others: set[int] | list[i
 
 
 def _physical(device: torch.device) -> str:
-    """Processes can see some of the devices only, each under numbers from 0."""
+    """Return the number of a device for all processes: each may see some of the devices only, under numbers from 0."""
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     return visible.split(",")[device.index].strip() if visible else str(device.index)

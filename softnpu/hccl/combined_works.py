@@ -1,4 +1,4 @@
-"""Works made of other works."""
+"""Combine the handles of asynchronous collectives, torch's ``Work``, into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import Work
 
 
 def then(work: Work, targets: Iterable[Tensor], results: Iterable[Tensor]) -> Work:
-    """``work``, and when it is waited for, the results that are not their targets themselves copied to them."""
+    """Return ``work`` with an end: when it is waited for, results that are not their targets are copied there."""
     copies = [(target, result) for target, result in zip(targets, results) if target is not result]
     if not copies:
         return work
@@ -30,21 +30,21 @@ def then(work: Work, targets: Iterable[Tensor], results: Iterable[Tensor]) -> Wo
 
 
 def joined(works: list[Work]) -> Work:
-    """Several works as one."""
+    """Make one work of several, which waits for all of them."""
     return PythonCallbackWork(lambda timeout: all(work.wait(timeout) for work in works))
 
 
 class Works(Work):
-    """Several works as one, which can be asked whether they are done. For callers in Python only."""
+    """Make one work of several that can be asked whether they are done. For callers in Python only."""
 
     def __init__(self, works: list[Work]) -> None:
         super().__init__()
         self.works = works
 
     def wait(self, *timeout: Any) -> bool:
-        """Until the last of them is done."""
+        """Wait until the last of them is done."""
         return all(work.wait(*timeout) for work in self.works)
 
     def is_completed(self) -> bool:
-        """Whether all of them are."""
+        """Tell whether all of them are done."""
         return all(work.is_completed() for work in self.works)

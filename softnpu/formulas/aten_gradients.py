@@ -1,11 +1,11 @@
-"""Gradients of aten operators that torch_npu differentiates with operators of its own."""
+"""Define the gradients of aten operators that torch_npu differentiates with operators of its own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from softnpu.aten_formulas import as_matrices
+from softnpu.aten_missing_on_cpu import as_matrices
 from softnpu.formulas import formula
 
 NONE, MEAN = 0, 1  # at::Reduction
@@ -69,7 +69,7 @@ def repeat_interleave_backward_tensor(grad: Tensor, input: Tensor, repeats: Tens
 
 @formula
 def npu_renorm_backward(grad: Tensor, input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    """torch's formula: the scale of a slice beyond the limit is ``maxnorm / (norm + 1e-7)``."""
+    """Compute torch's formula: the scale of a slice beyond the limit is ``maxnorm / (norm + 1e-7)``."""
     others = [d for d in range(input.dim()) if d != dim % input.dim()]
     norm = torch.linalg.vector_norm(input, p, others, keepdim=True)
     slope = torch.zeros_like(input) if p == 0 else _norm_slope(input, norm, p)
@@ -87,7 +87,7 @@ def matmul_double_backward(
     other: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``matmul_backward``'s arguments: of ``grad_out``, of the left and of the right factor."""
+    """Compute the gradients of ``matmul_backward``'s arguments: ``grad_out``, the left and the right factor."""
     a, b = as_matrices(input, other)
     g = grad_out.reshape(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     through_a = None if grad_self is None else grad_self.reshape(a.shape)
@@ -104,7 +104,7 @@ def matmul_double_backward(
 
 
 def _norm_slope(x: Tensor, norm: Tensor, p: float) -> Tensor:
-    """d norm / d x."""
+    """Compute d norm / d x."""
     if p == float("inf"):
         largest = x.abs() == norm
         return x.sign() * largest / largest.sum([d for d in range(x.dim()) if norm.shape[d] == 1], keepdim=True)
@@ -112,6 +112,6 @@ def _norm_slope(x: Tensor, norm: Tensor, p: float) -> Tensor:
 
 
 def _spread(grad: Tensor, input: Tensor, target: Tensor, reduction: int) -> Tensor:
-    """The gradient of every element's loss."""
+    """Expand the gradient of a loss to every element's loss."""
     shape = torch.broadcast_shapes(input.shape, target.shape)
     return grad.expand(shape) / shape.numel() if reduction == MEAN else grad.expand(shape)

@@ -146,6 +146,21 @@ def test_a_run_reports_what_it_compared_and_each_repository_that_takes_another_v
     ]
 
 
+def test_a_run_takes_a_variant_that_the_tree_leaves_out(clone: Path) -> None:
+    """On a machine that says to be the one of its name."""
+    machine = """
+import platform
+import torch
+platform.machine = lambda: "aarch64"
+torch.__version__ = torch.torch_version.TorchVersion("2.9.0")
+"""
+    (clone / "tests" / "conftest.py").write_text((clone / "tests" / "conftest.py").read_text() + machine)
+    proof = Proof("torch29-cxx11-cann85-aarch64-linux", "2.9.0", "2.9.0", "8.5.0")
+    outcome = run(clone, "tests/variants/test_choice.py", "tests/variants/test_whole_models.py", proof=proof)
+    assert outcome.failures == ()
+    assert outcome.checks == 2 * len(REPOSITORIES) + 3
+
+
 def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path, capsys) -> None:
     source = clone / "RMSNorm" / "build" / "torch-npu" / "functional.py"
     text = source.read_text()

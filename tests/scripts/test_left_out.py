@@ -49,6 +49,17 @@ def test_the_others_are_what_the_tree_holds_where_the_source_is_newer(norm: Path
     assert left_out(norm) == before
 
 
+def test_bytecode_is_no_variant(norm: Path) -> None:
+    """As git leaves it where it takes away the files of a variant that has run."""
+    before = left_out(norm)
+    bytecode = norm / "build" / "torch29-cxx11-cann85-aarch64-linux" / "__pycache__" / "layers.cpython-311.pyc"
+    bytecode.parent.mkdir(parents=True)
+    bytecode.write_bytes(b"")
+    assert left_out(norm) == before
+    complete(norm, norm.parent / "copy")
+    assert files(norm.parent / "copy") == files(norm / "build") | before
+
+
 def test_a_folder_without_a_list_of_variants_lacks_none(norm: Path) -> None:
     """As in the installed package."""
     (norm.parent / "variants.toml").unlink()

@@ -54,7 +54,8 @@ def left_out(repository: Path) -> dict[str, bytes]:
     build = repository / "build"
     if not (repository.parent / _LIST).is_file():
         return {}
-    missing = [name for name in names(repository.parent) if not (build / name).is_dir()]
+    # a folder may be left with the bytecode of a variant that the tree once held
+    missing = [name for name in names(repository.parent) if not any(published_files(build / name))]
     source = build / NOARCH[0]
     paths = [path for path in published_files(source) if path.is_file()]
     files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}

@@ -1,7 +1,8 @@
-"""Build the variants of the kernel repositories: ``python scripts/build.py [RMSNorm ...] [--check]``.
+"""Build the variants in the tree of the kernel repositories: ``python scripts/build.py [RMSNorm ...] [--check]``.
 
 A variant holds the source of ``<Repository>/torch-ext``, a shim for loaders that look for a package named like the
-repository, and its ``metadata.json``. The same source gives the same bytes, on every machine.
+repository, and its ``metadata.json``. The same source gives the same bytes, on every machine. What the tree leaves out
+is made where it is needed: kernels_ext_npu/distribution/variants.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import base64
 import hashlib
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -18,11 +20,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from kernels_ext_npu.distribution.identity import identity
 from kernels_ext_npu.distribution.identity import render as render_metadata
+from kernels_ext_npu.distribution.variants import METADATA, NOARCH, names, renamed, repositories
 
 ROOT = Path(__file__).resolve().parent.parent
-NOARCH = ("torch-npu", "torch-universal")
+# Of the strict variants the tree holds those for this CANN, which show what sets one apart. A copy of every file for
+# each of the others would hide in a review what has changed.
+_CANN_IN_TREE = "-cann82-"
 
 SHIM = '''"""For loaders that expect a package named like the repository: the same module under that name."""
 
@@ -41,32 +45,24 @@ globals().update(vars(_module))
 '''
 
 
-def repositories(root: Path = ROOT) -> list[Path]:
-    """List the kernel repositories of a clone."""
-    return sorted(path.parent for path in root.glob("*/build.toml"))
+def in_tree(root: Path = ROOT) -> tuple[str, ...]:
+    """Return the names of the variants that the tree of a clone holds."""
+    return tuple(name for name in names(root) if name in NOARCH or _CANN_IN_TREE in name)
 
 
-def variants(root: Path = ROOT) -> tuple[str, ...]:
-    """List all variants that a kernel repository builds."""
-    return *NOARCH, *tomllib.loads((root / "variants.toml").read_text())
-
-
-def render(repository: Path, root: Path = ROOT) -> dict[str, bytes]:
-    """Compute what ``<repository>/build`` has to hold: path below it -> content."""
+def render(repository: Path, variants: Iterable[str]) -> dict[str, bytes]:
+    """Return what the source of a repository gives: path below ``build``, which begins with a variant -> content."""
     general = tomllib.loads((repository / "build.toml").read_text())["general"]
     package = repository / "torch-ext" / general["name"].replace("-", "_")
     source = {str(path.relative_to(package)): path.read_bytes() for path in sorted(package.rglob("*.py"))}
     source[f"{repository.name}/__init__.py"] = SHIM.encode()
-    tree = {}
-    for variant in variants(root):
-        tree |= {f"{variant}/{path}": content for path, content in source.items()}
-        tree[f"{variant}/metadata.json"] = _metadata(variant, general, source)
-    return dict(sorted(tree.items()))
+    files = source | {METADATA: _metadata(general, source)}
+    return {f"{name}/{path}": content for name in variants for path, content in renamed(files, name).items()}
 
 
 def differences(repository: Path, root: Path = ROOT) -> list[str]:
-    """List how the committed build differs from what the source gives, a line a file; empty where it is fresh."""
-    build, expected = repository / "build", render(repository, root)
+    """Return how the build in the tree differs from what the source gives, a line a file; none where it is fresh."""
+    build, expected = repository / "build", render(repository, in_tree(root))
     found = {
         str(path.relative_to(build)): path.read_bytes()
         for path in build.rglob("*")
@@ -79,10 +75,10 @@ def differences(repository: Path, root: Path = ROOT) -> list[str]:
 
 
 def build(repository: Path, root: Path = ROOT) -> None:
-    """Replace ``<repository>/build``, all of it or nothing."""
+    """Replace ``<repository>/build`` by the variants that the tree holds, all of it or nothing."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=repository) as folder:
         fresh = Path(folder) / "fresh"
-        for path, content in render(repository, root).items():
+        for path, content in render(repository, in_tree(root)).items():
             target = fresh / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
@@ -91,10 +87,11 @@ def build(repository: Path, root: Path = ROOT) -> None:
         fresh.rename(repository / "build")
 
 
-def _metadata(variant: str, general: dict, source: dict[str, bytes]) -> bytes:
+def _metadata(general: dict, source: dict[str, bytes]) -> bytes:
+    """Return the metadata of a variant that has no name yet, and so no id."""
     metadata = {
         "name": general["name"],
-        "id": "",  # at its place; it follows from all the rest
+        "id": "",  # at its place
         "version": general["version"],
         "license": general["license"],
         "python-depends": [],
@@ -107,7 +104,6 @@ def _metadata(variant: str, general: dict, source: dict[str, bytes]) -> bytes:
             },
         },
     }
-    metadata["id"] = identity(metadata, variant)
     return render_metadata(metadata)
 
 
@@ -116,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("repository", nargs="*", help="kernel repositories to build, by default all")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a build is stale")
     options = parser.parse_args(arguments)
-    known = {path.name: path for path in repositories()}
+    known = {path.name: path for path in repositories(ROOT)}
     unknown = [name for name in options.repository if name not in known]
     if unknown:
         parser.error(f"no kernel repository called {', '.join(unknown)}; there are {', '.join(known)}")
@@ -128,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n  ".join([f"{name}: {'stale, run python scripts/build.py' if lines else 'fresh'}", *lines]))
         else:
             build(known[name])
-            print(f"{name}: built {', '.join(NOARCH)} and {len(variants()) - len(NOARCH)} strict variants")
+            print(f"{name}: built {', '.join(NOARCH)} and {len(in_tree()) - len(NOARCH)} strict variants")
     return int(stale)
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import build
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from packaging.requirements import Requirement
 
 from kernels_ext_npu import __version__, environment
+from kernels_ext_npu.distribution import bundles
+from kernels_ext_npu.distribution.variants import names, repositories
+from kernels_ext_npu.distribution.verification import verify_build
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,22 +68,54 @@ def run(site: Path, *command: str) -> str:
     return result.stdout
 
 
+def content(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def test_the_wheel_holds_both_packages_and_every_variant(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    built = {
-        f"kernels_ext_npu/bundled/{path.relative_to(ROOT)}"
-        for path in ROOT.glob("*/build/**/*")
-        if path.is_file() and "__pycache__" not in path.parts
+    held = content(wheel)
+    assert {name: data for name, data in held.items() if "/bundled/" in name} == {
+        f"kernels_ext_npu/bundled/{repository.name}/build/{path}": data
+        for repository in repositories(ROOT)
+        for path, data in build.render(repository, names(ROOT)).items()
     }
-    assert built
-    assert built <= names
-    assert {"kernels_ext_npu/cli/__init__.py", "softnpu/ascendcl.c", "softnpu/formulas/norm.py"} <= names
-    assert "kernels_ext_npu/troubleshooting.md" in names
-    assert {name.partition("/")[0] for name in names} == {
+    assert {"kernels_ext_npu/cli/__init__.py", "softnpu/ascendcl.c", "softnpu/formulas/norm.py"} <= held.keys()
+    assert "kernels_ext_npu/troubleshooting.md" in held
+    assert {name.partition("/")[0] for name in held} == {
         "kernels_ext_npu",
         "softnpu",
         f"kernels_ext_npu-{__version__}.dist-info",
     }
+
+
+def test_the_source_distribution_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    (source,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
+    pip("wheel", source, "--no-build-isolation", "--wheel-dir", tmp_path)
+    assert content(tmp_path / wheel.name) == content(wheel)
+
+
+def test_a_new_repository_is_in_the_wheel_by_itself(tmp_path: Path) -> None:
+    clone, ignored = tmp_path / "clone", shutil.ignore_patterns("__pycache__")
+    for name in ("integration", "scripts", "softnpu"):
+        shutil.copytree(ROOT / name, clone / name, ignore=ignored)
+    for name in ("docs/troubleshooting.md", "LICENSE", "README.md", "pyproject.toml", "variants.toml"):
+        (clone / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    shutil.copytree(ROOT / "RMSNorm", clone / "Another", ignore=ignored)
+    pip("wheel", clone, "--no-build-isolation", "--wheel-dir", tmp_path)
+    (made,) = tmp_path.glob("*.whl")
+    found = {name.split("/")[4] for name in content(made) if name.startswith("kernels_ext_npu/bundled/Another/build/")}
+    assert found == set(names(ROOT))
+
+
+def test_the_installed_kernels_are_intact(site: Path) -> None:
+    folders = sorted((site / "kernels_ext_npu" / "bundled").iterdir())
+    assert [folder.name for folder in folders] == [repository.name for repository in repositories(ROOT)]
+    for folder in folders:
+        verified = verify_build(folder / "build")
+        assert {entry.variant for entry in verified} == set(names(ROOT))
+        assert [problem for entry in verified for problem in entry.problems] == []
 
 
 def test_the_installed_kernels_are_swapped_in_without_network(site: Path) -> None:
@@ -100,6 +138,12 @@ print(kernels_ext_npu.report(model))
     assert output.splitlines()[0] == f"{site}/softnpu/__init__.py {site}/kernels_ext_npu/__init__.py"
     summary = "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables swapped"
     assert summary in " ".join(output.split())  # the title goes over two lines
+
+
+def test_a_bundle_of_the_installed_package_is_that_of_a_clone(site: Path, tmp_path: Path) -> None:
+    run(site, str(site / "bin" / "kernels-ext-npu"), "bundle", "--output", str(tmp_path / "installed.zip"))
+    bundles.write(tmp_path / "clone.zip", ROOT)
+    assert (tmp_path / "installed.zip").read_bytes() == (tmp_path / "clone.zip").read_bytes()
 
 
 def test_the_command_line_is_installed(site: Path) -> None:

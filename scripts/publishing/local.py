@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.distribution.verification import published_files
+from kernels_ext_npu.distribution.variants import left_out, published_files, repositories
+from publishing.remote import RefusedError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,11 +25,16 @@ class NoRepositoryError(ValueError):
 
 @dataclass(frozen=True)
 class Local:
-    """Hold the folder of a kernel repository, and the variants in it that were chosen."""
+    """A kernel repository, and the variants of it that were chosen.
+
+    Attributes:
+        left_out: what the tree of a clone leaves out of `build`: path below it -> content.
+    """
 
     folder: Path
     general: dict[str, Any]
     variants: tuple[str, ...]
+    left_out: dict[str, bytes]
 
     @property
     def build(self) -> Path:
@@ -40,11 +46,12 @@ class Local:
 
     def files(self) -> dict[str, bytes]:
         """Return what the branch of the version gets: path in the repository -> content."""
-        return {
+        tree = {
             f"build/{variant}/{path.relative_to(self.build / variant).as_posix()}": path.read_bytes()
             for variant in self.variants
             for path in published_files(self.build / variant)
         }
+        return tree | {f"build/{p}": content for p, content in self.left_out.items() if _variant(p) in self.variants}
 
     def card(self) -> dict[str, bytes]:
         """Return what the branch main gets."""
@@ -52,12 +59,29 @@ class Local:
 
 
 def find(repository: str, chosen: tuple[str, ...] = (), pruned: tuple[str, ...] = ()) -> Local:
-    """Find the kernel repository at a path or of a name here; its variants are those chosen, or all but the pruned."""
+    """Return the kernel repository at a path, or of a name in this clone.
+
+    Args:
+        chosen: its variants, by default all but the pruned.
+
+    Raises:
+        NoRepositoryError: there is none.
+        RefusedError: the variants that its tree leaves out cannot be made.
+    """
     folder = next((path for path in (Path(repository), ROOT / repository) if (path / "build.toml").is_file()), None)
     if folder is None:
-        known = ", ".join(sorted(path.parent.name for path in ROOT.glob("*/build.toml")))
+        known = ", ".join(path.name for path in repositories(ROOT))
         raise NoRepositoryError(f"no kernel repository called {repository}; there are {known}, or give a path to one")
     build = folder / "build"
-    there = sorted(path.name for path in build.iterdir() if path.name != "__pycache__") if build.is_dir() else []
+    there = {path.name for path in build.iterdir() if path.name != "__pycache__"} if build.is_dir() else set()
+    try:
+        made = left_out(folder)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+    there |= {_variant(path) for path in made}
     general = tomllib.loads((folder / "build.toml").read_text()).get("general", {})
-    return Local(folder.resolve(), general, chosen or tuple(name for name in there if name not in pruned))
+    return Local(folder.resolve(), general, chosen or tuple(sorted(there - set(pruned))), made)
+
+
+def _variant(path: str) -> str:
+    return path.partition("/")[0]

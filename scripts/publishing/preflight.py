@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ast
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 from huggingface_hub import ModelCard, get_token
 from kernels._rust import Build, Metadata
 from kernels.variants import NoarchVariant, parse_variant
 
-from kernels_ext_npu.distribution.verification import METADATA, Verified, is_bytecode, verify_build
+from kernels_ext_npu.distribution.variants import METADATA, NOARCH, complete, is_bytecode
+from kernels_ext_npu.distribution.verification import Verified, verify_build
 from publishing import trial
 from publishing.local import CARD, Local
 
 IMPORTABLE = {"torch", "torch_npu", *sys.stdlib_module_names}
-NOARCH = ("torch-npu", "torch-universal")
 
 
 def violations(local: Local, version: int, pruned: tuple[str, ...] = (), load: bool = True) -> list[str]:
@@ -25,15 +27,19 @@ def violations(local: Local, version: int, pruned: tuple[str, ...] = (), load: b
     Args:
         load: in a fresh process, each variant that this machine can load.
     """
-    found = [*_build_file(local), *_selection(local, pruned), *_card(local)]
-    there = [variant for variant in local.variants if (local.build / variant).is_dir()]
-    verified = [entry for entry in verify_build(local.build) if entry.variant in there] if there else []
-    for entry in verified:
-        found += [f"{entry.variant}/{problem}" for problem in entry.problems]
-        found += [f"{entry.variant}/{problem}" for problem in _variant(entry, version)]
-    loadable = [entry.variant for entry in verified if (entry.path / METADATA).exists() and trial.loadable(entry.path)]
-    if load and loadable:
-        found += trial.load_local({variant: local.build / variant for variant in loadable})
+    with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as folder:
+        build = Path(folder) / "build"
+        if local.build.is_dir():
+            complete(local.folder, build)
+        found = [*_build_file(local), *_selection(local, build, pruned), *_card(local)]
+        there = [variant for variant in local.variants if (build / variant).is_dir()]
+        verified = [entry for entry in verify_build(build) if entry.variant in there] if there else []
+        for entry in verified:
+            found += [f"{entry.variant}/{problem}" for problem in entry.problems]
+            found += [f"{entry.variant}/{problem}" for problem in _variant(entry, version)]
+        loadable = [e.variant for e in verified if (e.path / METADATA).exists() and trial.loadable(e.path)]
+        if load and loadable:
+            found += trial.load_local({variant: build / variant for variant in loadable})
     return found
 
 
@@ -49,11 +55,11 @@ def _build_file(local: Local) -> Iterator[str]:
         yield f"build.toml: {error}"
 
 
-def _selection(local: Local, pruned: tuple[str, ...]) -> Iterator[str]:
+def _selection(local: Local, build: Path, pruned: tuple[str, ...]) -> Iterator[str]:
     if not local.variants and not pruned:
         yield f"{local.folder.name}/build has no variants: make build"
     for variant in local.variants:
-        if not (local.build / variant).is_dir():
+        if not (build / variant).is_dir():
             yield f"there is no variant {variant} in {local.folder.name}/build"
         if variant in pruned:
             yield f"{variant} cannot be published and pruned at once"

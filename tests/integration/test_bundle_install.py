@@ -10,6 +10,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import build
 import pytest
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.cli import app
 from kernels_ext_npu.distribution import bundle_archive, bundles, hub_cache
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
+from kernels_ext_npu.distribution.variants import names
 from tests.support import bundle_faults
 from tests.support.bundle_faults import NEW, OLD
 
@@ -252,13 +254,24 @@ def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Pat
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_bundle_of_a_clone_holds_what_its_tree_leaves_out(archive: Path) -> None:
+    for repository in bundle_archive.unpack(archive):
+        content = build.render(build.ROOT / repository.name, names(build.ROOT))
+        assert repository.files == {f"build/{path}": data for path, data in content.items()}
+
+
 def test_a_source_is_checked_before_it_is_bundled(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     for name in catalogue.REPOSITORIES:
         shutil.copytree(sources.root("bundled") / name / "build", clone / name / "build")
+    shutil.copy(sources.root("bundled") / "variants.toml", clone)
     bundles.write(tmp_path / "clone.zip", clone)
     bundles.write(tmp_path / "bundled.zip")
     assert (tmp_path / "clone.zip").read_bytes() == (tmp_path / "bundled.zip").read_bytes()
+    (clone / "FusedMoE" / "build" / "torch-npu" / "metadata.json").rename(clone / "metadata.json")
+    with pytest.raises(BundleError, match=r"FusedMoE/build/torch-npu/metadata.json is not there or cannot be read"):
+        bundles.write(tmp_path / "wrong.zip", clone)
+    (clone / "metadata.json").rename(clone / "FusedMoE" / "build" / "torch-npu" / "metadata.json")
     changed = clone / "RoPE" / "build" / "torch-npu" / "layers.py"
     changed.write_text("import os")
     output = tmp_path / "wrong.zip"

@@ -1,4 +1,4 @@
-"""What the tests of publishing share: a small kernel repository, and publishers in this process."""
+"""What the tests of scripts share: the repositories with all variants, a small one, and publishers in this process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import build
 import huggingface_hub.utils._http as hub_http
 import pytest
 from huggingface_hub import HfApi, constants
 from rich.console import Console
 
+from kernels_ext_npu.distribution.variants import complete, repositories
 from publishing.remote import Patience
 from publishing.report import Report
 from publishing.run import Request, publish
 from tests.localhub import LocalHub
 from tests.support.tiny import Clone
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the repositories of the project, of each the build with all variants."""
+    root = tmp_path_factory.mktemp("whole")
+    for repository in repositories(build.ROOT):
+        complete(repository, root / repository.name / "build")
+    return root
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The kernel repositories as they are committed: fresh, loadable, and true to the releases that they name."""
+"""The kernel repositories: fresh in the tree, and whole, loadable and true to the releases that they name."""
 
 from __future__ import annotations
 
@@ -19,18 +19,30 @@ from kernels.backends import CANN, CPU
 from kernels.variants import _resolve_variant_for_system, parse_variant
 from packaging.version import Version
 
-from kernels_ext_npu.sources import REPOSITORIES as KNOWN
+from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
+from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
 from publishing import trial
 from strict import Strict, strict_variants
 
-REPOSITORIES = build.repositories()
-VARIANTS = [variant for repository in REPOSITORIES for variant in sorted((repository / "build").iterdir())]
-NAMES = set(build.variants())
+REPOSITORIES = repositories(build.ROOT)
+NAMES = sorted(names(build.ROOT))
+VARIANTS = [(repository.name, name) for repository in REPOSITORIES for name in NAMES]
+TREE = {f"torch{minor}-cxx11-cann82-aarch64-linux" for minor in (26, 27, 28)} | {"torch-npu", "torch-universal"}
 SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 
 
-def named(path: Path) -> str:
-    return f"{path.parent.parent.name}-{path.name}" if path.parent.name == "build" else path.name
+def named(value: Path | tuple[str, str]) -> str:
+    return value.name if isinstance(value, Path) else "-".join(value)
+
+
+@pytest.fixture
+def variant(request: pytest.FixtureRequest, whole: Path) -> Path:
+    """The folder of a variant, whether the tree holds it or not."""
+    repository, name = request.param
+    return whole / repository / "build" / name
+
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=named, indirect=True)
 
 
 def test_the_package_knows_all_repositories() -> None:
@@ -41,6 +53,11 @@ def test_the_package_knows_all_repositories() -> None:
 @pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
 def test_the_committed_build_is_what_the_source_gives(repository: Path) -> None:
     assert build.differences(repository) == []
+
+
+@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+def test_the_tree_holds_those_for_all_machines_and_for_cann_8_2(repository: Path) -> None:
+    assert {path.name for path in (repository / "build").iterdir()} == TREE
 
 
 @pytest.fixture
@@ -75,10 +92,19 @@ def test_every_kind_of_staleness_is_named(clone: Path, edit: str) -> None:
         expected = ["missing: torch-npu/layers.py"]
     else:
         (repository / "torch-ext" / "rmsnorm" / "layers.py").write_text("")
-        expected = [f"differs: {name}/{file}" for name in sorted(NAMES) for file in ("layers.py", "metadata.json")]
+        expected = [f"differs: {name}/{file}" for name in TREE for file in ("layers.py", "metadata.json")]
     assert sorted(build.differences(repository, clone)) == sorted(expected)
     build.build(repository, clone)
     assert build.differences(repository, clone) == []
+
+
+def test_a_variant_that_the_tree_does_not_hold_is_stale_and_goes(clone: Path) -> None:
+    stale = clone / "RMSNorm" / "build" / "torch29-cxx11-cann85-aarch64-linux"
+    shutil.copytree(stale.parent / "torch-npu", stale)
+    found = build.differences(clone / "RMSNorm", clone)
+    assert f"not built from the source: {stale.name}/layers.py" in found
+    build.build(clone / "RMSNorm", clone)
+    assert not stale.exists()
 
 
 def test_the_command_line(run_python) -> None:
@@ -90,7 +116,7 @@ def test_the_command_line(run_python) -> None:
 
 
 # ---- loadable --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+@each_variant
 def test_metadata_and_digests_hold(variant: Path) -> None:
     metadata = Metadata.read_from_file(variant / "metadata.json")
     written = json.loads((variant / "metadata.json").read_text())
@@ -102,19 +128,19 @@ def test_metadata_and_digests_hold(variant: Path) -> None:
     assert parse_variant(variant.name).variant_str == variant.name
 
 
-def test_ids_are_unique() -> None:
-    ids = [json.loads((variant / "metadata.json").read_text())["id"] for variant in VARIANTS]
+def test_ids_are_unique(whole: Path) -> None:
+    ids = [json.loads((whole / name / "build" / v / "metadata.json").read_text())["id"] for name, v in VARIANTS]
     assert len(set(ids)) == len(ids) == len(REPOSITORIES) * len(NAMES)
 
 
 def test_an_id_changes_with_the_content(clone: Path) -> None:
     source = clone / "RMSNorm" / "torch-ext" / "rmsnorm" / "layers.py"
-    before = json.loads(build.render(clone / "RMSNorm", clone)["torch-npu/metadata.json"])["id"]
+    before = json.loads(build.render(clone / "RMSNorm", NOARCH)["torch-npu/metadata.json"])["id"]
     source.write_text(source.read_text() + "\n")
-    assert json.loads(build.render(clone / "RMSNorm", clone)["torch-npu/metadata.json"])["id"] != before
+    assert json.loads(build.render(clone / "RMSNorm", NOARCH)["torch-npu/metadata.json"])["id"] != before
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+@each_variant
 def test_every_variant_loads_and_computes(variant: Path) -> None:
     """By its own path, which leaves out the question whether it fits this machine."""
     example = trial.EXAMPLES[json.loads((variant / "metadata.json").read_text())["name"]]
@@ -142,7 +168,7 @@ assert x.grad.isfinite().all()
     run_forks(first, codes, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+@each_variant
 def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Path, monkeypatch) -> None:
     """As kernels 0.10 imports: the package `<variant>/<repository name>`, under that name."""
     repository = variant.parent.parent.name
@@ -155,7 +181,7 @@ def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Pat
     assert module.layers.__name__.startswith(name)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+@each_variant
 def test_imports_are_relative_of_torch_or_of_the_standard_library(variant: Path) -> None:
     for path in variant.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -169,7 +195,7 @@ def test_imports_are_relative_of_torch_or_of_the_standard_library(variant: Path)
 def chosen(torch: str, cann: str | None, cpu: str = "aarch64") -> list[str]:
     """What kernels' own resolver accepts on a described machine, best first."""
     accepted, _ = _resolve_variant_for_system(
-        variants=[parse_variant(name) for name in sorted(NAMES)],
+        variants=[parse_variant(name) for name in NAMES],
         selected_backend=CPU() if cann is None else CANN(version=Version(cann)),
         cpu=cpu,
         os="linux",
@@ -271,19 +297,19 @@ def misfit(parameters: str, positional: int, keywords: set[str]) -> str | None:
 
 
 RELEASES = schemas()
-NAMED = {name: list(RELEASES) for name in build.NOARCH} | {s.name: [s.torch_npu] for s in strict_variants(build.ROOT)}
-CASES = [(repository, *pair) for repository in REPOSITORIES for pair in NAMED.items()]
+NAMED = {name: list(RELEASES) for name in NOARCH} | {s.name: [s.torch_npu] for s in strict_variants(build.ROOT)}
+CASES = [(repository.name, *pair) for repository in REPOSITORIES for pair in NAMED.items()]
 
 
-@pytest.mark.parametrize(("repository", "variant", "releases"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(repository, variant, releases) -> None:
-    calls = operator_calls(repository / "build" / variant)
-    asked = detected(repository / "build" / variant)
+@pytest.mark.parametrize(("repository", "name", "releases"), CASES)
+def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(whole, repository, name, releases) -> None:
+    calls = operator_calls(whole / repository / "build" / name)
+    asked = detected(whole / repository / "build" / name)
     assert calls
     for release, schemas in ((release, RELEASES[release]) for release in releases):
-        for name, positional, keywords in calls:
-            assert name in schemas or name in asked, f"torch_npu {release} has no {name}"
-            assert name not in schemas or misfit(schemas[name], positional, keywords) is None
+        for operator, positional, keywords in calls:
+            assert operator in schemas or operator in asked, f"torch_npu {release} has no {operator}"
+            assert operator not in schemas or misfit(schemas[operator], positional, keywords) is None
 
 
 def test_the_check_finds_calls_that_do_not_fit() -> None:

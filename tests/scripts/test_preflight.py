@@ -10,7 +10,10 @@ import pytest
 
 from kernels_ext_npu.distribution.identity import identity, render
 from publishing import local, preflight
+from publishing.remote import RefusedError
 from tests.support.tiny import STRICT, Clone
+
+LEFT_OUT = "torch28-cxx11-cann85-aarch64-linux"
 
 
 def found(
@@ -187,6 +190,17 @@ def test_a_choice_that_cannot_be_met_is_named(clone: Clone) -> None:
     assert found(clone, STRICT, pruned=(STRICT,)) == [f"{STRICT} cannot be published and pruned at once"]
     with pytest.raises(local.NoRepositoryError, match="no kernel repository called Missing; there are Fus"):
         local.find("Missing")
+
+
+def test_what_the_tree_leaves_out_is_checked_and_made_of_what_it_holds(clone: Clone) -> None:
+    clone.rebuild(STRICT, LEFT_OUT)
+    assert not (clone.repository / "build" / LEFT_OUT).exists()
+    assert found(clone) == found(clone, LEFT_OUT) == []
+    changed_file(clone.repository / "build")
+    assert f"{LEFT_OUT}/layers.py: changed, its digest differs" in found(clone, LEFT_OUT)
+    missing_metadata(clone.repository / "build")
+    with pytest.raises(RefusedError, match=r"torch-npu/metadata.json is not there or cannot be read: make build"):
+        found(clone, LEFT_OUT)
 
 
 def test_variants_are_loaded_and_layers_obey_the_rules_of_kernels(clone: Clone) -> None:

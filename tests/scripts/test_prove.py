@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
 from proving import ProvingError, interpreters, pairs, report
 from proving.interpreters import Interpreter
 from proving.packages import Packages
@@ -34,7 +35,7 @@ SCRIPT = str(build.ROOT / "scripts" / "prove.py")
 # ---- what is proven where --------------------------------------------------------------------------------------------
 def test_without_pairs_each_variant_is_proven_on_what_it_names() -> None:
     found = pairs.proofs(strict_variants(build.ROOT))
-    assert [proof.variant for proof in found] == list(build.variants()[2:])
+    assert [proof.variant for proof in found] == list(names(build.ROOT)[len(NOARCH) :])
     assert (found[0].torch, found[0].torch_npu, found[0].cann) == ("2.6.0", "2.6.0", "8.2.RC1")
 
 
@@ -120,7 +121,7 @@ def test_a_release_that_does_not_exist_leaves_nothing(monkeypatch, tmp_path: Pat
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """The project, for a run that changes it."""
-    for name in ("integration", "softnpu", "tests", *(path.name for path in build.repositories())):
+    for name in ("integration", "softnpu", "tests", *(path.name for path in repositories(build.ROOT))):
         shutil.copytree(build.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "variants.toml"):
         shutil.copy(build.ROOT / name, tmp_path)
@@ -143,6 +144,21 @@ def test_a_run_reports_what_it_compared_and_each_repository_that_takes_another_v
     assert [line.partition(":")[0] for line in sorted(outcome.failures)] == [
         f"test_of_all_variants_the_one_for_this_machine_is_taken[{name}]" for name in REPOSITORIES
     ]
+
+
+def test_a_run_takes_a_variant_that_the_tree_leaves_out(clone: Path) -> None:
+    """On a machine that says to be the one of its name."""
+    machine = """
+import platform
+import torch
+platform.machine = lambda: "aarch64"
+torch.__version__ = torch.torch_version.TorchVersion("2.9.0")
+"""
+    (clone / "tests" / "conftest.py").write_text((clone / "tests" / "conftest.py").read_text() + machine)
+    proof = Proof("torch29-cxx11-cann85-aarch64-linux", "2.9.0", "2.9.0", "8.5.0")
+    outcome = run(clone, "tests/variants", "-k", "test_choice or qwen3]", proof=proof)
+    assert outcome.failures == ()
+    assert outcome.checks == 2 * len(REPOSITORIES) + 1
 
 
 def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path, capsys) -> None:

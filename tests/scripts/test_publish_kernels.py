@@ -10,6 +10,7 @@ import build
 import pytest
 from huggingface_hub import HfApi
 
+from kernels_ext_npu.distribution.variants import names, repositories
 from publishing import afterwards, local
 from publishing.apply import apply
 from publishing.plan import Wanted
@@ -19,7 +20,7 @@ from tests.support.tiny import held
 
 SCRIPT = str(build.ROOT / "scripts" / "publish.py")
 TOKEN = "hf_AVeryRecognisableTokenOfTheTests"
-NAMES = [repository.name for repository in build.repositories()]
+NAMES = [repository.name for repository in repositories(build.ROOT)]
 LOADED = {"variant": "torch-npu", "ran": True, "refusal": ""}
 
 USE = """
@@ -51,8 +52,9 @@ print(sorted(str(pathlib.Path(kernel.module.__file__).parent) for kernel in get_
 
 
 def content(name: str) -> dict[str, bytes]:
-    """What its branch has to hold."""
-    return {f"build/{path}": content for path, content in build.render(build.ROOT / name).items()}
+    """Return what its branch has to hold: all variants, also those that the tree leaves out."""
+    content = build.render(build.ROOT / name, names(build.ROOT))
+    return {f"build/{path}": content for path, content in content.items()}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import build
 
+from kernels_ext_npu.distribution.variants import names
 from tests.localhub import LocalHub
 
 REPO = "kernels-ext-npu/Tiny"
@@ -64,8 +65,9 @@ class Clone:
         build.build(self.repository, self.root)
 
     def built(self) -> dict[str, bytes]:
-        """Return what the Hub would hold: path on the Hub -> content."""
-        return {f"build/{path}": content for path, content in build.render(self.repository, self.root).items()}
+        """Path on the Hub -> content."""
+        content = build.render(self.repository, names(self.root))
+        return {f"build/{path}": content for path, content in content.items()}
 
 
 def held(hub: LocalHub, branch: str, repo_id: str = REPO) -> dict[str, bytes] | None:

@@ -1,20 +1,24 @@
 """What a strict variant promises, tested on the release that it names, or on any other with the variant that it takes.
 
 `make test-variants` runs these tests on every release of variants.toml and says which variant it has to be; `make test`
-runs them on the pinned release, where torch-npu has to be the one.
+runs them on the pinned release, where torch-npu has to be the one. The kernels come from a folder with all variants,
+also those that the tree leaves out.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from kernels import get_local_kernel
 
+import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution.variants import complete
 from tests.support.proofs import ROOT
 
 
@@ -25,9 +29,26 @@ def variant() -> str:
 
 
 @pytest.fixture(scope="session")
-def kernels() -> dict[str, ModuleType]:
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the repositories, each with all variants, as the package and the Hub hold them."""
+    root = tmp_path_factory.mktemp("repositories")
+    for name in REPOSITORIES:
+        complete(ROOT / name, root / name / "build")
+    return root
+
+
+@pytest.fixture(scope="session")
+def kernels(repositories: Path) -> dict[str, ModuleType]:
     """The repositories as a user gets them: loaded by `kernels`, which chooses the variant."""
-    return {name: get_local_kernel(ROOT / name) for name in REPOSITORIES}
+    return {name: get_local_kernel(repositories / name) for name in REPOSITORIES}
+
+
+@pytest.fixture
+def registered(repositories: Path) -> Iterator[None]:
+    """A registration of these, which ends with the test."""
+    kernels_ext_npu.register(source=repositories)
+    yield
+    kernels_ext_npu.unregister()
 
 
 @pytest.fixture

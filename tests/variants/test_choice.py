@@ -11,6 +11,7 @@ from kernels import get_local_kernel
 from kernels.variants import VariantAccepted, get_variants_local, parse_variant, resolve_variants
 
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution.variants import names
 from tests.support.proofs import ROOT
 
 NOARCH = ["torch-npu", "torch-universal"]
@@ -30,10 +31,13 @@ def taken(kernel: ModuleType) -> str:
 
 
 @pytest.mark.parametrize("repository", REPOSITORIES)
-def test_of_all_variants_the_one_for_this_machine_is_taken(kernels, variant: str, repository: str) -> None:
+def test_of_all_variants_the_one_for_this_machine_is_taken(
+    kernels, repositories: Path, variant: str, repository: str
+) -> None:
     assert taken(kernels[repository]) == variant
-    found = [*get_variants_local(ROOT / repository / "build"), *map(parse_variant, DECOYS)]
-    accepted, decisions = resolve_variants(found)
+    found = get_variants_local(repositories / repository / "build")
+    assert {each.variant_str for each in found} == set(names(ROOT))
+    accepted, decisions = resolve_variants([*found, *map(parse_variant, DECOYS)])
     expected = [variant, *NOARCH] if variant not in NOARCH else NOARCH
     assert [each.variant_str for each in accepted] == expected
     for decision in decisions:
@@ -44,11 +48,13 @@ def test_of_all_variants_the_one_for_this_machine_is_taken(kernels, variant: str
 
 
 @pytest.mark.parametrize("repository", REPOSITORIES)
-def test_without_it_those_for_all_machines_serve(variant: str, repository: str, tmp_path: Path) -> None:
+def test_without_it_those_for_all_machines_serve(
+    repositories: Path, variant: str, repository: str, tmp_path: Path
+) -> None:
     """The one for all NPUs, and without that the universal one."""
     build = tmp_path / "build"
     build.mkdir()
-    for each in (ROOT / repository / "build").iterdir():
+    for each in (repositories / repository / "build").iterdir():
         (build / each.name).symlink_to(each)
     remaining = NOARCH if variant not in NOARCH else NOARCH[NOARCH.index(variant) + 1 :]
     gone = [variant, *remaining]

@@ -13,7 +13,6 @@ import kernels_ext_npu
 from kernels_ext_npu.catalogue import LAYERS
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
-from tests.support.proofs import ROOT
 
 # architecture -> the repositories that serve it
 MODELS = {
@@ -25,7 +24,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_is_loaded_with_kernels_agrees_with_the_cpu(
-    registered, variant: str, largest, name: str, tmp_path: Path
+    registered, repositories: Path, variant: str, largest, name: str, tmp_path: Path
 ) -> None:
     """Logits, all gradients, and generated tokens; every kernel is of the variant that has to be taken."""
     zoo.build(name).save_pretrained(tmp_path)
@@ -34,5 +33,5 @@ def test_a_model_that_is_loaded_with_kernels_agrees_with_the_cpu(
     assert {LAYERS[row.kernel] for row in rows if row.swapped} == MODELS[name]
     assert all(row.swapped or row.reason for row in rows)
     loaded = [Path(kernel.module.__file__).parent for kernel in get_loaded_kernels()]
-    assert {path.name for path in loaded if path.is_relative_to(ROOT)} == {variant}
+    assert {path.name for path in loaded if path.is_relative_to(repositories)} == {variant}
     largest("models", torch.float32, assert_agrees(name, model))

@@ -11,7 +11,8 @@ from pathlib import Path
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.distribution import bundle_archive, hub_cache
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
-from kernels_ext_npu.distribution.verification import is_bytecode, verify_build
+from kernels_ext_npu.distribution.variants import is_bytecode, left_out
+from kernels_ext_npu.distribution.verification import verify_build
 
 
 def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository]:
@@ -89,13 +90,17 @@ def _problems(repositories: list[KernelRepository]) -> list[str]:
 
 
 def _from_folder(folder: Path) -> KernelRepository:
-    """A clone's: its variants, which are all that the branch of a version needs."""
+    """Return the variants in the package or of a clone, which are all that the branch of a version needs."""
     files = {}
     for path in sorted((folder / "build").rglob("*")):
         if path.is_symlink():
             raise BundleError(f"{path} is a link, and a variant holds only files")
         if path.is_file() and not is_bytecode(path.relative_to(folder)):
             files[path.relative_to(folder).as_posix()] = path.read_bytes()
+    try:
+        files |= {f"build/{path}": content for path, content in left_out(folder).items()}
+    except ValueError as error:
+        raise BundleError(str(error)) from error
     return KernelRepository(folder.name, _version(files), files)
 
 

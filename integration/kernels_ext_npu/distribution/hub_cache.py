@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
-from kernels_ext_npu.distribution.verification import is_bytecode
+from kernels_ext_npu.distribution.variants import is_bytecode
 from kernels_ext_npu.sources import ORGANISATION
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from huggingface_hub.utils.sha import git_hash
 
-from kernels_ext_npu.distribution.verification import METADATA, Verified, verify_build, verify_variant
+from kernels_ext_npu.distribution.variants import METADATA
+from kernels_ext_npu.distribution.verification import Verified, verify_build, verify_variant
 
 CACHED = re.compile(r"(?:kernels|models)--(.+)--(.+)")
 

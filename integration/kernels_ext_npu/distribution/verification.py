@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, Digest
 from kernels.variants import parse_variant
 
 from kernels_ext_npu.distribution.identity import identity, render
+from kernels_ext_npu.distribution.variants import METADATA, published_files
 
-METADATA = "metadata.json"
 SIGNATURE = "metadata.json.sigstore"
 
 
@@ -89,18 +88,6 @@ def verify_variant(path: Path, *, signers: list[str] | None = None) -> Verified:
         if problem:
             found.problems.append(f"{SIGNATURE}: {problem}")
     return found
-
-
-def published_files(variant: Path) -> Iterator[Path]:
-    """The files of a variant, without the bytecode that Python leaves beside them."""
-    for path in sorted(variant.rglob("*")):
-        if not (path.is_dir() and not path.is_symlink()) and not is_bytecode(path.relative_to(variant)):
-            yield path
-
-
-def is_bytecode(path: Path) -> bool:
-    """What `kernels` neither downloads nor counts in a digest."""
-    return "__pycache__" in path.parts or path.suffix == ".pyc"
 
 
 def _name_problems(name: str) -> list[str]:

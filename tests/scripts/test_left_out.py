@@ -1,0 +1,111 @@
+"""The variants that the tree leaves out: made whole, from what lies in the tree, wherever they are needed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import build
+import pytest
+
+from kernels_ext_npu.distribution.variants import complete, left_out, names, repositories
+from kernels_ext_npu.distribution.verification import verify_build
+
+REPOSITORIES = repositories(build.ROOT)
+NAMES = names(build.ROOT)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture
+def norm(tmp_path: Path) -> Path:
+    """A copy of one repository, in a folder that is like a clone."""
+    shutil.copy(build.ROOT / "variants.toml", tmp_path)
+    return shutil.copytree(build.ROOT / "RMSNorm", tmp_path / "RMSNorm")
+
+
+@pytest.mark.parametrize("repository", REPOSITORIES, ids=lambda path: path.name)
+def test_the_tree_and_what_it_leaves_out_are_all_that_the_source_gives(repository: Path, whole: Path) -> None:
+    tree, made = files(repository / "build"), left_out(repository)
+    assert {path.split("/")[0] for path in made} == set(NAMES) - {path.split("/")[0] for path in tree}
+    assert tree | made == files(whole / repository.name / "build") == build.render(repository, NAMES)
+    verified = verify_build(whole / repository.name / "build")
+    assert [entry.variant for entry in verified] == sorted(NAMES)
+    assert [problem for entry in verified for problem in entry.problems] == []
+
+
+def test_the_others_are_what_the_tree_holds_where_the_source_is_newer(norm: Path) -> None:
+    """So what is bundled or published before `make build` is of one kernel, as the tree is."""
+    before = left_out(norm)
+    (norm / "torch-ext" / "rmsnorm" / "layers.py").write_text("")
+    assert left_out(norm) == before
+
+
+def test_bytecode_is_no_variant(norm: Path) -> None:
+    """As git leaves it where it takes away the files of a variant that has run."""
+    before = left_out(norm)
+    bytecode = norm / "build" / "torch29-cxx11-cann85-aarch64-linux" / "__pycache__" / "layers.cpython-311.pyc"
+    bytecode.parent.mkdir(parents=True)
+    bytecode.write_bytes(b"")
+    assert left_out(norm) == before
+    complete(norm, norm.parent / "copy")
+    assert files(norm.parent / "copy") == files(norm / "build") | before
+
+
+def test_a_folder_without_a_list_of_variants_lacks_none(norm: Path) -> None:
+    """As in the installed package."""
+    (norm.parent / "variants.toml").unlink()
+    assert left_out(norm) == {}
+    complete(norm, norm.parent / "copy")
+    assert files(norm.parent / "copy") == files(norm / "build")
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"id": '])
+def test_metadata_that_nothing_can_be_made_from_is_named(norm: Path, content: str | None) -> None:
+    metadata = norm / "build" / "torch-npu" / "metadata.json"
+    metadata.unlink()
+    if content is not None:
+        metadata.write_text(content)
+    with pytest.raises(ValueError, match=f"{metadata} is not there or cannot be read: make build"):
+        left_out(norm)
+
+
+def test_it_is_taken_on_its_machine(run_python, whole: Path, tmp_path: Path) -> None:
+    """By a process that says to be on torch 2.9 and CANN 8.5, of a variant that the tree does not hold."""
+    (tmp_path / "ascend_toolkit_install.info").write_text("version=8.5.0\n")
+    code = f"""
+import softnpu, json, os, pathlib, platform, torch
+os.environ["ASCEND_HOME_PATH"] = {str(tmp_path)!r}
+platform.machine = lambda: "aarch64"
+torch.__version__ = "2.9.0"
+from kernels import get_local_kernel
+for root in json.loads({json.dumps(json.dumps([str(whole), str(build.ROOT)]))}):
+    kernel = get_local_kernel(pathlib.Path(root, "RMSNorm"))
+    assert kernel.rms_norm(torch.ones(2, 8, device="npu"), None, 0.0).sum().item() == 16
+    print(pathlib.Path(kernel.__file__).parent)
+"""
+    loaded = run_python(code).stdout.splitlines()
+    assert loaded == [
+        f"{whole}/RMSNorm/build/torch29-cxx11-cann85-aarch64-linux",
+        f"{build.ROOT}/RMSNorm/build/torch-npu",  # a clone has the same files under this name
+    ]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is not in the standard library")
+def test_they_are_made_without_what_the_package_needs(run_python, tmp_path: Path) -> None:
+    """As where a wheel is built: with -S there is only the standard library."""
+    code = """
+import pathlib, sys
+from kernels_ext_npu.distribution.variants import complete
+complete(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+"""
+    run_python(None, "-S", "-c", code, str(build.ROOT / "RoPE"), str(tmp_path / "build"))
+    assert files(tmp_path / "build") == build.render(build.ROOT / "RoPE", NAMES)

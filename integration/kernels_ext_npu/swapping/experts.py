@@ -103,7 +103,7 @@ def _kernel(module: nn.Module) -> str | None:
     if function is None and experts_interface.is_loaded() and is_called_by_name(module):
         function = experts_interface.loaded().forward
     package = function.__module__.partition(".")[0] if function else None
-    return package if f"{package}.experts" in sys.modules else None
+    return package if f"{package}.gates" in sys.modules else None
 
 
 def _part(package: str, name: str) -> ModuleType:

@@ -44,5 +44,6 @@ def _pair(module: nn.Module) -> Iterator[tuple[ModuleType, nn.Module, nn.Module]
     if forward is None or forward.__qualname__ not in ("SwiGLUMLP.forward", "GeGLUMLP.forward"):
         return
     package, _, _ = forward.__module__.partition(".")
-    gate, up, _ = sys.modules[forward.__module__].projections(module)
-    yield sys.modules[f"{package}.packing"], gate, up
+    packing = sys.modules[f"{package}.packing"]
+    gate, up, _ = packing.projections(module)
+    yield packing, gate, up

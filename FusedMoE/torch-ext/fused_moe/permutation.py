@@ -1,4 +1,4 @@
-"""Tokens in the order of the experts they go to, and back, with gradients in every release of torch_npu.
+"""Tokens brought into the order of the experts they go to, and back, with gradients in every release of torch_npu.
 
 The operators have no derivative before op-plugin 7.2 (torch_npu 2.5.1 and 2.6.0), and since 7.2 operators for it. Where
 they are missing, the gradient is computed from the operators of the forward.
@@ -17,33 +17,36 @@ _MOST_CHOICES = 512
 # counted as moving them, and torch.compile takes no operator that returns its input. Below autograd nothing is handed
 # out; under torch.compile that is inside of another operator.
 @torch.library.custom_op(f"{__name__.partition('.')[0]}::unpermute", mutates_args=())
-def _unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def _unpermute_operator(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
 
 
-@_unpermute.register_fake
+@_unpermute_operator.register_fake
 def _(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return rows.new_empty(weights.shape[0], rows.shape[1])
 
 
 def fits(top_k_index: Tensor) -> bool:
-    """Whether the operators take it: CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3."""
-    return takes(*top_k_index.shape)
+    """Tell whether the operators take an index ``[T, k]``.
+
+    CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3.
+    """
+    return fits_sizes(*top_k_index.shape)
 
 
-def takes(tokens: int, top_k: int) -> bool:
-    """The same for ``[tokens, top_k]``."""
+def fits_sizes(tokens: int, top_k: int) -> bool:
+    """Tell it by the sizes of the index."""
     return 0 < tokens * top_k < _MOST_ROWS and top_k <= _MOST_CHOICES
 
 
 def has_gradients() -> bool:
-    """Whether torch_npu has operators for the gradients."""
+    """Tell whether torch_npu has operators for the gradients."""
     to_permute = hasattr(torch.ops.npu, "npu_moe_token_permute_grad")
     return to_permute and hasattr(torch.ops.npu, "npu_moe_token_unpermute_grad")
 
 
 def count(top_k_index: Tensor, num_experts: int) -> Tensor:
-    """How many rows go to each expert, int64 ``[E]``; ids of ``num_experts`` and more are not counted.
+    """Count the rows that go to each expert, int64 ``[E]``; ids of ``num_experts`` and more are not counted.
 
     One bin more than there are experts, and bounds that are its first and last id, put id i into bin i: it is the
     whole part of i · (E + 1) / E. The last bin takes the rows that go to no expert here.
@@ -53,26 +56,26 @@ def count(top_k_index: Tensor, num_experts: int) -> Tensor:
 
 
 def rows_after(counts: Tensor, rows: int) -> Tensor:
-    """``[rows, 1]``, true for the rows after the last group."""
+    """Mark the rows after the last group: boolean ``[rows, 1]``."""
     return (torch.arange(rows, device=counts.device) >= counts.sum()).unsqueeze(-1)
 
 
 def permute(tokens: Tensor, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows by expert, ``[T·k, H]``, and the row that each choice of each token went to, int32 ``[T·k]``."""
+    """Copy tokens ``[T, H]`` to rows by expert, ``[T·k, H]``, and tell the row of each choice, int32 ``[T·k]``."""
     return torch.ops.npu.npu_moe_token_permute(tokens, top_k_index)
 
 
 def permute_gradient(grad: Tensor, tokens: Tensor, top_k_index: Tensor, order: Tensor) -> Tensor:
-    """The sum of the gradients of a token's rows."""
+    """Sum the gradients of each token's rows, ``[T·k, H]`` to ``[T, H]``."""
     if has_gradients():
         return torch.ops.npu.npu_moe_token_permute_grad(tokens, grad, top_k_index, order)
     return unpermute(grad, order, torch.ones_like(top_k_index, dtype=grad.dtype))
 
 
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The sum of a token's rows, each times its weight: ``[T, H]``, summed in float32."""
+    """Sum each token's rows, each times its weight ``[T, k]``, in float32: ``[T·k, H]`` to ``[T, H]``."""
     if torch.compiler.is_compiling():
-        return _unpermute(rows, order, weights)
+        return _unpermute_operator(rows, order, weights)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
 
@@ -80,7 +83,7 @@ def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 def unpermute_gradient(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor, top_k_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``rows`` and ``weights``."""
+    """Return the gradients of ``rows``, ``[T·k, H]``, and of ``weights``, ``[T, k]``."""
     if has_gradients():
         return torch.ops.npu.npu_moe_token_unpermute_grad(rows, grad, order, weights)
     place = order.long()
@@ -90,8 +93,8 @@ def unpermute_gradient(
     return (repeated.float() * sorted_weights.float()).to(rows.dtype), d_weights
 
 
-class Permute(torch.autograd.Function):
-    """:func:`permute`, differentiable."""
+class PermuteFunction(torch.autograd.Function):
+    """Does what :func:`permute` does, and is differentiable."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +110,8 @@ class Permute(torch.autograd.Function):
         return None if grad is None else permute_gradient(grad.contiguous(), *ctx.saved_tensors), None
 
 
-class Unpermute(torch.autograd.Function):
-    """:func:`unpermute`, differentiable."""
+class UnpermuteFunction(torch.autograd.Function):
+    """Does what :func:`unpermute` does, and is differentiable."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: Tensor, weights: Tensor, top_k_index: Tensor) -> Tensor:

@@ -12,16 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .grouped import MOST_LISTED, bias_gradient, grouped, product_of_list, sum_over_rows
+from . import grouped_products
+from .grouped_products import MOST_LISTED, bias_gradient, multiply_by_list, sum_over_rows
+from .neighbours import joined
 
 
 class HybridGmmFunction(torch.autograd.Function):
-    """``x[r] @ weight[e]ᵀ + bias[e]`` for the rows ``r`` of each group ``e``, one after the other: ``[M, N]``.
+    """Computes ``x[r] @ weight[e]ᵀ + bias[e]`` for the rows ``r`` of each group ``e``, one after the other: ``[M, N]``.
 
-    ``x`` is ``[M, K]``, ``counts`` the rows of each group as int64 ``[E]`` on the device, ``tail`` ``[M, 1]``, true for
-    the rows after the last group, or None where there are none. ``parameters`` are E weights ``[N, K]``, or first E and
-    then E others that lie directly behind them in memory: the result has ``[M, 2·N]`` then. If ``has_bias``, as many
-    biases ``[N]`` follow.
+    ``apply(x, counts, tail, has_bias, *parameters)`` takes ``x`` ``[M, K]``, float16, bfloat16 or float32. ``counts``
+    are the rows of each group as int64 ``[E]`` on the device, ``tail`` is boolean ``[M, 1]``, true for the rows after
+    the last group, or None where there are none. ``parameters``, of the dtype of ``x``, are E weights ``[N, K]``, or
+    first E and then E others that lie directly behind them in memory: the result has ``[M, 2·N]`` then. If
+    ``has_bias``, as many biases ``[N]`` follow. Nothing is checked.
 
     The gradients of all weights are one product, of which each gets a view.
     """
@@ -30,7 +33,7 @@ class HybridGmmFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, *parameters: Tensor) -> Tensor:
         ctx.has_bias = has_bias
         ctx.save_for_backward(x, counts, tail, *parameters)
-        return product(x, counts, tail, has_bias, parameters)
+        return multiply(x, counts, tail, has_bias, parameters)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -43,25 +46,26 @@ class HybridGmmFunction(torch.autograd.Function):
         return d_x, None, None, None, *gradients
 
 
-def product(x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, parameters: Sequence[Tensor]) -> Tensor:
-    """The product of :class:`HybridGmmFunction`, without a gradient."""
+def multiply(x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, parameters: Sequence[Tensor]) -> Tensor:
+    """Compute what :class:`HybridGmmFunction` does, without a gradient."""
     weights, biases = _split(parameters, has_bias)
     experts = counts.shape[0]
-    return _product(x, _joined(weights, experts, transposed=True), counts, _bias(biases, experts, x.dtype), tail)
+    matrices = _matrices(weights, experts, transposed=True)
+    return _multiply(x, matrices, counts, _joined_biases(biases, experts, x.dtype), tail)
 
 
 def input_gradient(
     grad: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, parameters: Sequence[Tensor]
 ) -> Tensor:
-    """The gradient of its ``x``."""
+    """Return the gradient of ``x`` of :class:`HybridGmmFunction`, ``[M, K]``."""
     weights, _ = _split(parameters, has_bias)
-    return _product(grad, _joined(weights, counts.shape[0], transposed=False), counts, None, tail)
+    return _multiply(grad, _matrices(weights, counts.shape[0], transposed=False), counts, None, tail)
 
 
 def parameter_gradients(
     x: Tensor, grad: Tensor, counts: Tensor, has_bias: bool, parameters: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of those of its ``parameters`` that need one."""
+    """Return the gradients of those ``parameters`` of :class:`HybridGmmFunction` that need one, None for the others."""
     _, biases = _split(parameters, has_bias)
     needs_weights, needs_biases = _split(needs, has_bias)
     gradients: list[Tensor | None] = [None] * len(needs)
@@ -72,18 +76,18 @@ def parameter_gradients(
     return gradients
 
 
-def _product(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None, tail: Tensor | None) -> Tensor:
-    """Weights are ``[K, N]``, contiguous or transposed views, all in the same way; ``bias`` is ``[E, N]``."""
+def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None, tail: Tensor | None) -> Tensor:
+    """Multiply with weights ``[K, N]`` that are all contiguous or all transposed views, and add a bias ``[E, N]``."""
     if x.dtype is torch.float32:
-        return grouped(x, torch.stack(weights), counts, bias, tail)
-    y = product_of_list(x, weights[:MOST_LISTED], counts[:MOST_LISTED], None if bias is None else bias[:MOST_LISTED])
+        return grouped_products.multiply(x, torch.stack(weights), counts, bias, tail)
+    y = multiply_by_list(x, weights[:MOST_LISTED], counts[:MOST_LISTED], None if bias is None else bias[:MOST_LISTED])
     if len(weights) > MOST_LISTED:
         rows = torch.arange(x.shape[0], device=x.device)
     for start in range(MOST_LISTED, len(weights), MOST_LISTED):
         part = slice(start, start + MOST_LISTED)
         before = counts[:start].sum()
         moved = x.index_select(0, (rows + before).clamp_(max=x.shape[0] - 1))
-        further = product_of_list(moved, weights[part], counts[part], None if bias is None else bias[part])
+        further = multiply_by_list(moved, weights[part], counts[part], None if bias is None else bias[part])
         # what follows the rows of these groups is not written yet: it belongs to later ones, or to the tail
         further = further.index_select(0, (rows - before).clamp_(min=0))
         y = torch.where((rows >= before).unsqueeze(-1), further, y)
@@ -91,43 +95,29 @@ def _product(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | No
 
 
 def _split(parameters: Sequence, has_bias: bool) -> tuple[list, list]:
+    """Tell the weights among the parameters, or what belongs to them, from the biases."""
     number = len(parameters) // 2 if has_bias else len(parameters)
     return list(parameters[:number]), list(parameters[number:])
 
 
-def _joined(weights: list[Tensor], experts: int, transposed: bool) -> list[Tensor]:
-    """One view for each expert, with its neighbour where there is one."""
+def _matrices(weights: list[Tensor], experts: int, transposed: bool) -> list[Tensor]:
+    """Return one view for each expert: of its weight, and of the other one behind it where there is one."""
     matrices = weights[:experts]
     if len(weights) > experts:
-        matrices = [_with_neighbour(a, b) for a, b in zip(matrices, weights[experts:])]
+        matrices = [joined(a, b) for a, b in zip(matrices, weights[experts:])]
     return [matrix.t() for matrix in matrices] if transposed else matrices
 
 
-def are_neighbours(a: Tensor, b: Tensor) -> bool:
-    """Whether the second lies directly behind the first in memory."""
-    return (
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        and a.storage_offset() + a.numel() == b.storage_offset()
-    )
-
-
-def _with_neighbour(a: Tensor, b: Tensor) -> Tensor:
-    """As one. What was side by side in the forward may have moved: a saved parameter is the parameter as it is now."""
-    if are_neighbours(a, b):
-        return a.as_strided((a.shape[0] + b.shape[0], a.shape[1]), (a.shape[1], 1))
-    return torch.cat((a, b))
-
-
-def _bias(biases: list[Tensor], experts: int, dtype: torch.dtype) -> Tensor | None:
-    """``[E, N]``, in the dtype that the operator adds."""
+def _joined_biases(biases: list[Tensor], experts: int, dtype: torch.dtype) -> Tensor | None:
+    """Copy the biases of all experts into one tensor ``[E, N]``, in the dtype that the operator adds."""
     if not biases:
         return None
-    joined = torch.stack(biases).unflatten(0, (-1, experts)).transpose(0, 1).flatten(1)
-    return joined.float() if dtype is torch.bfloat16 else joined
+    all_biases = torch.stack(biases).unflatten(0, (-1, experts)).transpose(0, 1).flatten(1)
+    return all_biases.float() if dtype is torch.bfloat16 else all_biases
 
 
 def _each(gradient: Tensor, needs: list[bool]) -> list[Tensor | None]:
-    """Of ``[E, P·N, ...]`` the gradient of each of the E·P parameters that needs one."""
+    """Take a gradient ``[E, P·N, ...]`` apart: a view for each of the E·P parameters that needs one, else None."""
     experts = gradient.shape[0]
     halves = gradient.chunk(len(needs) // experts, 1)
     parts = [part for half in halves for part in half.unbind()]

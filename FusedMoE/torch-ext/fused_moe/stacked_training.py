@@ -1,4 +1,4 @@
-"""All of the experts as one node of autograd, which keeps little.
+"""All experts of a module, whose weights are stacked in one tensor each, as one node of autograd that keeps little.
 
 Node by node the gradient would keep, for each choice of each token, the token, the product of gate and up, what the
 gate makes of it, and the expert's result. Kept are the product and, where the routing weights need a gradient, the
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import routing
+from . import permutation
 from .gates import Gate
-from .grouped import bias_gradient, grouped, weight_gradient
+from .grouped_products import bias_gradient, multiply, weight_gradient
 from .latest import Latest
 
 
@@ -29,16 +29,20 @@ def without_gradient(
     down_bias: Tensor | None,
     partial: bool,
 ) -> Tensor:
-    """The forward of :class:`FusedExperts` where nothing is kept."""
-    rows, order = routing.permute(hidden_states, top_k_index)
-    counts = routing.count(top_k_index, down.shape[0])
-    tail = routing.rows_after(counts, rows.shape[0]) if partial else None
-    rows = gate.forward(grouped(rows, gate_up, counts, gate_up_bias, tail))
-    return routing.unpermute(grouped(rows, down, counts, down_bias, tail), order, top_k_weights)
+    """Compute the forward of :class:`StackedExpertsFunction` and keep nothing. Arguments are the same."""
+    rows, order = permutation.permute(hidden_states, top_k_index)
+    counts = permutation.count(top_k_index, down.shape[0])
+    tail = permutation.rows_after(counts, rows.shape[0]) if partial else None
+    rows = gate.forward(multiply(rows, gate_up, counts, gate_up_bias, tail))
+    return permutation.unpermute(multiply(rows, down, counts, down_bias, tail), order, top_k_weights)
 
 
-class FusedExperts(torch.autograd.Function):
-    """Weights are ``[E, K, N]``: transposed views where they are stored as ``[E, N, K]``."""
+class StackedExpertsFunction(torch.autograd.Function):
+    """Computes :func:`fused_moe.fused_experts` of what the operators take, with a gate and without a norm behind it.
+
+    Weights are ``[E, K, N]``: transposed views where they are stored as ``[E, N, K]``. ``partial`` says that some
+    choices go to experts which live elsewhere.
+    """
 
     @staticmethod
     def forward(
@@ -53,14 +57,14 @@ class FusedExperts(torch.autograd.Function):
         down_bias: Tensor | None,
         partial: bool,
     ) -> Tensor:
-        rows, order = routing.permute(hidden_states, top_k_index)
-        counts = routing.count(top_k_index, down.shape[0])
-        tail = routing.rows_after(counts, rows.shape[0]) if partial else None
+        rows, order = permutation.permute(hidden_states, top_k_index)
+        counts = permutation.count(top_k_index, down.shape[0])
+        tail = permutation.rows_after(counts, rows.shape[0]) if partial else None
         needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[3:6]
-        product = grouped(rows, gate_up, counts, gate_up_bias, tail)
+        product = multiply(rows, gate_up, counts, gate_up_bias, tail)
         rows = rows if needs_gate_up else None
         activated = gate.forward(product)
-        result = grouped(activated, down, counts, down_bias, tail)
+        result = multiply(activated, down, counts, down_bias, tail)
         ctx.gate = gate
         # a compiler decides for itself what to keep, and cannot trace an object that outlives the forward
         compiling = torch.compiler.is_compiling()
@@ -70,7 +74,7 @@ class FusedExperts(torch.autograd.Function):
             hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, order, counts, tail,
             product, kept,
         )  # fmt: skip
-        return routing.unpermute(result, order, top_k_weights)
+        return permutation.unpermute(result, order, top_k_weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -82,10 +86,10 @@ class FusedExperts(torch.autograd.Function):
             ctx.needs_input_grad
         )
         grad = grad.contiguous()
-        rows, activated = (None, None) if ctx.latest is None else ctx.latest.take()
+        rows, activated = (() if ctx.latest is None else ctx.latest.take()) or (None, None)  # no name holds both
         if kept is None:  # without a gradient for the weights any rows will do
-            kept = rows = routing.permute(x, index)[0] if rows is None else rows
-        d_result, d_weights = routing.unpermute_gradient(grad, kept, order, weights, index)
+            kept = rows = permutation.permute(x, index)[0] if rows is None else rows
+        d_result, d_weights = permutation.unpermute_gradient(grad, kept, order, weights, index)
         del kept
         d_down = None
         if needs_down:
@@ -95,19 +99,19 @@ class FusedExperts(torch.autograd.Function):
         d_down_bias = bias_gradient(d_result, counts, down_bias) if needs_down_bias else None
         d_x = d_gate_up = d_gate_up_bias = None
         if needs_x or needs_gate_up or needs_gate_up_bias:
-            d_activated = grouped(d_result, down.mT, counts, tail=tail)
+            d_activated = multiply(d_result, down.mT, counts, tail=tail)
             del d_result
             d_product = ctx.gate.backward(d_activated, product)
             del d_activated
             if needs_gate_up:
-                rows = routing.permute(x, index)[0] if rows is None else rows
+                rows = permutation.permute(x, index)[0] if rows is None else rows
                 d_gate_up = weight_gradient(rows, d_product, counts, gate_up)
             del rows
             if needs_gate_up_bias:
                 d_gate_up_bias = bias_gradient(d_product, counts, gate_up_bias)
             if needs_x:
-                d_rows = grouped(d_product, gate_up.mT, counts, tail=tail)
+                d_rows = multiply(d_product, gate_up.mT, counts, tail=tail)
                 del d_product
-                d_x = routing.permute_gradient(d_rows, x, index, order)
+                d_x = permutation.permute_gradient(d_rows, x, index, order)
         d_weights = d_weights if needs_weights else None
         return None, d_x, None, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, None

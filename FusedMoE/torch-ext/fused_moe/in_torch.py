@@ -1,4 +1,4 @@
-"""The same in torch, expert by expert: for the CPU, and for what the operators do not take."""
+"""Products and experts in torch, group by group: for the CPU, and for what the operators do not take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor
 
 
 def product_in_torch(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
-    """``x[r] @ weight[e] + bias[e]`` for the rows of each group; zeros after the last. Waits for ``counts``."""
+    """Compute ``x[r] @ weight[e] + bias[e]`` for the rows of each group, and zeros after the last group.
+
+    The host waits for ``counts``. Shapes are those of :func:`fused_moe.grouped_matmul`.
+
+    Raises:
+        ValueError: the groups have more rows than ``x``.
+    """
     sizes = counts.tolist()
     if sum(sizes) > x.shape[0]:
         raise ValueError(f"grouped_matmul: counts must add up to the {x.shape[0]} rows of x, got {sum(sizes)}")
@@ -34,7 +40,7 @@ def experts_in_torch(
     activation: Callable[[Tensor], Tensor],
     post_expert_norm: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """What fused_experts gives; weights are ``[E, K, N]``."""
+    """Compute what :func:`fused_moe.fused_experts` does, with weights ``[E, K, N]``: ``[T, H]``."""
     experts, choices = top_k_index.reshape(-1).sort(stable=True)
     counts = (experts.unsqueeze(-1) == torch.arange(down.shape[0], device=experts.device)).sum(0)
     tokens = choices // top_k_index.shape[1]

@@ -1,4 +1,4 @@
-"""The experts of a module of transformers, as its attributes describe them."""
+"""The experts interface of transformers: the forward of its experts modules, as their attributes describe them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from .gates import activation_of
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of a class decorated with transformers' ``use_experts_implementation``.
+    """Compute the forward of a class that is decorated with transformers' ``use_experts_implementation``.
 
-    Serves ``ALL_EXPERTS_FUNCTIONS`` as it is. The flags that the decorator sets say how the weights lie; the rest is
-    said by :func:`fused_moe.fused_experts`.
+    It can be registered in ``ALL_EXPERTS_FUNCTIONS`` of transformers, integrations/moe.py, as it is. The flags that the
+    decorator sets say how the weights lie; the formula and its limits are those of :func:`fused_moe.fused_experts`.
 
     Args:
         experts: the module.
-        hidden_states: ``[T, H]``.
-        top_k_index: ``[T, k]``.
-        top_k_weights: ``[T, k]``.
+        hidden_states: ``[T, H]``, of a floating dtype.
+        top_k_index: int64 or int32 ``[T, k]``.
+        top_k_weights: ``[T, k]``, of a floating dtype.
 
     Returns:
-        ``[T, H]``.
+        ``[T, H]``, in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or an index on the CPU is out of range.
+        TypeError: dtypes do not.
     """
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     return fused_experts(

@@ -1,4 +1,4 @@
-"""Experts that are modules of their own, in a list: what their projections are, and all of them in grouped products."""
+"""Blocks whose experts are a list of modules: what their projections are, and all of them in grouped products."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grouped, routing
+from . import grouped_products, permutation
 from .distributed import is_distributed
 from .gates import SWIGLU
-from .list_training import ListedExperts
-from .lists import HybridGmmFunction, are_neighbours
+from .listed_products import HybridGmmFunction
+from .listed_training import ListedExpertsFunction
+from .neighbours import are_neighbours
 
-# gate, up, down
-_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 
 # the activations that were looked at; nothing is left on a module that may be saved
 _silu: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-class Experts(NamedTuple):
-    """What a list of experts consists of.
+class ListedExperts(NamedTuple):
+    """Holds what a list of experts consists of.
 
     Attributes:
         gate: the weights, one for each expert, ``[I, H]``, then the biases ``[I]`` if there are any.
-        up: the same.
-        down: ``[H, I]``, and ``[H]``.
+        up: the weights and biases of up, in the same shapes and order.
+        down: the weights ``[H, I]``, and the biases ``[H]``.
         has_bias: whether biases follow the weights: of gate, up and down.
         is_packed: whether each expert's weights of gate and up lie side by side, the gate first.
         is_swiglu: whether they do, and the activation is SiLU.
-        activation: the activation.
+        activation: what the gate goes through before it is multiplied with up.
     """
 
     gate: list[Tensor]
@@ -49,15 +49,22 @@ class Experts(NamedTuple):
 
 
 def unfit(block: nn.Module) -> str | None:
-    """Why the experts of a block are computed one after the other; None if they are not."""
+    """Say why the experts of a block are computed one after the other; None if they are not.
+
+    Args:
+        block: has the list of its experts as ``experts``.
+
+    Returns:
+        A clause that follows "since". It says nothing of what a call decides: :func:`experts_of` has the rest.
+    """
     found = _collect(block.experts)
     return found if isinstance(found, str) else None
 
 
-def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> Experts | None:
-    """The experts of a block that sends each token to ``top_k``; None where they are computed one after the other.
+def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> ListedExperts | None:
+    """Return the experts of a block that sends each token to ``top_k``; None where they are computed one by one.
 
-    That is what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
+    The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
     """
     if hidden_states.device.type != "npu" or is_distributed(hidden_states):
         return None
@@ -68,25 +75,27 @@ def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> Experts |
         return None
     weight = found.gate[0]
     inner, size = weight.shape
-    fits = grouped.takes(hidden_states, len(block.experts), (1 + found.is_packed) * inner, size)
-    fits = fits and routing.takes(hidden_states.numel() // size, top_k)
+    fits = grouped_products.fits_sizes(hidden_states, len(block.experts), (1 + found.is_packed) * inner, size)
+    fits = fits and permutation.fits_sizes(hidden_states.numel() // size, top_k)
     same = (weight.dtype, weight.device) == (hidden_states.dtype, hidden_states.device)
     return found if fits and same and hidden_states.shape[-1] == size else None
 
 
-def listed_experts(experts: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts on the tokens that a router sent to them, weighed and summed. Differentiable.
+def fused_listed_experts(
+    experts: ListedExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the experts of a list on the tokens that a router sent to them, weighed and summed. Differentiable.
 
     Permute, one product for gate and up where they are packed and two otherwise, activation, product, unpermute.
 
     Args:
-        experts: of :func:`experts_of`, for ``hidden_states``.
-        hidden_states: ``[T, H]``.
-        top_k_index: ``[T, k]``.
+        experts: what :func:`experts_of` gave for ``hidden_states``.
+        hidden_states: ``[T, H]``, of the dtype of the weights.
+        top_k_index: int64 or int32 ``[T, k]``, from 0 to E - 1, which is not checked.
         top_k_weights: ``[T, k]``, of any floating dtype.
 
     Returns:
-        ``[T, H]``.
+        ``[T, H]``, in the dtype of ``hidden_states``.
     """
     gate_bias, up_bias, down_bias = experts.has_bias
     number = len(experts.down) // (1 + down_bias)
@@ -94,9 +103,9 @@ def listed_experts(experts: Experts, hidden_states: Tensor, top_k_index: Tensor,
     (gate, gate_biases), (up, up_biases) = ((p[:number], p[number:]) for p in (experts.gate, experts.up))
     both = *gate, *up, *gate_biases, *up_biases
     if experts.is_swiglu and SWIGLU.fits(2 * gate[0].shape[0], x.dtype):
-        return ListedExperts.apply(x, index, weights, number, (gate_bias, down_bias), *both, *experts.down)
-    rows, order = routing.Permute.apply(x, index)
-    counts = routing.count(index, number)
+        return ListedExpertsFunction.apply(x, index, weights, number, (gate_bias, down_bias), *both, *experts.down)
+    rows, order = permutation.PermuteFunction.apply(x, index)
+    counts = permutation.count(index, number)
     if experts.is_packed:
         a, b = HybridGmmFunction.apply(rows, counts, None, gate_bias, *both).chunk(2, -1)
     else:
@@ -104,18 +113,18 @@ def listed_experts(experts: Experts, hidden_states: Tensor, top_k_index: Tensor,
         b = HybridGmmFunction.apply(rows, counts, None, up_bias, *experts.up)
     activated = (experts.activation(a) * b).contiguous()
     y = HybridGmmFunction.apply(activated, counts, None, down_bias, *experts.down)
-    return routing.Unpermute.apply(y, order, weights, index)
+    return permutation.UnpermuteFunction.apply(y, order, weights, index)
 
 
-def _collect(experts: nn.ModuleList) -> Experts | str:
-    """The experts, or why they cannot be taken together. Looks at the host's objects only.
+def _collect(experts: nn.ModuleList) -> ListedExperts | str:
+    """Return the experts, or why they cannot be taken together. It looks at the host's objects only.
 
     Experts can be replaced and hooks added at any time: nothing is remembered.
     """
     modules = list(experts._modules.values())
-    names = next((names for names in _NAMES if modules and names[0] in modules[0]._modules), None)
+    names = next((names for names in THREE_PROJECTIONS if modules and names[0] in modules[0]._modules), None)
     if names is None:
-        return f"the projections of the experts are none of {', '.join(name for n in _NAMES for name in n)}"
+        return f"the projections of the experts are none of {', '.join(name for n in THREE_PROJECTIONS for name in n)}"
     if any(_is_watched(expert) for expert in modules):
         return "an expert has hooks or a wrapped forward, which one product would pass by"
     parameters, has_bias = [], []
@@ -135,11 +144,11 @@ def _collect(experts: nn.ModuleList) -> Experts | str:
         return "the projections differ in size, dtype or device"
     is_packed = has_bias[0] == has_bias[1] and _is_packed(gate[: len(modules)], up[: len(modules)])
     is_swiglu = is_packed and _is_silu(activation)
-    return Experts(gate, up, down, (has_bias[0], has_bias[1], has_bias[2]), is_packed, is_swiglu, activation)
+    return ListedExperts(gate, up, down, (has_bias[0], has_bias[1], has_bias[2]), is_packed, is_swiglu, activation)
 
 
 def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list[Tensor]] | str:
-    """The weights and the biases of one projection of all experts."""
+    """Return the weights and the biases of one projection of all experts, or why they cannot be taken together."""
     for projection in projections:
         if type(projection) is not nn.Linear:
             kind = type(projection)
@@ -168,7 +177,7 @@ def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a call does more than its class says. `kernels` binds forwards as methods."""
+    """Tell whether a call does more than its class says. `kernels` binds forwards as methods."""
     members = vars(module)
     forward = members.get("forward")
     if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
@@ -183,13 +192,14 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
+    """Tell whether the weights of up lie directly behind those of the gate. A compiler does not see how weights lie."""
     if torch.compiler.is_compiling():
         return False
     return all(are_neighbours(gate, up) for gate, up in zip(gates, ups))
 
 
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """By its values, which are looked at once: many classes have one formula."""
+    """Tell by its values whether an activation is SiLU: many classes have one formula. They are looked at once."""
     if not isinstance(activation, nn.Module):
         return activation is F.silu
     if activation not in _silu:
@@ -198,6 +208,7 @@ def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _has_values_of_silu(activation: nn.Module) -> bool:
+    """Compare an activation with SiLU on the host. One with parameters of its own is another function."""
     if any(True for _ in (*activation.parameters(), *activation.buffers())):
         return False
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values

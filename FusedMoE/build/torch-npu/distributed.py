@@ -20,7 +20,7 @@ else:
 
 
 def is_distributed(*tensors: Tensor | None) -> bool:
-    """Whether one of them is spread over a mesh of devices."""
+    """Tell whether one of the tensors is spread over a mesh of devices."""
     for tensor in tensors:  # noqa: SIM110 - a generator takes longer, and every forward asks
         if isinstance(tensor, _DISTRIBUTED):
             return True
@@ -28,7 +28,14 @@ def is_distributed(*tensors: Tensor | None) -> bool:
 
 
 def on_whole(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """A function of DTensors computed of the whole of each, on every device: a DTensor that all of them hold.
+    """Gather DTensors, and call a function of whole tensors with them on every device of their mesh.
+
+    Args:
+        function: takes as many tensors as are given, and gives one.
+        tensors: DTensors of one mesh, or None.
+
+    Returns:
+        The function's result, as a DTensor that every device holds whole.
 
     Raises:
         TypeError: some of the tensors are not distributed: what part of a whole they are is not known.
@@ -44,4 +51,5 @@ def on_whole(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor
 
 
 def _gathered(tensor: Tensor, everywhere: list) -> Tensor:
+    """Return the whole of a DTensor as a tensor of this device, with a gradient that every device has whole, too."""
     return tensor.redistribute(placements=everywhere).to_local(grad_placements=everywhere)

@@ -1,6 +1,7 @@
 """What lies between the two products of an expert: SwiGLU and its clipped relatives in one launch, the rest as given.
 
-A gate is told by its values: many classes have one formula, and what it depends on are attributes of the instance.
+Which gate a module of transformers has is told by its values: many classes have one formula, and what it depends on are
+attributes of the instance.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipped_swiglu, launch_clipped_swiglu
+
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
 _UP_OFFSETS = (0.0, 1.0)
 
 
 class Gate(NamedTuple):
-    """``g · sigmoid(alpha · g) · (u + offset)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+    """Describes ``g · sigmoid(alpha · g) · (u + offset)`` with ``g`` at most ``limit`` and ``u`` within ``±limit``.
+
+    A gate takes the product of gate and up, ``[M, 2·I]`` of a floating dtype, and gives ``[M, I]``. clipped.py says
+    where the formula comes from.
 
     Attributes:
-        alpha: 1 makes it SiLU.
-        limit: infinite for SwiGLU.
+        alpha: the factor inside of the sigmoid; 1 makes it SiLU.
+        limit: where gate and up are clipped; infinite for SwiGLU.
         offset: what is added to ``u``.
         interleaved: whether gate and up alternate; otherwise the gate is the first half.
     """
@@ -34,59 +40,40 @@ class Gate(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is SwiGLU."""
+        """Tell whether it is SwiGLU."""
         return self == SWIGLU
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """In torch, differentiable, ``[M, 2·I]`` to ``[M, I]``."""
-        gate, up = self._parts(gate_up)
+        """Compute ``[M, I]`` of ``[M, 2·I]`` in torch, differentiable."""
         if self.is_plain:
+            gate, up = gate_up.chunk(2, -1)
             return nn.functional.silu(gate) * up
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + self.offset) * (gate * torch.sigmoid(self.alpha * gate))
+        return clipped_swiglu_in_torch(gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
     def fits(self, gate_up_size: int, dtype: torch.dtype, trains: bool = True) -> bool:
-        """Whether an operator of torch_npu computes it, and its gradient if it trains, for ``[M, gate_up_size]``."""
+        """Tell whether torch_npu has an operator for ``[M, gate_up_size]``, and for its gradient if it trains."""
         if self.is_plain:
             return not trains or gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
-        return hasattr(torch.ops.npu, "npu_clipped_swiglu")  # absent from torch_npu 2.6.0, 2.7.1 and 2.8.0
+        return has_clipped_swiglu()
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """In one launch, without a gradient; float32 inside, rounded once."""
+        """Compute ``[M, I]`` of ``[M, 2·I]`` in one launch, in float32 inside and rounded once, without a gradient."""
         if self.is_plain:
             return torch.ops.npu.npu_swiglu(gate_up, -1)
-        return torch.ops.npu.npu_clipped_swiglu(
-            gate_up,
-            group_index=None,
-            dim=-1,
-            alpha=self.alpha,
-            limit=self.limit,
-            bias=self.offset,
-            interleaved=self.interleaved,
-        )
+        return launch_clipped_swiglu(gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        """The gradient of ``gate_up``."""
+        """Return the gradient of ``gate_up``, ``[M, 2·I]``, from that of the result, ``[M, I]``."""
         if self.is_plain:
             return torch.ops.npu.npu_swiglu_backward(grad, gate_up, -1)
-        gate, up, grad = (tensor.float() for tensor in (*self._parts(gate_up), grad))
-        clipped = gate.clamp(max=self.limit)
-        sigmoid = torch.sigmoid(self.alpha * clipped)
-        slope = sigmoid * (1 + self.alpha * clipped * (1 - sigmoid)) * (gate <= self.limit)
-        d_gate = grad * (up.clamp(-self.limit, self.limit) + self.offset) * slope
-        d_up = grad * clipped * sigmoid * (up.abs() <= self.limit)
-        joined = torch.stack((d_gate, d_up), -1).flatten(-2) if self.interleaved else torch.cat((d_gate, d_up), -1)
-        return joined.to(gate_up.dtype)
-
-    def _parts(self, gate_up: Tensor) -> tuple[Tensor, ...]:
-        return gate_up.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else gate_up.chunk(2, -1)
+        return clipped_swiglu_gradient(grad, gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
 
 SWIGLU = Gate()
 
 
 class GateFunction(torch.autograd.Function):
-    """A gate in one launch, differentiable."""
+    """Applies a gate in one launch, and is differentiable: ``apply(gate, gate_up)``."""
 
     @staticmethod
     def forward(ctx, gate: Gate, gate_up: Tensor) -> Tensor:
@@ -104,11 +91,18 @@ Activation = Gate | Callable[[Tensor], Tensor]
 
 
 def activation_of(experts: nn.Module) -> Activation:
-    """What an experts module of transformers does between its products.
+    """Return what an experts module of transformers does between its products.
 
     The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was:
     whoever changes an attribute that the gate reads calls :func:`forget`.
     While a graph is captured there is no time for that: a module that is seen there first computes its gate in torch.
+
+    Args:
+        experts: a module with transformers' experts interface.
+
+    Returns:
+        A :class:`Gate` where it has the module's values; otherwise ``_apply_gate`` of the module, or ``act_fn`` of one
+        that does not gate.
     """
     if not experts.has_gate:
         return experts.act_fn
@@ -120,12 +114,12 @@ def activation_of(experts: nn.Module) -> Activation:
 
 
 def forget(experts: nn.Module) -> None:
-    """Take away from a module what its gate was found to be."""
+    """Take away from a module what :func:`activation_of` found its gate to be, so that it looks again."""
     vars(experts).pop(_KNOWN, None)
 
 
 def _recognise(experts: nn.Module) -> Gate | None:
-    """The gate with the values of a module's own, None where there is none."""
+    """Return the gate that gives the values of a module's own ``_apply_gate``, None where there is none."""
     floats = {value for value in vars(experts).values() if isinstance(value, float)}
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         far = torch.tensor([-1e6, -1e4, -100.0, -30.0, 30.0, 100.0, 1e4, 1e6], device="cpu")  # beyond any limit
@@ -145,10 +139,10 @@ def _recognise(experts: nn.Module) -> Gate | None:
             for offset in _UP_OFFSETS
             for interleaved in (False, True)
         ]
-        # float32 leaves some 1e-6 between two ways to compute it
         same = (c for c in candidates if values.shape == (len(gate_up), 2) and _close(values, c(gate_up)))
         return next(same, None)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    """Tell whether two ways to compute one formula in float32 could have given both."""
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-5)  # float32 leaves some 1e-6 between them

@@ -6,25 +6,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .blocks import experts_of, listed_experts
-from .experts import experts_forward
+from .blocks import experts_of, fused_listed_experts
+from .experts_interface import experts_forward
 from .router import softmax_top_k
 
 
 class _Layer(nn.Module):
+    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
+
     can_torch_compile = True
     has_backward = True
 
 
 class MoEExperts(_Layer):
-    """Experts whose weights are one tensor for each projection: every class with transformers' experts interface."""
+    """Computes experts whose weights are one tensor for each projection: any with transformers' experts interface."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class SoftmaxTopKRouter(_Layer):
-    """Experts by softmax, as in Qwen3-MoE: weights divided by their sum unless ``norm_topk_prob`` is false."""
+    """Chooses experts by softmax, as Qwen3-MoE does: divides by the sum unless ``norm_topk_prob`` is false.
+
+    The forward takes ``[..., H]`` and gives logits ``[T, E]``, weights ``[T, k]`` in their dtype and indices, int64
+    ``[T, k]``.
+    """
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, experts = _route(self, hidden_states)
@@ -32,17 +38,19 @@ class SoftmaxTopKRouter(_Layer):
 
 
 class SoftmaxTopKRouterFloat32(_Layer):
-    """The same with weights that stay in float32, as in Mixtral."""
+    """Chooses experts by softmax, with weights that stay in float32, as Mixtral does."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _route(self, hidden_states)
 
 
 class SparseMoEBlock(_Layer):
-    """Experts in a list by softmax, as in transformers 4: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Qwen3-Next.
+    """Sends tokens to experts in a list by softmax, as in transformers 4.
 
-    Weights are divided by their sum unless ``norm_topk_prob`` is false. With ``shared_expert`` where there is one, and
-    with noise on the tokens in training where ``jitter_noise`` says so.
+    That is Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and Qwen3-Next. Weights are divided by their sum unless
+    ``norm_topk_prob`` is false. ``shared_expert`` is added where there is one, and noise multiplies the tokens in
+    training where ``jitter_noise`` says so. The forward takes ``[B, S, H]`` and gives that and the
+    logits, ``[B·S, E]``.
     """
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,23 +63,27 @@ class SparseMoEBlock(_Layer):
         x = hidden_states.view(-1, hidden_states.shape[-1])
         logits = self.gate(x)
         weights, index = softmax_top_k(logits, self.top_k, getattr(self, "norm_topk_prob", True))
-        y = listed_experts(experts, x, index, weights.to(x.dtype))
+        y = fused_listed_experts(experts, x, index, weights.to(x.dtype))
         if hasattr(self, "shared_expert"):
             y = y + F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return y.reshape(hidden_states.shape), logits
 
 
 class GatedMoEBlock(_Layer):
-    """Experts in a list and a gate that chooses them, as in transformers 4: DeepSeek-V2 and V3, GLM-4-MoE, Dots."""
+    """Sends tokens to experts in a list that its gate chooses, as in transformers 4.
+
+    That is DeepSeek-V2 and V3, GLM-4-MoE and Dots. The forward takes and gives ``[B, S, H]``.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         index, weights = self.gate(hidden_states)
         x = hidden_states.view(-1, hidden_states.shape[-1])
         experts = experts_of(self, x, index.shape[1])
-        y = self.moe(x, index, weights) if experts is None else listed_experts(experts, x, index, weights)
+        y = self.moe(x, index, weights) if experts is None else fused_listed_experts(experts, x, index, weights)
         return y.view(hidden_states.shape) + self.shared_experts(hidden_states)
 
 
 def _route(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the logits of a router, and the weights and indices of the experts that they choose."""
     logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
     return logits, *softmax_top_k(logits, router.top_k, getattr(router, "norm_topk_prob", True))

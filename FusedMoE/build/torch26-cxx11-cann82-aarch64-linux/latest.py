@@ -1,4 +1,4 @@
-"""What was computed last and may be wanted soon."""
+"""What a forward computed last. Its gradient comes first, and may want it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Latest:
-    """What a forward computed, until another one takes its place or a backward takes it away."""
+    """Holds what a forward computed, until another forward's takes its place or a backward takes it away."""
 
     _current: weakref.ref[Latest] | None = None
 
@@ -20,6 +20,6 @@ class Latest:
         self._computed = computed
 
     def take(self) -> tuple[Tensor | None, ...]:
-        """As many times None where it is gone; then it has to be computed again."""
-        computed, self._computed = self._computed, (None,) * len(self._computed)
+        """Hand over what was computed, and forget it. An empty tuple says that it is gone: compute it again."""
+        computed, self._computed = self._computed, ()
         return computed

@@ -1,4 +1,4 @@
-"""Routers that choose the experts with the largest softmax."""
+"""What routers do with their logits: choose the experts with the largest softmax."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from torch import Tensor
 
 from .distributed import is_distributed
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_CHOICES = 1024
 
 
 def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest of ``softmax(logits, -1)``, in float32, divided by their sum if asked for. Differentiable.
+    """Return the k largest of ``softmax(logits, -1)``, in float32, divided by their sum if asked for. Differentiable.
 
-    Where no gradient is needed softmax and top-k are one launch, of ``npu_moe_gating_top_k_softmax``. Of experts with
-    equal probability the one with the lower index comes first there; torch.topk leaves open which does.
+    That is Qwen3MoeTopKRouter.forward of transformers, models/qwen3_moe/modeling_qwen3_moe.py, after its product. Where
+    no gradient is needed softmax and top-k are one launch, of ``npu_moe_gating_top_k_softmax``. Of experts with equal
+    probability the one with the lower index comes first there; torch.topk leaves open which does.
 
     Args:
         logits: ``[T, E]``, float16, bfloat16 or float32.
@@ -48,22 +49,28 @@ def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Ten
 
 
 def _is_fused(logits: Tensor, k: int) -> bool:
-    """op-plugin, docs/zh/custom_APIs/torch_npu, Atlas A2 and A3; no empty tensor."""
-    return logits.device.type == "npu" and logits.dtype in _DTYPES and k <= _MOST_CHOICES and logits.numel() > 0
+    """Tell whether the operator takes them: op-plugin, docs/zh/custom_APIs/torch_npu, Atlas A2 and A3."""
+    return logits.device.type == "npu" and logits.dtype in _FUSED_DTYPES and k <= _MOST_CHOICES and logits.numel() > 0
 
 
 def _in_torch(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute weights and experts in torch, and give all probabilities, ``[T, E]``, beside them."""
     probabilities = torch.softmax(logits, -1, dtype=torch.float32)
     weights, experts = probabilities.topk(k, -1)
     return _renormalised(weights) if renormalise else weights, experts, probabilities
 
 
 def _renormalised(weights: Tensor) -> Tensor:
+    """Divide the weights of each token by their sum."""
     return weights / weights.sum(-1, keepdim=True)
 
 
 class _SoftmaxTopK(torch.autograd.Function):
-    """Divided by their sum, the k largest of a softmax are the softmax of the k largest: that is what is kept."""
+    """Computes them in torch, and keeps for the gradient what it needs.
+
+    Divided by their sum, the k largest of a softmax are the softmax of the k largest: then these k are all that is
+    kept.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

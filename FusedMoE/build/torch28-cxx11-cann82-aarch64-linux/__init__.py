@@ -1,11 +1,11 @@
 """Mixtures of experts for Huawei Ascend NPUs: experts of transformers in grouped products, with gradients."""
 
-from . import layers, layout
-from .experts import experts_forward
+from . import blocks, gates, layers, layout
+from .experts_interface import experts_forward
 from .functional import fused_experts, grouped_matmul
 from .gates import SWIGLU, Gate
-from .grouped import GmmFunction
-from .lists import HybridGmmFunction
+from .grouped_products import GmmFunction
+from .listed_products import HybridGmmFunction
 from .router import softmax_top_k
 
 __all__ = [
@@ -13,8 +13,10 @@ __all__ = [
     "Gate",
     "GmmFunction",
     "HybridGmmFunction",
+    "blocks",
     "experts_forward",
     "fused_experts",
+    "gates",
     "grouped_matmul",
     "layers",
     "layout",

@@ -9,7 +9,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_product(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> None:
-    """Raise what grouped_matmul says."""
+    """Raise what :func:`fused_moe.grouped_matmul` says of its arguments."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"grouped_matmul: x must be [M, K] and weight [E, K, N], got {list(x.shape)} and {list(weight.shape)}"
@@ -33,7 +33,10 @@ def check_product(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None
 def check_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None, halves: bool
 ) -> None:
-    """Raise what fused_experts says; weights are ``[E, K, N]``, and ``halves`` says that the gate makes one of two."""
+    """Raise what :func:`fused_moe.fused_experts` says of its arguments, with weights ``[E, K, N]``.
+
+    ``halves`` says that the gate makes one column of two.
+    """
     if not _are_usual(x, index, weights, gate_up, down, *biases):
         _check_experts(x, index, weights, gate_up, down, *biases, halves=halves)
 
@@ -41,7 +44,10 @@ def check_experts(
 def _are_usual(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
 ) -> bool:
-    """Whether nothing is wrong with arguments as most models have them: the same in fewer steps, in every forward."""
+    """Tell whether nothing is wrong with arguments as most models have them.
+
+    Every forward asks: these are fewer steps than :func:`_check_experts` takes.
+    """
     if not (x.dim() == index.dim() == 2 and gate_up.dim() == down.dim() == 3):
         return False
     (tokens, size), chosen, dtype, device = x.shape, index.shape, gate_up.dtype, x.device
@@ -64,6 +70,7 @@ def _are_usual(
 def _check_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None, halves: bool
 ) -> None:
+    """Look at one argument after the other, and raise a sentence about the first that does not fit."""
     name = "fused_experts"
     if x.dim() != 2:
         raise ValueError(f"{name}: hidden_states must be [T, H], got {list(x.shape)}: reshape(-1, H) it")
@@ -101,12 +108,13 @@ def _check_experts(
 
 
 def check_indices(index: Tensor, last: int) -> None:
-    """Raise if an index on the host is out of range: on the device that would have to wait."""
+    """Raise if an index on the host is not from 0 to ``last``. For one on the device the host would have to wait."""
     if index.device.type == "cpu" and index.numel() and not 0 <= index.min() <= index.max() <= last:
         raise ValueError(f"fused_experts: top_k_index must be from 0 to {last}, got {index.min()} to {index.max()}")
 
 
 def _check_devices(name: str, **tensors: Tensor | None) -> None:
+    """Raise if the tensors, by their names as arguments of the function ``name``, are on several devices."""
     devices = {what: tensor.device for what, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         raise ValueError(f"{name}: all tensors must be on one device, got {devices}")

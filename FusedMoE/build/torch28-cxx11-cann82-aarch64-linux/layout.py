@@ -15,11 +15,14 @@ from torch import Tensor
 def store_transposed(weight: Tensor) -> None:
     """Move a weight ``[E, A, B]`` to memory in which ``[E, B, A]`` is contiguous. Shape and values stay.
 
-    Needs the memory of a second such weight while it runs. Parameters stay the same objects; state dicts hold the
+    It needs the memory of a second such weight while it runs. Parameters stay the same objects; state dicts hold the
     values in the shape they had, not contiguous, which ``save_pretrained`` and ``torch.save`` take as it is.
 
+    Args:
+        weight: a parameter of any dtype, with values, in a storage of its own.
+
     Raises:
-        ValueError: the weight is not three-dimensional, or is part of a larger storage.
+        ValueError: the weight is not three-dimensional, is no parameter with values, or is part of a larger storage.
     """
     _check("store_transposed", weight)
     if not weight.mT.is_contiguous():
@@ -27,13 +30,21 @@ def store_transposed(weight: Tensor) -> None:
 
 
 def store_contiguous(weight: Tensor) -> None:
-    """Undo :func:`store_transposed`."""
+    """Undo :func:`store_transposed`: move a weight ``[E, A, B]`` to memory in which it is contiguous.
+
+    Args:
+        weight: as there.
+
+    Raises:
+        ValueError: as there.
+    """
     _check("store_contiguous", weight)
     if not weight.is_contiguous():
         weight.data = weight.detach().contiguous()
 
 
 def _check(name: str, weight: Tensor) -> None:
+    """Raise what the function ``name`` says of a weight that it cannot move."""
     if weight.dim() != 3:
         raise ValueError(f"{name}: a weight of experts is [E, A, B], got {list(weight.shape)}")
     if not isinstance(weight, torch.nn.Parameter) or weight.is_meta:

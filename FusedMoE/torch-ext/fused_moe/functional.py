@@ -8,21 +8,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import grouped as _grouped
-from . import routing
+from . import grouped_products, permutation
 from .checks import check_experts, check_indices, check_product
 from .distributed import is_distributed, on_whole
 from .gates import SWIGLU, Activation, Gate, GateFunction
-from .grouped import GmmFunction
-from .reference import experts_in_torch, product_in_torch
-from .training import FusedExperts, without_gradient
+from .grouped_products import GmmFunction
+from .in_torch import experts_in_torch, product_in_torch
+from .stacked_training import StackedExpertsFunction, without_gradient
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x[r] @ weight[e] + bias[e]`` for the rows of each group, one group after the other. Differentiable.
+    """Compute ``x[r] @ weight[e] + bias[e]`` for the rows of each group, one group after the other. Differentiable.
 
-    One launch of ``npu_grouped_matmul``, and one for each gradient that is asked for. What that does not take (more
-    than 1024 groups, last dimensions of 65536 and more, other dtypes, weights that are neither contiguous nor a
+    It is one launch of ``npu_grouped_matmul``, and one for each gradient that is asked for. What that does not take
+    (more than 1024 groups, last dimensions of 65536 and more, other dtypes, weights that are neither contiguous nor a
     transposed view, the CPU) is computed group by group in torch, for which the host waits for ``counts``.
 
     Args:
@@ -33,7 +32,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         bias: ``[E, N]``, of any floating dtype: in bfloat16 products it is added in float32, otherwise in theirs.
 
     Returns:
-        ``[M, N]``.
+        ``[M, N]``, in the dtype of ``x``.
 
     Raises:
         ValueError: shapes or devices do not fit.
@@ -42,7 +41,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     if is_distributed(x, weight, counts, bias):
         return on_whole(grouped_matmul, x, weight, counts, bias)
     check_product(x, weight, counts, bias)
-    if not _grouped.fits(x, weight):
+    if not grouped_products.fits(x, weight):
         return product_in_torch(x, weight, counts, bias)
     return GmmFunction.apply(x.contiguous(), weight, counts, bias, None)
 
@@ -61,12 +60,13 @@ def fused_experts(
     is_expert_parallel: bool = False,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The experts of a mixture on the tokens that a router sent to them, weighed and summed. Differentiable.
+    """Compute the experts of a mixture on the tokens that a router sent to them, weighed and summed. Differentiable.
 
-    transformers, integrations/moe.py, grouped_mm_experts_forward. On the NPU: permute, product, activation, product,
-    unpermute, without waiting for the device; what is kept for the gradient of a :class:`Gate`, training.py says. What
-    the operators do not take (more than 1024 experts, 512 choices or 2^24 - 2 rows, last dimensions of 65536 and more,
-    other dtypes, the CPU) is computed expert by expert in torch, for which the host waits for how many rows each gets.
+    The formula is that of transformers, integrations/moe.py, grouped_mm_experts_forward. On the NPU it is permute,
+    product, activation, product, unpermute, without waiting for the device; stacked_training.py says what is kept for
+    the gradient of a :class:`Gate`. What the operators do not take (more than 1024 experts, 512 choices or 2^24 - 2
+    rows, last dimensions of 65536 and more, other dtypes, the CPU) is computed expert by expert in torch, for which the
+    host waits for how many rows each gets.
 
     Args:
         hidden_states: ``[T, H]``. Computed with in the dtype of the weights, and given back in its own.
@@ -83,7 +83,7 @@ def fused_experts(
         post_expert_norm: a function of the rows that the second product gives.
 
     Returns:
-        ``[T, H]``.
+        ``[T, H]``, in the dtype of ``hidden_states``.
 
     Raises:
         ValueError: shapes or devices do not fit, or an index on the CPU is out of range.
@@ -100,22 +100,22 @@ def fused_experts(
     check_experts(hidden_states, top_k_index, top_k_weights, *parameters, halves=is_gate)
     check_indices(top_k_index, down.shape[0] if is_expert_parallel else down.shape[0] - 1)
     x = hidden_states if hidden_states.dtype is gate_up.dtype else hidden_states.to(gate_up.dtype)
-    if not (_grouped.fits(x, gate_up, down) and routing.fits(top_k_index)):
+    if not (grouped_products.fits(x, gate_up, down) and permutation.fits(top_k_index)):
         y = experts_in_torch(x, top_k_index, top_k_weights, *parameters, activation, post_expert_norm)
         return y.to(hidden_states.dtype)
     x, top_k_index, top_k_weights = x.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous()
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *parameters))
     is_fused = is_gate and activation.fits(gate_up.shape[-1], x.dtype, trains)
     if is_fused and post_expert_norm is None:
-        run = FusedExperts.apply if trains else without_gradient
+        run = StackedExpertsFunction.apply if trains else without_gradient
         y = run(activation, x, top_k_index, top_k_weights, *parameters, is_expert_parallel)
     else:
-        rows, order = routing.Permute.apply(x, top_k_index)
-        counts = routing.count(top_k_index, down.shape[0])
-        tail = routing.rows_after(counts, rows.shape[0]) if is_expert_parallel else None
+        rows, order = permutation.PermuteFunction.apply(x, top_k_index)
+        counts = permutation.count(top_k_index, down.shape[0])
+        tail = permutation.rows_after(counts, rows.shape[0]) if is_expert_parallel else None
         rows = GmmFunction.apply(rows, gate_up, counts, gate_up_proj_bias, tail)
         rows = GateFunction.apply(activation, rows) if is_fused else activation(rows)
         rows = GmmFunction.apply(rows.contiguous(), down, counts, down_proj_bias, tail)
         rows = rows if post_expert_norm is None else post_expert_norm(rows)
-        y = routing.Unpermute.apply(rows.contiguous(), order, top_k_weights, top_k_index)
+        y = permutation.UnpermuteFunction.apply(rows.contiguous(), order, top_k_weights, top_k_index)
     return y if y.dtype is hidden_states.dtype else y.to(hidden_states.dtype)

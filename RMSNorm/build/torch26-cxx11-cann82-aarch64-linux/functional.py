@@ -9,14 +9,15 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``hidden_states / sqrt(mean(hidden_states², -1) + eps) * weight``, computed in float32 and rounded once.
+    """Compute ``hidden_states / sqrt(mean(hidden_states², -1) + eps) * weight`` in float32, rounded once.
 
-    One launch of ``npu_rms_norm`` for float16, bfloat16 and float32 with 2 to 8 dimensions on the NPU, a weight of
-    the same dtype or float32; the same formula in torch for everything else. Differentiable.
+    That is LlamaRMSNorm.forward of transformers, models/llama/modeling_llama.py, without its rounding in between. It is
+    one launch of ``npu_rms_norm`` for float16, bfloat16 and float32 with 2 to 8 dimensions on the NPU, a weight of the
+    same dtype or float32; the same formula in torch for everything else. Differentiable.
 
     Args:
-        hidden_states: ``[..., H]``.
-        weight: ``[H]``, or None for a norm without one.
+        hidden_states: ``[..., H]``, of a floating dtype.
+        weight: ``[H]``, of a floating dtype, or None for a norm without one.
         eps: added to the mean; 0.0 is legal.
 
     Returns:
@@ -31,7 +32,7 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
 
 
 def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """:func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
+    """Compute :func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
     if not _is_fused(hidden_states, weight):
         if weight is not None and weight.dtype in _FUSED_DTYPES:
             weight = weight.float()  # exact, and legal beside every dtype
@@ -46,15 +47,15 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of ``hidden_states + residual``, and the sum.
+    """Compute the norm of ``hidden_states + residual``, and the sum.
 
-    One launch of ``npu_add_rms_norm`` where no gradient is needed; it rounds twice, to the sum's dtype before it
+    It is one launch of ``npu_add_rms_norm`` where no gradient is needed; it rounds twice, to the sum's dtype before it
     multiplies with the weight. With gradients an addition and a norm, since the operator has no derivative.
 
     Args:
-        hidden_states: ``[..., H]``.
-        residual: the same shape.
-        weight: ``[H]``.
+        hidden_states: ``[..., H]``, of a floating dtype.
+        residual: ``[..., H]``, of the same shape.
+        weight: ``[H]``, of a floating dtype.
         eps: added to the mean.
 
     Returns:
@@ -78,7 +79,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
 
 
 def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
-    """What ``npu_rms_norm`` takes (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu, npu_rms_norm."""
+    """Tell whether ``npu_rms_norm`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
     dtype = hidden_states.dtype
     return (
         hidden_states.device.type == "npu"
@@ -89,22 +90,25 @@ def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
 
 
 def _is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """What ``npu_add_rms_norm`` takes: one dtype, and no empty tensor."""
+    """Tell whether ``npu_add_rms_norm`` takes them: it wants one dtype, and no empty tensor."""
     one_dtype = hidden_states.dtype == residual.dtype == weight.dtype
     return one_dtype and hidden_states.numel() > 0 and _is_fused(hidden_states, weight)
 
 
 def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Compute the same formula in torch, for what the operator does not take."""
     x = hidden_states.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x if weight is None else x * weight.float()).to(hidden_states.dtype)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
+    """Tell whether a gradient is asked for of one of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check(hidden_states: Tensor, weight: Tensor | None) -> None:
+    """Raise what the functions here say of arguments that do not fit."""
     if not hidden_states.is_floating_point():
         raise TypeError(f"hidden_states must be floating point, got {hidden_states.dtype}")
     if weight is None:

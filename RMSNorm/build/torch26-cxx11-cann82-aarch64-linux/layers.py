@@ -17,12 +17,14 @@ _ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
 class _Layer(nn.Module):
+    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
+
     can_torch_compile = True
     has_backward = True
 
 
 class RMSNorm(_Layer):
-    """``weight * x_normed``, as in Llama: a weight of a wider dtype widens the result. Reads ``weight`` and eps."""
+    """Computes ``weight * x_normed``, as Llama does: a wider weight widens the result. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = _weight(self)
@@ -32,28 +34,28 @@ class RMSNorm(_Layer):
 
 
 class RMSNormCastLast(_Layer):
-    """``(weight * x_normed).to(x.dtype)``, as in Olmo 2 and Gemma 4. Reads ``weight``, which may be absent, and eps."""
+    """Computes ``(weight * x_normed).to(x.dtype)``, as Olmo 2 does. Reads eps, and ``weight`` if there is one."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return norm(hidden_states, getattr(self, "weight", None), _eps(self))
 
 
 class RMSNormZeroCentered(_Layer):
-    """``((1 + weight) * x_normed).to(x.dtype)`` with the sum in float32, as in Gemma. Reads ``weight`` and eps."""
+    """Computes ``((1 + weight) * x_normed).to(x.dtype)``, the sum in float32, as Gemma. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return norm(hidden_states, 1.0 + _weight(self).float(), _eps(self))
 
 
 class RMSNormWeightless(_Layer):
-    """``x_normed.to(x.dtype)``, as in NanoChat. Reads eps."""
+    """Computes ``x_normed.to(x.dtype)``, as NanoChat does. Reads eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return norm(hidden_states, None, _eps(self))
 
 
 class T5LayerNorm(_Layer):
-    """``weight * x_normed`` in the dtype of the weight, as in T5. Reads ``weight`` and eps."""
+    """Computes ``weight * x_normed`` in the dtype of the weight, as T5 does. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = _weight(self)
@@ -61,9 +63,10 @@ class T5LayerNorm(_Layer):
 
 
 class RMSNormGated(_Layer):
-    """``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as in Qwen3-Next: the norm, then the gate.
+    """Computes ``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as Qwen3-Next does.
 
-    Reads ``weight``, eps and ``activation``: "silu", the default, or "sigmoid".
+    That is the norm, then the gate, which may be None. Reads ``weight``, eps and ``activation``: "silu", the default,
+    or "sigmoid".
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -74,9 +77,9 @@ class RMSNormGated(_Layer):
 
 
 class MambaRMSNormGated(_Layer):
-    """``weight * norm(x * silu(gate))`` in float32, as in Mamba 2: the gate, then the norm.
+    """Computes ``weight * norm(x * silu(gate))`` in float32, as Mamba 2 does.
 
-    Reads ``weight`` and eps.
+    That is the gate, which may be None, then the norm. Reads ``weight`` and eps.
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -87,25 +90,31 @@ class MambaRMSNormGated(_Layer):
 
 
 def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    """Cast a tensor to the dtype that it and its weight promote to."""
     return hidden_states.to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """As hasattr, which makes an exception of what a module does not have, after a look for parameters and modules."""
+    """Tell whether a module has an attribute that is no parameter.
+
+    hasattr makes an exception of what is not there, after a look for parameters and modules.
+    """
     return name in module.__dict__ or hasattr(type(module), name)
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """The parameter, without the search that an attribute of a module takes; what others made of it is an attribute."""
+    """Return the weight, as a parameter without the search that an attribute takes, or what others have made of it."""
     weight = module._parameters.get("weight")
     return module.weight if weight is None else weight
 
 
 def _eps(module: nn.Module) -> float:
+    """Return what is added to the mean, under either of the names that norms have for it."""
     return module.variance_epsilon if _has(module, "variance_epsilon") else module.eps
 
 
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return what a gate goes through: SiLU, unless the norm names another function."""
     name = module.activation if _has(module, "activation") else "silu"
     if name not in _ACTIVATIONS:
         raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")

@@ -20,13 +20,13 @@ def register() -> None:
 
     @register_sharding(torch.ops.npu.npu_rms_norm.default)
     def forward(x, gamma, *_) -> list[tuple[list, list]]:
-        """Rows can lie anywhere: ``y`` and ``rstd`` lie where they do."""
+        """Let rows lie anywhere: ``y`` and ``rstd`` lie where they do."""
         rows = [([Shard(dim)] * 2, [Shard(dim), whole, None]) for dim in range(x.ndim - gamma.ndim)]
         return [([whole] * 2, [whole, whole, None]), *rows]
 
     @register_sharding(torch.ops.npu.npu_rms_norm_backward.default)
     def backward(dy, x, gamma, rstd) -> list[tuple[list, list]]:
-        """The gradient of the weight is a sum over all rows."""
+        """Let rows lie anywhere: the gradient of the weight is a sum over all of them."""
         rows = [
             ([Shard(dim), Partial()], [Shard(dim), Shard(dim), whole, Shard(dim)]) for dim in range(x.ndim - gamma.ndim)
         ]

@@ -12,14 +12,14 @@ from .rotation import check, rotate, rotate_part
 
 
 class RotaryPosEmb(Layer):
-    """``x * cos + rotate_half(x) * sin`` in the dtype that x and cos promote to, as in Llama."""
+    """Computes ``x * cos + rotate_half(x) * sin`` in the dtype that x and cos promote to, as Llama does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         return rotate_both(q, k, cos, sin, unsqueeze_dim)
 
 
 class RotaryPosEmbCastBack(Layer):
-    """The same, and then the dtypes of q and k, as in Olmo 2, whose cos and sin are float32."""
+    """Rotates, and gives q and k in their own dtypes, as Olmo 2 does, whose cos and sin are float32."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         q_rotated, k_rotated = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
@@ -27,7 +27,7 @@ class RotaryPosEmbCastBack(Layer):
 
 
 class RotaryPosEmbFloat32(Layer):
-    """In float32, and then the dtype of q, as in ModernBERT."""
+    """Rotates in float32, and gives both in the dtype of q, as ModernBERT does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -36,7 +36,7 @@ class RotaryPosEmbFloat32(Layer):
 
 
 class RotaryPosEmbTablesInFloat32(Layer):
-    """The same with cos and sin in float32 too, as in HunYuan-VL: another result only where they are float64."""
+    """Rotates as :class:`RotaryPosEmbFloat32`, and casts float64 cos and sin to float32, as HunYuan-VL does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -45,14 +45,14 @@ class RotaryPosEmbTablesInFloat32(Layer):
 
 
 class RotaryPosEmbReversed(Layer):
-    """``rotate_half`` with the other sign, ``[x2, -x1]``, as in NanoChat: a rotation by the negative angle."""
+    """Rotates by the negative angle, as NanoChat does, whose ``rotate_half`` is ``[x2, -x1]``."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         return apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
 
 
 class RotaryPosEmbHalfWidth(Layer):
-    """cos and sin hold each angle once, as in gpt-oss."""
+    """Rotates by cos and sin that hold each angle once, ``[B, S, D/2]``, as gpt-oss does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, times=2, q=q, k=k)
@@ -60,7 +60,7 @@ class RotaryPosEmbHalfWidth(Layer):
 
 
 class RotaryPosEmbPartial(Layer):
-    """Rotates as much of a head as cos is wide, as in GPT-NeoX and Phi-3."""
+    """Rotates as much of a head as cos is wide, as GPT-NeoX and Phi-3 do."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, partial=True, q=q, k=k)
@@ -69,7 +69,7 @@ class RotaryPosEmbPartial(Layer):
 
 
 class RotaryPosEmbPartialPositions(Layer):
-    """The same with an argument that is not used, as in GLM-ASR."""
+    """Rotates as :class:`RotaryPosEmbPartial`, and takes ``position_ids`` without using it, as GLM-ASR does."""
 
     def forward(
         self,
@@ -86,7 +86,7 @@ class RotaryPosEmbPartialPositions(Layer):
 
 
 class RotaryPosEmbPartialOptionalKey(Layer):
-    """The same for q alone if there is no k, as in Qwen4-Exp."""
+    """Rotates as :class:`RotaryPosEmbPartial`, and q alone if there is no k, as Qwen4-Exp does."""
 
     def forward(
         self,
@@ -103,7 +103,7 @@ class RotaryPosEmbPartialOptionalKey(Layer):
 
 
 class RotaryPosEmbLastQueries(Layer):
-    """q has the last of the positions that k and cos have, as in Muse Glimmer's assistant."""
+    """Rotates q that has the last of the positions of k and cos, as Muse Glimmer's assistant does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -113,7 +113,7 @@ class RotaryPosEmbLastQueries(Layer):
 
 
 class RotaryPosEmbPatches(Layer):
-    """Rotates the last positions, as many as cos has, and passes those before through, as in DINOv3."""
+    """Rotates the last positions, as many as cos has, and passes those before through, as DINOv3 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -130,7 +130,7 @@ class RotaryPosEmbPatches(Layer):
 
 
 class RotaryPosEmbSingle(Layer):
-    """One tensor, as in Gemma 4."""
+    """Rotates one tensor, as Gemma 4 does."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
         check(cos, sin, x=x)
@@ -138,7 +138,7 @@ class RotaryPosEmbSingle(Layer):
 
 
 class VisionRotaryPosEmb(Layer):
-    """``[S, N, D]`` beside ``[S, D]`` in float32, and then the dtypes of q and k, as in Qwen2-VL."""
+    """Rotates ``[S, N, D]`` by ``[S, D]`` in float32, and gives q and k in their own dtypes, as Qwen2-VL does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -147,7 +147,7 @@ class VisionRotaryPosEmb(Layer):
 
 
 class VisionRotaryPosEmbPartial(Layer):
-    """``[B, S, N, D]`` beside ``[S, R]``, of a head as much as cos is wide, as in MiniMax-M3-VL."""
+    """Rotates ``[B, S, N, D]`` by ``[S, R]``, as much of a head as cos is wide, as MiniMax-M3-VL does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         check(cos, sin, partial=True, q=q, k=k)
@@ -156,7 +156,7 @@ class VisionRotaryPosEmbPartial(Layer):
 
 
 class MultimodalRotaryPosEmb(Layer):
-    """cos and sin of time, height and width, ``[3, B, S, D]``, as Qwen2-VL wrote it when the function composed them."""
+    """Rotates by cos and sin of time, height and width, ``[3, B, S, D]``, as Qwen2-VL did in earlier releases."""
 
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1
@@ -165,4 +165,5 @@ class MultimodalRotaryPosEmb(Layer):
 
 
 def _at_most_float32(table: Tensor) -> Tensor:
+    """Cast cos or sin from float64 to float32, and leave other dtypes."""
     return table.float() if table.dtype == torch.float64 else table

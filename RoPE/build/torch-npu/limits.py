@@ -14,7 +14,10 @@ HEAD_SIZE = 896  # every head is smaller
 
 
 def fits_half(shape: Sequence[int], table: Sequence[int], itemsize: int) -> bool:
-    """The layouts BNSD and BSND of the mode "half". Shapes that can be read as BNSD have to keep its rules."""
+    """Tell whether shapes fit the layouts BNSD and BSND of the mode "half".
+
+    Those that can be read as BNSD have to keep its rules.
+    """
     d0, d1, d2, _ = shape
     c0, c1, c2, _ = table
     bnsd = c2 == d2 and ((c1 == 1 and c0 in (1, d0)) or (c1 == d1 and c0 == d0))
@@ -25,7 +28,7 @@ def fits_half(shape: Sequence[int], table: Sequence[int], itemsize: int) -> bool
 
 
 def _keeps_bnsd(shape: Sequence[int], itemsize: int) -> bool:
-    """``B·N <= 8·S`` if half a head fills blocks of 32 bytes, which one position of a decode step breaks."""
+    """Tell whether ``B·N <= 8·S`` if half a head fills blocks of 32 bytes, which a decode step breaks."""
     batch, heads, positions, head_size = shape
     if head_size // 2 * itemsize % 32 == 0:
         return batch * heads <= 8 * positions
@@ -33,7 +36,7 @@ def _keeps_bnsd(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def fits_interleave(shape: Sequence[int], table: Sequence[int], itemsize: int) -> bool:
-    """BNSD and BSND of the mode "interleave": one cos for the whole batch, and ``B·N < 1000``."""
+    """Tell whether shapes fit BNSD or BSND of "interleave": one cos for the whole batch, ``B·N < 1000``."""
     d0, d1, d2, _ = shape
     c0, c1, c2, _ = table
     bnsd = c2 == d2 and c0 == c1 == 1 and d0 * d1 < 1000
@@ -42,7 +45,7 @@ def fits_interleave(shape: Sequence[int], table: Sequence[int], itemsize: int) -
 
 
 def fits_tokens(shape: Sequence[int], table: Sequence[int]) -> bool:
-    """The layout TND of both modes: batch and positions make T, and each token has a row of cos.
+    """Tell whether shapes fit TND of both modes: batch and positions make T, each token has a row of cos.
 
     Rows that a batch shares are copied for it, which is 1/N of what is rotated.
     """

@@ -21,7 +21,9 @@ _KEPT = "_rope_layout"
 def rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """:func:`rotate` of q and k, with cos and sin that get the dimension of the heads at ``unsqueeze_dim``.
+    """Rotate q and k by one cos and sin, which get the dimension of the heads at ``unsqueeze_dim``.
+
+    What is said of :func:`rotate` holds. q and k are ``[B, N, S, D]`` or ``[B, S, N, D]``, cos and sin ``[B, S, D]``.
 
     Raises:
         ValueError: the shapes do not fit, or the tensors are on different devices.
@@ -40,7 +42,7 @@ def rotate_both(
 def _layout(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool
 ) -> tuple[bool, Tensor, Tensor] | None:
-    """How the operator takes q and k as they lie in memory; None where it does not, or one differs from the others.
+    """Find how the operator takes q and k as they lie in memory; None where it does not, or one differs from the other.
 
     Returns:
         Whether the dimensions in the middle of q and k change places, and cos and sin in that order.
@@ -69,7 +71,7 @@ def _layout(
 
 
 def _are_alike(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether they keep all rules of :func:`check`, and of the operator but those for shapes, and lie in one way."""
+    """Tell whether they keep all rules of :func:`check`, those of the operator but for shapes, and lie in one way."""
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
         return False
     dtype, device, size = q.dtype, q.device, q.shape[-1]
@@ -88,7 +90,7 @@ def _are_alike(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _rotate_both(q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode: str) -> tuple[Tensor, Tensor]:
-    """What comes out lies as q and k do in memory."""
+    """Launch the operator for q and for k; what comes out lies as they do in memory."""
     swap, cos, sin = layout
     if swap:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -96,7 +98,7 @@ def _rotate_both(q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode
 
 
 class _Rotations(torch.autograd.Function):
-    """Both as one node, which keeps cos and sin as they are kept with cos.
+    """Rotates both as one node of autograd, which keeps cos and sin as they are kept with cos.
 
     They are neither inputs nor outputs, and all layers share them: what save_for_backward looks after, in longer time,
     is that nobody writes to them before the backward.

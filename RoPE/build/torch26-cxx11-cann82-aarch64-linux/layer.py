@@ -1,4 +1,4 @@
-"""What all layers share: `kernels` allows no members beyond these two."""
+"""What all layers of this package share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Layer(nn.Module):
-    """What all layers say of themselves to `kernels`."""
+    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
 
     can_torch_compile = True
     has_backward = True

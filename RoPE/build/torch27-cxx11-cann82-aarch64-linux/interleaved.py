@@ -11,14 +11,14 @@ from .rotation import check, check_complex, each_twice, first_half, rotate, rota
 
 
 class RotaryPosEmbInterleaved(Layer):
-    """cos and sin hold each angle twice in a row already, as in BLT."""
+    """Rotates by cos and sin that hold each angle twice in a row, as BLT does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         return rotate_both(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
 
 class RotaryPosEmbInterleavedFloat32(Layer):
-    """The same in float32, and then the dtype of q, as in Cohere."""
+    """Rotates as :class:`RotaryPosEmbInterleaved` in float32, and gives both in the dtype of q, as Cohere does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -27,7 +27,7 @@ class RotaryPosEmbInterleavedFloat32(Layer):
 
 
 class RotaryPosEmbInterleavedPartial(Layer):
-    """As much of a head as cos is wide, as in GLM-4V."""
+    """Rotates as much of a head as cos is wide, as GLM-4V does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, partial=True, q=q, k=k)
@@ -36,7 +36,7 @@ class RotaryPosEmbInterleavedPartial(Layer):
 
 
 class RotaryPosEmbInterleavedRepeated(Layer):
-    """The first half of cos holds the angles, the second is not used, as in Helium."""
+    """Rotates by the angles in the first half of cos and sin, as Helium does; the second half is not used."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -45,7 +45,7 @@ class RotaryPosEmbInterleavedRepeated(Layer):
 
 
 class RotaryPosEmbInterleavedRepeatedFloat32(Layer):
-    """The same in float32, and then the dtype of q, as in ERNIE 4.5."""
+    """Rotates as :class:`RotaryPosEmbInterleavedRepeated` in float32, and gives the dtype of q, as ERNIE 4.5 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -54,7 +54,7 @@ class RotaryPosEmbInterleavedRepeatedFloat32(Layer):
 
 
 class RotaryPosEmbInterleavedRepeatedPartial(Layer):
-    """The same, of a head as much as cos is wide, as in GLM-4."""
+    """Rotates as :class:`RotaryPosEmbInterleavedRepeated` as much of a head as cos is wide, as GLM-4 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, partial=True, q=q, k=k)
@@ -63,7 +63,7 @@ class RotaryPosEmbInterleavedRepeatedPartial(Layer):
 
 
 class RotaryPosEmbInterleavedHalfWidth(Layer):
-    """cos and sin hold each angle once, as in OpenAI's privacy filter."""
+    """Rotates by cos and sin that hold each angle once, ``[B, S, D/2]``, as OpenAI's privacy filter does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, times=2, q=q, k=k)
@@ -72,7 +72,7 @@ class RotaryPosEmbInterleavedHalfWidth(Layer):
 
 
 class RotaryPosEmbInterleavedTail(Layer):
-    """The last values of a head, twice as many as cos is wide, in float32, and then the dtype of x: DeepSeek V4."""
+    """Rotates the last values of a head, twice as many as cos is wide, in float32, as DeepSeek V4 does."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
         check(cos, sin, times=2, partial=True, x=x)
@@ -83,7 +83,7 @@ class RotaryPosEmbInterleavedTail(Layer):
 
 
 class RotaryPosEmbEveryTwo(Layer):
-    """One tensor, ``[B, S, N, D]`` beside ``[B, S, D/2]``, and sin before cos, as in GPT-J."""
+    """Rotates one tensor ``[B, S, N, D]`` by ``[B, S, D/2]``, and takes sin before cos, as GPT-J does."""
 
     def forward(self, tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
         check(cos, sin, times=2, tensor=tensor)
@@ -91,7 +91,7 @@ class RotaryPosEmbEveryTwo(Layer):
 
 
 class RotaryPosEmbPairwise(Layer):
-    """cos and sin broadcast as they are; in float32, and then the dtypes of q and k, as in SAM 3."""
+    """Rotates in float32 by cos and sin that broadcast as they are, and keeps both dtypes, as SAM 3 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -99,7 +99,7 @@ class RotaryPosEmbPairwise(Layer):
 
 
 class RotaryEmbComplex(Layer):
-    """``[B, N, S, D]`` times complex numbers ``[B, S, D/2]``, in float32, and then the dtype of each: DeepSeek V2."""
+    """Multiplies ``[B, N, S, D]`` with complex ``[B, S, D/2]`` in float32, keeping dtypes, as DeepSeek V2 does."""
 
     def forward(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
         check_complex(freqs_cis, "freqs_cis", xq=xq, xk=xk)
@@ -107,7 +107,7 @@ class RotaryEmbComplex(Layer):
 
 
 class RotaryEmbComplexBySequence(Layer):
-    """The same for ``[B, S, N, D]``, as in Llama 4."""
+    """Multiplies ``[B, S, N, D]`` with complex ``[B, S, D/2]``, as Llama 4 does."""
 
     def forward(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
         check_complex(freqs_cis, "freqs_cis", xq=xq, xk=xk)
@@ -115,7 +115,7 @@ class RotaryEmbComplexBySequence(Layer):
 
 
 class VisionRotaryEmbComplex(Layer):
-    """The same with one position for each patch, ``[S, ..., D/2]``, as in the vision tower of Llama 4."""
+    """Multiplies with complex numbers of each patch, ``[S, ..., D/2]``, as the vision tower of Llama 4 does."""
 
     def forward(self, query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
         check_complex(freqs_ci, "freqs_ci", query=query, key=key)
@@ -125,7 +125,7 @@ class VisionRotaryEmbComplex(Layer):
 
 
 class RotaryPosEmbDeinterleaved(Layer):
-    """Pairs of neighbours go in, halves come out, as in DeepSeek V3. The first half of cos holds the angles."""
+    """Takes pairs of neighbours and gives halves, as DeepSeek V3 does. The first half of cos holds the angles."""
 
     def forward(
         self,
@@ -142,7 +142,7 @@ class RotaryPosEmbDeinterleaved(Layer):
 
 
 class RotaryPosEmbDeinterleavedOptionalKey(Layer):
-    """The same, without k if there is none, as in Mistral Large 4."""
+    """Rotates as :class:`RotaryPosEmbDeinterleaved`, and gives None for k if there is none, as Mistral Large 4 does."""
 
     def forward(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, q=q, k=k)
@@ -152,13 +152,16 @@ class RotaryPosEmbDeinterleavedOptionalKey(Layer):
 
 
 def _repeated(table: Tensor, unsqueeze_dim: int) -> Tensor:
+    """Repeat each value of the first half of cos or sin in a row, and give it a dimension for the heads."""
     return each_twice(first_half(table)).unsqueeze(unsqueeze_dim)
 
 
 def _in_halves(table: Tensor, unsqueeze_dim: int) -> Tensor:
+    """Repeat the first half of cos or sin as a whole, and give it a dimension for the heads."""
     half = first_half(table).unsqueeze(unsqueeze_dim)
     return torch.cat((half, half), -1)
 
 
 def _deinterleaved(x: Tensor) -> Tensor:
+    """Copy pairs of neighbours into halves: ``[x0, x2, ..., x1, x3, ...]``."""
     return torch.cat((x[..., ::2], x[..., 1::2]), -1)

@@ -10,13 +10,13 @@ from .rotation import check, rotate
 
 
 def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """``x * cos + rotated(x) * sin``, where ``rotated`` turns ``[x1, x2]`` into ``[-x2, x1]``.
+    """Compute ``x * cos + rotated(x) * sin``, where ``rotated`` turns ``[x1, x2]`` into ``[-x2, x1]``.
 
-    One launch of ``npu_rotary_mul`` on the NPU, computed in float32 and rounded once, in the layout that the memory of
-    ``x`` has; the same formula in torch beyond the limits of the operator. Differentiable.
+    It is one launch of ``npu_rotary_mul`` on the NPU, computed in float32 and rounded once, in the layout that the
+    memory of ``x`` has; the same formula in torch beyond the limits of the operator. Differentiable.
 
     Args:
-        x: ``[B, N, S, D]`` or ``[B, S, N, D]``, or whatever else cos broadcasts to; D is even.
+        x: ``[B, N, S, D]`` or ``[B, S, N, D]``, of a floating dtype, or whatever else cos broadcasts to; D is even.
         cos: of as many dimensions as x, or fewer, each of one or as in x: ``[B, 1, S, D]`` beside ``[B, N, S, D]``.
         sin: as cos.
         interleaved: rotate the pairs ``(x[2i], x[2i + 1])`` instead of ``(x[i], x[i + D/2])``; cos and sin then hold
@@ -36,17 +36,19 @@ def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """``rotary_mul`` of q and k, as ``apply_rotary_pos_emb`` of Llama in transformers.
+    """Rotate q and k by halves, as ``apply_rotary_pos_emb`` of transformers, models/llama/modeling_llama.py.
+
+    What is said of :func:`rotary_mul` holds for each of them.
 
     Args:
-        q: ``[B, N, S, D]``, or ``[B, S, N, D]`` with unsqueeze_dim 2.
-        k: the same with a number of heads of its own.
+        q: ``[B, N, S, D]``, of a floating dtype, or ``[B, S, N, D]`` with unsqueeze_dim 2.
+        k: as q, with a number of heads of its own.
         cos: ``[B, S, D]`` or ``[1, S, D]``.
         sin: as cos.
         unsqueeze_dim: where cos and sin get the dimension of the heads.
 
     Returns:
-        q and k, rotated.
+        q and k, rotated, each in the dtype that it and cos promote to.
 
     Raises:
         ValueError: the shapes do not fit, or the tensors are on different devices.
@@ -58,18 +60,21 @@ def apply_rotary_pos_emb(
 def apply_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rotates with positions of time, height and width, as Qwen2-VL: cos and sin are composed, then used as usual.
+    """Rotate q and k by positions of time, height and width, as Qwen2-VL did: cos and sin are composed, then used.
+
+    That is ``apply_multimodal_rotary_pos_emb`` of models/qwen2_vl/modeling_qwen2_vl.py in earlier releases of
+    transformers.
 
     Args:
-        q: ``[B, N, S, D]``.
-        k: the same with a number of heads of its own.
+        q: ``[B, N, S, D]``, of a floating dtype.
+        k: as q, with a number of heads of its own.
         cos: ``[3, B, S, D]``, for time, height and width.
         sin: as cos.
         mrope_section: how many of the D/2 frequencies go by time, height and width.
         unsqueeze_dim: where cos and sin get the dimension of the heads.
 
     Returns:
-        q and k, rotated.
+        q and k, rotated, each in the dtype that it and cos promote to.
 
     Raises:
         ValueError: the shapes do not fit, or the tensors are on different devices.

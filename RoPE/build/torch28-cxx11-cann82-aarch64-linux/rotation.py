@@ -10,7 +10,7 @@ from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave, fits_tokens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float32: bool = False) -> Tensor:
-    """``x * cos + rotated(x) * sin`` for cos and sin that broadcast to x.
+    """Compute ``x * cos + rotated(x) * sin`` for cos and sin that broadcast to x.
 
     With float32 the computation is in float32 whatever the dtypes are, and the caller rounds: the result is float32, or
     already has the dtype of x.
@@ -24,7 +24,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float
 
 
 def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates as much of the last dimension as cos is wide, and passes the rest through."""
+    """Rotate as much of the last dimension as cos is wide, and pass the rest through."""
     width = cos.shape[-1]
     if width == x.shape[-1]:
         return rotate(x, cos, sin, interleaved)
@@ -32,7 +32,7 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) 
 
 
 def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of neighbours as complex numbers, times complex factors, in float32; the dtype of each tensor is kept."""
+    """Multiply pairs of neighbours, as complex numbers, with complex factors in float32; dtypes are kept."""
     x, y = tensors
     if x.device.type != "npu" or factors.dtype != torch.complex64 or factors.requires_grad or is_distributed(x):
         return _times(x, factors), _times(y, factors)
@@ -42,12 +42,12 @@ def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Ten
 
 
 def each_twice(table: Tensor) -> Tensor:
-    """``[c0, c1, ...]`` to ``[c0, c0, c1, c1, ...]``."""
+    """Repeat each value in a row: ``[c0, c1, ...]`` becomes ``[c0, c0, c1, c1, ...]``."""
     return torch.stack((table, table), -1).flatten(-2)
 
 
 def first_half(table: Tensor) -> Tensor:
-    """``[..., D] -> [..., D/2]``: of a table whose halves are the same."""
+    """View the first half of a table whose halves are the same, ``[..., D]`` to ``[..., D/2]``."""
     return table[..., : table.shape[-1] // 2]
 
 
@@ -89,11 +89,13 @@ def check_complex(factors: Tensor, name: str, **rotated: Tensor) -> None:
 
 
 def _times(x: Tensor, factors: Tensor) -> Tensor:
+    """Multiply with complex numbers in torch."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * factors).flatten(3).type_as(x)
 
 
 def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Compute the same formula in torch, for what the operator does not take."""
     if interleaved:
         rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
@@ -103,12 +105,17 @@ def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
 
 
 def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """View all three with four dimensions, which the operator wants."""
     cos, sin = cos[(None,) * (4 - cos.dim())], sin[(None,) * (4 - sin.dim())]
     return x[None] if x.dim() == 3 else x, cos, sin
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
-    """The operator in the layout that the memory has, so that nothing is copied; else in another that it takes."""
+    """Launch the operator in the layout that the memory has, so that nothing is copied; else in another that it takes.
+
+    Returns:
+        None where the operator has no layout for the shapes.
+    """
     fits, mode = (fits_interleave, "interleave") if interleaved else (fits_half, "half")
     if x.shape[1] == x.shape[2] == cos.shape[0] == 1:  # one head at one position: the batch stands for heads
         y = _launch(x.transpose(0, 2), cos, sin, interleaved) if x.shape[0] > 1 else None
@@ -129,13 +136,14 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
 
 
 def _fused(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """Launch the operator, as a node of autograd where a gradient is needed."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotation.apply(x, cos, sin, mode)
     return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
 
 
 class _Rotation(torch.autograd.Function):
-    """torch_npu's own keeps x, which only the gradients of cos and sin want: they are not asked for here."""
+    """Rotates without keeping x, which torch_npu's own node does for the gradients of cos and sin."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
@@ -153,7 +161,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the operator takes them, if there is a layout for the shapes.
+    """Tell whether the operator takes them, if there is a layout for the shapes.
 
     Where cos or sin need a gradient, torch computes: for those the operator has limits of its own.
     """
@@ -166,6 +174,5 @@ def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
         and x.numel() > 0
         and x.shape[-1] < HEAD_SIZE
         and not needs_grad_of_cos
-        and not is_distributed(x)
-        and not is_distributed(cos)
+        and not is_distributed(x, cos)
     )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .clipped import clipped_swiglu_gradient, launch_clipped_swiglu
+
 _NAMESPACE = __name__.partition(".")[0]
 _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
 
@@ -25,11 +27,11 @@ def _(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
 
 
 class GatedUnit(NamedTuple):
-    """A gated linear unit of ``[..., 2·I]``.
+    """Holds the operators of a gated linear unit, which takes ``[..., 2·I]`` and gives ``[..., I]``.
 
     Attributes:
-        forward: its value, and what ``backward`` wants besides.
-        backward: the gradient from that of the value, the input, and the rest of what ``forward`` gave.
+        forward: computes the value, and what ``backward`` wants besides.
+        backward: computes the gradient from that of the value, the input, and the rest of what ``forward`` gave.
         backward_wants_forward: whether there is such a rest.
     """
 
@@ -49,6 +51,8 @@ GEGLU = GatedUnit(
 
 
 class _GeGLU(torch.autograd.Function):
+    """Launches ``npu_geglu``, and for its gradient the operator that has a meta kernel which works."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         y, gelu = GEGLU.forward(x)
@@ -61,49 +65,29 @@ class _GeGLU(torch.autograd.Function):
 
 
 def geglu_fused(x: Tensor) -> Tensor:
-    """``gelu_tanh(x[..., :I]) * x[..., I:]`` in one launch."""
+    """Compute ``gelu_tanh(x[..., :I]) * x[..., I:]`` in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _GeGLU.apply(x)
     return GEGLU.forward(x)[0]
 
 
-def has_clipped_swiglu() -> bool:
-    """Absent from torch_npu 2.6.0, 2.7.1 and 2.8.0."""
-    return hasattr(torch.ops.npu, "npu_clipped_swiglu")
-
-
 class _ClippedSwiGLU(torch.autograd.Function):
-    """``npu_clipped_swiglu`` has no derivative, and says nothing when one is asked for."""
+    """Launches the clipped SwiGLU, whose operator has no derivative, and is differentiable once."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, alpha: float, limit: float, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.options = alpha, limit, interleaved
-        return _clipped_swiglu(x, alpha, limit, interleaved)
+    def forward(ctx, gate_up: Tensor, *options: float | bool) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.options = options
+        return launch_clipped_swiglu(gate_up, *options)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,), (alpha, limit, interleaved) = ctx.saved_tensors, ctx.options
-        halves = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-        gate, up, grad = (tensor.float() for tensor in (*halves, grad))
-        clipped = gate.clamp(max=limit)
-        sigmoid = torch.sigmoid(alpha * clipped)
-        slope = sigmoid * (1 + alpha * clipped * (1 - sigmoid)) * (gate <= limit)
-        d_gate = grad * (up.clamp(-limit, limit) + 1) * slope
-        d_up = grad * clipped * sigmoid * (up.abs() <= limit)
-        d_x = torch.stack((d_gate, d_up), -1).flatten(-2) if interleaved else torch.cat((d_gate, d_up), -1)
-        return d_x.to(x.dtype), None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return clipped_swiglu_gradient(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-def clipped_swiglu_fused(x: Tensor, alpha: float, limit: float, interleaved: bool) -> Tensor:
-    """The clipped SwiGLU of ``x`` in one launch."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _ClippedSwiGLU.apply(x, alpha, limit, interleaved)
-    return _clipped_swiglu(x, alpha, limit, interleaved)
-
-
-def _clipped_swiglu(x: Tensor, alpha: float, limit: float, interleaved: bool) -> Tensor:
-    return torch.ops.npu.npu_clipped_swiglu(
-        x, group_index=None, dim=-1, alpha=alpha, limit=limit, bias=1.0, interleaved=interleaved
-    )
+def clipped_swiglu_fused(gate_up: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
+    """Compute the clipped SwiGLU in one launch, differentiable once: ``[..., 2·I]`` to ``[..., I]``."""
+    if torch.is_grad_enabled() and gate_up.requires_grad:
+        return _ClippedSwiGLU.apply(gate_up, alpha, limit, offset, interleaved)
+    return launch_clipped_swiglu(gate_up, alpha, limit, offset, interleaved)

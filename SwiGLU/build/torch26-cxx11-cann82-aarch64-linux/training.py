@@ -8,19 +8,22 @@ come out contiguous, so that autograd takes them as they are instead of copying 
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .functional import is_aligned, is_fused_dtype
+from .latest import Latest
+from .neighbours import as_one, joined
 from .operators import GatedUnit
-from .packing import both, joined, unfit
+from .packing import unfit
 
 
 def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> bool:
-    """Whether an MLP can be one node: plain layers of one dtype on the NPU that need a gradient, gate and up packed."""
+    """Tell whether an MLP can be one node: plain layers of one dtype on the NPU that need a gradient.
+
+    That gate and up are packed is not looked at here.
+    """
     if not torch.is_grad_enabled() or unfit(down) is not None:
         return False
     a, b, c, dtype = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"], x.dtype
@@ -37,32 +40,18 @@ def trains_whole(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> 
     )
 
 
-class Latest:
-    """What a forward computed, until another one takes its place or a backward takes it away."""
-
-    _current: weakref.ref[Latest] | None = None
-
-    def __init__(self, computed: tuple[Tensor, ...]) -> None:
-        before = Latest._current and Latest._current()
-        if before is not None:
-            before.take()
-        Latest._current = weakref.ref(self)
-        self._computed = computed
-
-    def take(self) -> tuple[Tensor, ...]:
-        """Nothing where it is gone; then it has to be computed again."""
-        computed, self._computed = self._computed, ()
-        return computed
-
-
 class PackedMLP(torch.autograd.Function):
-    """``down(unit(x @ [gate; up]ᵀ))``; arguments after ``x`` are weights of gate, up and down, then their biases."""
+    """Computes ``down(unit(x @ [gate; up]ᵀ))``.
+
+    ``apply(unit, x, gate, up, down, gate_bias, up_bias, down_bias)`` takes ``x`` ``[..., H]``, packed weights
+    ``[I, H]`` of gate and up, one ``[H, I]`` of down, and their biases or None.
+    """
 
     @staticmethod
     def forward(ctx, unit: GatedUnit, x: Tensor, *parameters: Tensor | None) -> Tensor:
         gate, up, down, gate_bias, up_bias, down_bias = parameters
-        bias = None if gate_bias is None else both(gate_bias, up_bias)
-        product = F.linear(x, both(gate, up), bias)
+        bias = None if gate_bias is None else as_one(gate_bias, up_bias)
+        product = F.linear(x, as_one(gate, up), bias)
         computed = unit.forward(product)
         ctx.unit, ctx.computed = unit, Latest(computed)
         ctx.save_for_backward(x, product, gate, up, down)

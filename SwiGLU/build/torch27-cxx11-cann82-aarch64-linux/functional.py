@@ -6,26 +6,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .clipped import clipped_swiglu_in_torch, has_clipped_swiglu
 from .distributed import is_distributed
-from .operators import clipped_swiglu_fused, geglu_fused, has_clipped_swiglu
+from .operators import clipped_swiglu_fused, geglu_fused
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``, computed in float32 and rounded once on the NPU.
+    """Compute ``silu(gate) * up``, on the NPU in float32 and rounded once.
 
-    One launch of ``npu_swiglu`` where both come as one tensor, as one matrix product gives them; its gradient saves
-    that tensor and nothing else. Two tensors are joined for it where a gradient is needed, and multiplied as they
+    It is one launch of ``npu_swiglu`` where both come as one tensor, as one matrix product gives them; its gradient
+    saves that tensor and nothing else. Two tensors are joined for it where a gradient is needed, and multiplied as they
     are where none is: that moves less. Differentiable.
 
     Args:
-        gate: ``[..., I]``; without ``up`` ``[..., 2·I]``, the gate first.
-        up: the shape and device of ``gate``.
+        gate: ``[..., I]``, of a floating dtype; without ``up`` ``[..., 2·I]``, the gate first.
+        up: ``[..., I]``, of a floating dtype, on the device of ``gate``.
 
     Returns:
-        ``[..., I]``.
+        ``[..., I]``, in the dtype that gate and up promote to.
 
     Raises:
         ValueError: the last dimension of a joined tensor is odd, or gate and up differ in shape or device.
@@ -36,7 +37,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def swiglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """:func:`swiglu` of arguments that fit, as those from projections do: nothing is checked."""
+    """Compute :func:`swiglu` of arguments that fit, as those from projections do: nothing is checked."""
     if up is None:
         if _is_fused(gate) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
             return torch.ops.npu.npu_swiglu(gate, -1)
@@ -47,17 +48,17 @@ def swiglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``gelu(gate, approximate="tanh") * up``.
+    """Compute ``gelu(gate, approximate="tanh") * up``.
 
-    One launch of ``npu_geglu``, with the conditions of :func:`swiglu`. In float16 the operator rounds the activation
-    before it multiplies. Differentiable, under ``torch.compile`` too.
+    It is one launch of ``npu_geglu``, with the conditions of :func:`swiglu`. In float16 the operator rounds the
+    activation before it multiplies. Differentiable, under ``torch.compile`` too.
 
     Args:
-        gate: ``[..., I]``; without ``up`` ``[..., 2·I]``, the gate first.
-        up: the shape and device of ``gate``.
+        gate: ``[..., I]``, of a floating dtype; without ``up`` ``[..., 2·I]``, the gate first.
+        up: ``[..., I]``, of a floating dtype, on the device of ``gate``.
 
     Returns:
-        ``[..., I]``.
+        ``[..., I]``, in the dtype that gate and up promote to.
 
     Raises:
         ValueError: the last dimension of a joined tensor is odd, or gate and up differ in shape or device.
@@ -68,7 +69,7 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """:func:`geglu`, likewise."""
+    """Compute :func:`geglu` of arguments that fit: nothing is checked."""
     if up is None:
         if _is_fused(gate):
             return geglu_fused(gate)
@@ -79,19 +80,19 @@ def geglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, interleaved: bool = True) -> Tensor:
-    """``g · sigmoid(alpha · g) · (u + 1)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
+    """Compute ``g · sigmoid(alpha · g) · (u + 1)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
 
-    The activation of gpt-oss: GptOssExperts._apply_gate of transformers. One launch of ``npu_clipped_swiglu`` where
-    torch_npu has it. Differentiable once; what is saved is ``gate_up``.
+    That is the activation of gpt-oss: GptOssExperts._apply_gate of transformers. It is one launch of
+    ``npu_clipped_swiglu`` where torch_npu has it. Differentiable once; what is saved is ``gate_up``.
 
     Args:
-        gate_up: ``[..., 2·I]``; gate and up alternate, or with ``interleaved=False`` the gate is the first half.
-        alpha: of the sigmoid.
-        limit: of gate and up.
-        interleaved: how gate and up lie.
+        gate_up: ``[..., 2·I]``, of a floating dtype.
+        alpha: the factor inside of the sigmoid.
+        limit: where gate and up are clipped.
+        interleaved: whether gate and up alternate in the last dimension; otherwise the gate is its first half.
 
     Returns:
-        ``[..., I]``.
+        ``[..., I]``, in the dtype of ``gate_up``.
 
     Raises:
         ValueError: the last dimension is odd.
@@ -99,24 +100,22 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
     """
     _check("clipped_swiglu", gate_up, None)
     if _is_fused(gate_up) and has_clipped_swiglu():
-        return clipped_swiglu_fused(gate_up, alpha, limit, interleaved)
-    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+        return clipped_swiglu_fused(gate_up, alpha, limit, 1.0, interleaved)
+    return clipped_swiglu_in_torch(gate_up, alpha, limit, 1.0, interleaved)
 
 
 def is_fused_dtype(dtype: torch.dtype) -> bool:
-    """Whether the operators take it."""
+    """Tell whether the operators take a dtype."""
     return dtype in _FUSED_DTYPES
 
 
 def is_aligned(size: int, dtype: torch.dtype) -> bool:
-    """Whether the gradient of ``npu_swiglu`` takes halves of this size."""
+    """Tell whether the gradient of ``npu_swiglu`` takes halves of so many values of a dtype."""
     return size * dtype.itemsize % _ALIGNMENT == 0
 
 
 def _is_fused(x: Tensor) -> bool:
-    """What the operators take (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu; no empty tensor."""
+    """Tell whether the operators take a tensor (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
     return (
         x.device.type == "npu"
         and x.dtype in _FUSED_DTYPES
@@ -127,18 +126,21 @@ def _is_fused(x: Tensor) -> bool:
 
 
 def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:
-    """In tensors of the size of ``gate`` that move: joined 7 forward and 5 backward, apart 5 and 9.
+    """Tell whether gate and up are to be joined for one launch.
 
-    Three launches instead of five, and two tensors saved instead of three.
+    In tensors of the size of ``gate`` that move: joined 7 forward and 5 backward, apart 5 and 9. Three launches instead
+    of five, and two tensors saved instead of three.
     """
     return _is_fused(gate) and gate.dtype == up.dtype and _needs_grad(gate, up)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
+    """Tell whether a gradient is asked for of one of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check(name: str, gate: Tensor, up: Tensor | None) -> None:
+    """Raise what the function ``name`` says of arguments that do not fit."""
     if not gate.is_floating_point():
         raise TypeError(f"{name}: gate must be floating point, got {gate.dtype}")
     if up is None:

@@ -15,38 +15,71 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
+from .neighbours import are_neighbours, as_one
+
+THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
+TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate and up in one, down
+
+
+def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = THREE_PROJECTIONS) -> tuple[nn.Module, ...]:
+    """Return the projections of an MLP by what they are for, whatever names it gives them.
+
+    Args:
+        mlp: has its projections as members.
+        names: the names that they may have, in the order in which they are returned.
+
+    Returns:
+        Those of gate, up and down, or with ``names=TWO_PROJECTIONS`` the one of gate and up together, and that of down.
+
+    Raises:
+        AttributeError: it has none of them.
+    """
+    modules = mlp._modules
+    for group in names:
+        if group[0] in modules:
+            return tuple([modules[name] for name in group])  # type: ignore[misc]
+    expected = " or ".join(", ".join(group) for group in names)
+    raise AttributeError(f"{type(mlp).__name__} has none of the projections that this layer reads: {expected}")
+
 
 def project(gate: nn.Module, up: nn.Module, x: Tensor) -> Tensor:
-    """Both products of ``x``, ``[..., 2·I]``, for layers of which :func:`separate` says nothing.
+    """Multiply with the weights of two packed layers at once, and add their biases. Differentiable.
 
     Args:
         gate: a linear layer ``[H] -> [I]``.
-        up: the same.
-        x: ``[..., H]``.
+        up: another one. Of both :func:`separate` has to say None, which is not looked at here.
+        x: ``[..., H]``, of the dtype of the weights.
+
+    Returns:
+        ``[..., 2·I]``, the gate first.
     """
     a, b = gate._parameters, up._parameters
-    bias = None if a["bias"] is None else _join(a["bias"], b["bias"])
-    return F.linear(x, _join(a["weight"], b["weight"]), bias)
+    bias = None if a["bias"] is None else _packed(a["bias"], b["bias"])
+    return F.linear(x, _packed(a["weight"], b["weight"]), bias)
 
 
 def pack(gate: nn.Module, up: nn.Module) -> str | None:
     """Let the weights of two linear layers, and their biases, share one storage.
 
+    Args:
+        gate: a linear layer ``[H] -> [I]``.
+        up: another one, whose weights go behind those of the gate.
+
     Returns:
-        Why that cannot be, None if it is done.
+        A clause that says why that cannot be, None if it is done. Packing what is packed changes nothing.
     """
     reason = _unfit_pair(gate, up)
     if reason is not None:
         return reason
     for a, b in _pairs(gate, up):
-        if not _adjacent(a, b):
+        if not are_neighbours(a, b):
             for parameter in (a, b):
                 if not parameter.numel():
                     return "a weight is empty here"
                 if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
                     return "a weight is part of a larger storage"
     for a, b in _pairs(gate, up):
-        if not _adjacent(a, b):
+        if not are_neighbours(a, b):
             both = torch.empty((2 * a.shape[0], *a.shape[1:]), dtype=a.dtype, device=a.device)
             for parameter, place in zip((a, b), both.chunk(2)):
                 place.copy_(parameter.detach())
@@ -55,7 +88,12 @@ def pack(gate: nn.Module, up: nn.Module) -> str | None:
 
 
 def unpack(gate: nn.Module, up: nn.Module) -> None:
-    """Give the weights of two linear layers storages of their own again."""
+    """Give the weights of two linear layers storages of their own again.
+
+    Args:
+        gate: a linear layer, packed or not.
+        up: the other one.
+    """
     for module in (gate, up):
         for parameter in module.parameters(recurse=False):
             if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
@@ -63,20 +101,25 @@ def unpack(gate: nn.Module, up: nn.Module) -> None:
 
 
 def separate(gate: nn.Module, up: nn.Module) -> str | None:
-    """Why two layers are multiplied one after the other; None if they are packed."""
+    """Say why two layers are multiplied one after the other; None if they are packed.
+
+    Args:
+        gate: a module, of whatever class.
+        up: another one.
+    """
     reason = _unfit_pair(gate, up)
     if reason is not None:
         return reason
     for a, b in _pairs(gate, up):
-        if not _adjacent(a, b):
+        if not are_neighbours(a, b):
             return "the weights do not lie side by side in one storage"
     return None
 
 
 def unfit(module: nn.Module) -> str | None:
-    """Why a projection has to be called; None if it is a product with its weight and nothing else.
+    """Say why a projection has to be called; None if it is a product with its weight and nothing else.
 
-    Looks at the host's objects only, never at what is on the device.
+    It looks at the host's objects only, never at what is on the device.
     """
     if type(module) is not nn.Linear:
         return f"a projection is a {type(module).__module__}.{type(module).__name__}"
@@ -103,6 +146,7 @@ def unfit(module: nn.Module) -> str | None:
 
 
 def _unfit_pair(gate: nn.Module, up: nn.Module) -> str | None:
+    """Say why two modules can never be one product, wherever their weights lie; None if they can."""
     reason = unfit(gate) or unfit(up)
     if reason is not None:
         return reason
@@ -115,42 +159,25 @@ def _unfit_pair(gate: nn.Module, up: nn.Module) -> str | None:
 
 
 def _pairs(gate: nn.Module, up: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Pair the weights of two layers, and their biases if they have any."""
     a, b = gate._parameters, up._parameters
     weights = (a["weight"], b["weight"])
     return [weights] if a["bias"] is None else [weights, (a["bias"], b["bias"])]
 
 
-def _adjacent(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        and a.storage_offset() + a.numel() == b.storage_offset()
-        and a.is_contiguous()
-        and b.is_contiguous()
-    )
-
-
-def _join(a: Tensor, b: Tensor) -> Tensor:
+def _packed(a: Tensor, b: Tensor) -> Tensor:
+    """View two neighbours as one, with a gradient for each where one is asked for."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Join.apply(a, b)
-    return both(a, b)
+        return _Packed.apply(a, b)
+    return as_one(a, b)
 
 
-def both(a: Tensor, b: Tensor) -> Tensor:
-    """Two neighbours as one tensor."""
-    return a.as_strided((a.shape[0] + b.shape[0], *a.shape[1:]), a.stride(), a.storage_offset())
-
-
-def joined(a: Tensor, b: Tensor) -> Tensor:
-    """What were neighbours in the forward, as one: a saved parameter is the parameter as it is now, wherever it is."""
-    return both(a, b) if _adjacent(a, b) else torch.cat((a, b))
-
-
-class _Join(torch.autograd.Function):
-    """A view of two neighbours. Its gradient is one tensor, of which each of them gets a view."""
+class _Packed(torch.autograd.Function):
+    """Views two neighbours as one. The gradient is one tensor too, of which each of them gets a view."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        return both(a, b)
+        return as_one(a, b)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,6 @@ def _pair(module: nn.Module) -> Pair | None:
     forward = kernel_forward(module)
     if forward is None or loaded.layer_name(forward) not in _LAYERS:
         return None
-    kernel = loaded.package(forward)
-    gate, up, _ = kernel.layers.projections(module)
-    return Pair(kernel.packing, gate, up)
+    kernel = loaded.package(forward).packing
+    gate, up, _ = kernel.projections(module)
+    return Pair(kernel, gate, up)

@@ -1,0 +1,146 @@
+"""Products of groups of rows, each with its own matrix, in one launch, with gradients.
+
+``npu_grouped_matmul`` has no derivative and says nothing when one is asked for: the functions here have one. Where the
+groups do not reach the last row, the device leaves rows unwritten; ``tail`` says which, and they become zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_GROUPS = 1024
+MOST_LISTED = 128  # groups of weights that come as a list
+_SIZE = 65536  # every last dimension is below
+_COLUMNS = 16  # of the ones that sum a bias gradient: one column would have no layout to tell
+
+_M_AXIS, _K_AXIS = 0, 2  # group_type: the rows of x are grouped, or what is summed over
+_COUNTS = 1  # group_list_type
+_SINGLE, _SINGLE_K = 2, 3  # split_item: one tensor comes out
+
+
+def fits(x: Tensor, *weights: Tensor) -> bool:
+    """Tell whether ``npu_grouped_matmul`` takes rows like ``x`` and weights ``[E, K, N]``.
+
+    CANN, aclnnGroupedMatmulV4, Atlas A2 and A3: at most 1024 groups, last dimensions below 65536 of every operand as it
+    lies and as its gradient needs it, weights contiguous or the transposed view of a contiguous tensor. Nothing empty.
+    """
+    dtype, device = x.dtype, x.device
+    for weight in weights:
+        groups, inner, outer = weight.shape
+        if not (
+            weight.dtype is dtype
+            and weight.device == device
+            and fits_sizes(x, groups, inner, outer)
+            and (weight.stride() == (inner * outer, 1, inner) or weight.is_contiguous() or weight.mT.is_contiguous())
+        ):
+            return False
+    return True
+
+
+def fits_sizes(x: Tensor, groups: int, *sizes: int) -> bool:
+    """Tell it by the number of groups and the other sizes of a weight, which is contiguous or a transposed view."""
+    return (
+        x.device.type == "npu"
+        and x.dtype in _FUSED_DTYPES
+        and x.numel() > 0
+        and 0 < groups <= _MOST_GROUPS
+        and min(sizes) > 0
+        and max(sizes) < _SIZE
+    )
+
+
+class GmmFunction(torch.autograd.Function):
+    """Computes ``x[r] @ weight[e] + bias[e]``, ``[M, N]``, for the rows ``r`` of each group ``e``, one after the other.
+
+    ``apply(x, weight, counts, bias, tail)`` takes ``x`` ``[M, K]`` and ``weight`` ``[E, K, N]``, contiguous or a
+    transposed view, of one dtype: float16, bfloat16 or float32. ``counts`` are the rows of each group as int64 ``[E]``
+    on the device, ``bias`` is ``[E, N]`` or None, ``tail`` boolean ``[M, 1]``, true for the rows after the last group,
+    or None where there are none. Nothing is checked. The gradient of a weight comes out as the weight lies in memory.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, tail: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, counts, bias, tail)
+        return multiply(x, weight, counts, bias, tail)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, counts, bias, tail = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        d_weight = weight_gradient(x, grad, counts, weight) if needs_weight else None
+        d_bias = bias_gradient(grad, counts, bias) if needs_bias else None
+        return multiply(grad, weight.mT, counts, None, tail) if needs_x else None, d_weight, None, d_bias, None
+
+
+def multiply(
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, tail: Tensor | None = None
+) -> Tensor:
+    """Compute what :class:`GmmFunction` does, without a gradient."""
+    biases = None if bias is None else [_as_added(bias, x.dtype)]
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [x],
+        [weight],
+        bias=biases,
+        group_list=counts,
+        split_item=_SINGLE,
+        group_type=_M_AXIS,
+        group_list_type=_COUNTS,
+    )
+    return y if tail is None else y.masked_fill_(tail, 0)
+
+
+def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute it with at most 128 weights ``[K, N]``, float16 or bfloat16, that stay where they are.
+
+    ``bias`` is ``[E, N]``, in the dtype in which the operator adds it.
+    """
+    if len(weights) == 1:  # that is no list for the operator
+        return multiply(x, weights[0].unsqueeze(0), counts, bias)
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [x],
+        weights,
+        bias=None if bias is None else list(bias.unbind()),
+        group_list=counts,
+        split_item=_SINGLE,
+        group_type=_M_AXIS,
+        group_list_type=_COUNTS,
+    )
+    return y
+
+
+def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``x[r]ᵀ @ grad[r]`` of each group, laid out as ``weight``, and zeros for a group without rows."""
+    if weight.is_contiguous():
+        return sum_over_rows(x, grad, counts)
+    return sum_over_rows(grad, x, counts).mT
+
+
+def bias_gradient(grad: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
+    """Sum ``grad`` over the rows of each group, in the dtype of ``bias``: ``[E, N]``."""
+    return sum_over_rows(grad.new_ones(grad.shape[0], _COLUMNS), grad, counts)[:, 0].to(bias.dtype)
+
+
+def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Compute ``a[r]ᵀ @ b[r]`` of the rows of each group: of ``[M, K]`` and ``[M, N]`` ``[E, K, N]``.
+
+    The operator wants a transposed view of contiguous rows, and contiguous rows.
+    """
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [a.contiguous().t()],
+        [b.contiguous()],
+        bias=None,
+        group_list=counts,
+        split_item=_SINGLE_K,
+        group_type=_K_AXIS,
+        group_list_type=_COUNTS,
+    )
+    return y
+
+
+def _as_added(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a bias to what the operator adds: float32 to products of bfloat16, otherwise the dtype of the product."""
+    return bias.to(torch.float32 if dtype is torch.bfloat16 else dtype)

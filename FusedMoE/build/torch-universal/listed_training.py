@@ -1,0 +1,83 @@
+"""All experts of a list of modules as one node of autograd. What it keeps, and why, stacked_training.py says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import listed_products, permutation
+from .gates import SWIGLU
+from .latest import Latest
+
+
+class ListedExpertsFunction(torch.autograd.Function):
+    """Computes SwiGLU experts whose gate and up lie side by side.
+
+    ``number`` is that of the experts, ``has_bias`` whether gate and up, and down, have one. ``parameters`` are those of
+    HybridGmmFunction for gate and up, and then those for down.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        number: int,
+        has_bias: tuple[bool, bool],
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.has_bias, ctx.split = has_bias, 2 * number * (1 + has_bias[0])
+        gate_up, down = (parameters[part] for part in _parts(ctx.split))
+        rows, order = permutation.permute(hidden_states, top_k_index)
+        counts = permutation.count(top_k_index, number)
+        needs_gate_up, needs_down = (any(ctx.needs_input_grad[5:][part]) for part in _parts(ctx.split))
+        product = listed_products.multiply(rows, counts, None, has_bias[0], gate_up)
+        rows = rows if needs_gate_up else None
+        activated = SWIGLU.forward(product)
+        result = listed_products.multiply(activated, counts, None, has_bias[1], down)
+        ctx.latest = Latest((rows, activated if needs_down else None))
+        kept = result if ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(hidden_states, top_k_index, top_k_weights, order, counts, product, kept, *parameters)
+        return permutation.unpermute(result, order, top_k_weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, index, weights, order, counts, product, kept, *parameters = ctx.saved_tensors
+        needs_x, _, needs_weights, _, _, *needs = ctx.needs_input_grad
+        gate_up, down = (parameters[part] for part in _parts(ctx.split))
+        needs_gate_up, needs_down = (needs[part] for part in _parts(ctx.split))
+        rows, activated = ctx.latest.take() or (None, None)
+        if kept is None:  # without a gradient for the weights any rows will do
+            kept = rows = permutation.permute(x, index)[0] if rows is None else rows
+        d_result, d_weights = permutation.unpermute_gradient(grad.contiguous(), kept, order, weights, index)
+        del kept
+        d_down: list[Tensor | None] = [None] * len(down)
+        if any(needs_down):
+            activated = SWIGLU.forward(product) if activated is None else activated
+            d_down = listed_products.parameter_gradients(activated, d_result, counts, ctx.has_bias[1], down, needs_down)
+        del activated
+        d_x: Tensor | None = None
+        d_gate_up: list[Tensor | None] = [None] * len(gate_up)
+        if needs_x or any(needs_gate_up):
+            d_activated = listed_products.input_gradient(d_result, counts, None, ctx.has_bias[1], down)
+            del d_result
+            d_product = SWIGLU.backward(d_activated, product)
+            del d_activated
+            if any(needs_gate_up):
+                rows = permutation.permute(x, index)[0] if rows is None else rows
+                d_gate_up = listed_products.parameter_gradients(
+                    rows, d_product, counts, ctx.has_bias[0], gate_up, needs_gate_up
+                )
+            del rows
+            if needs_x:
+                d_rows = listed_products.input_gradient(d_product, counts, None, ctx.has_bias[0], gate_up)
+                del d_product
+                d_x = permutation.permute_gradient(d_rows, x, index, order)
+        return d_x, None, d_weights if needs_weights else None, None, None, *d_gate_up, *d_down
+
+
+def _parts(split: int) -> tuple[slice, slice]:
+    """Tell where the parameters of gate and up are among all, and those of down."""
+    return slice(split), slice(split, None)

@@ -1,0 +1,54 @@
+"""Products and experts in torch, group by group: for the CPU, and for what the operators do not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def product_in_torch(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x[r] @ weight[e] + bias[e]`` for the rows of each group, and zeros after the last group.
+
+    The host waits for ``counts``. Shapes are those of :func:`fused_moe.grouped_matmul`.
+
+    Raises:
+        ValueError: the groups have more rows than ``x``.
+    """
+    sizes = counts.tolist()
+    if sum(sizes) > x.shape[0]:
+        raise ValueError(f"grouped_matmul: counts must add up to the {x.shape[0]} rows of x, got {sum(sizes)}")
+    parts = []
+    for group, rows in enumerate(x.split([*sizes, x.shape[0] - sum(sizes)])):
+        if group == len(sizes):
+            parts.append(x.new_zeros(rows.shape[0], weight.shape[2]))
+        elif rows.shape[0]:
+            part = rows @ weight[group]
+            parts.append(part if bias is None else part + bias[group].to(part.dtype))
+    return torch.cat(parts)
+
+
+def experts_in_torch(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Callable[[Tensor], Tensor],
+    post_expert_norm: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Compute what :func:`fused_moe.fused_experts` does, with weights ``[E, K, N]``: ``[T, H]``."""
+    experts, choices = top_k_index.reshape(-1).sort(stable=True)
+    counts = (experts.unsqueeze(-1) == torch.arange(down.shape[0], device=experts.device)).sum(0)
+    tokens = choices // top_k_index.shape[1]
+    rows = activation(product_in_torch(hidden_states[tokens], gate_up, counts, gate_up_bias))
+    rows = product_in_torch(rows, down, counts, down_bias)
+    rows = rows if post_expert_norm is None else post_expert_norm(rows)
+    absent = (experts >= down.shape[0]).unsqueeze(-1)
+    weighed = (rows * top_k_weights.reshape(-1)[choices].unsqueeze(-1)).masked_fill(absent, 0)
+    # summed as transformers does: by token, in the dtype of the weighed rows
+    by_choice = torch.zeros_like(weighed).index_copy(0, choices, weighed)
+    return by_choice.view(*top_k_index.shape, hidden_states.shape[1]).sum(1).to(hidden_states.dtype)

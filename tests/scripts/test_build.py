@@ -19,8 +19,8 @@ from kernels.backends import CANN, CPU
 from kernels.variants import _resolve_variant_for_system, parse_variant
 from packaging.version import Version
 
-from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
 from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
+from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
 from publishing import trial
 from strict import Strict, strict_variants
 

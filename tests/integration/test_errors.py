@@ -44,7 +44,7 @@ def test_a_version_of_cann_that_kernels_cannot_read_is_explained_and_others_are_
             (folder / "ascend_toolkit_install.info").write_text(f"version={version}\n")
         codes.append(f"os.environ['ASCEND_HOME_PATH'] = {str(folder)!r}; kernels_ext_npu.register()")
     results = run_forks(
-        "import softnpu, os, kernels_ext_npu.registration, transformers.modeling_utils", codes, check=False
+        "import softnpu, os, kernels_ext_npu.api.register, transformers.modeling_utils", codes, check=False
     )
     for (version, words), result in zip(CANN.items(), results, strict=True):
         assert bool(result.returncode) == bool(words), (version, result.stderr)

@@ -143,7 +143,7 @@ def test_an_id_changes_with_the_content(clone: Path) -> None:
 @each_variant
 def test_every_variant_loads_and_computes(variant: Path) -> None:
     """By its own path, which leaves out the question whether it fits this machine."""
-    example = trial.EXAMPLES[json.loads((variant / "metadata.json").read_text())["name"]]
+    example = trial.of(json.loads((variant / "metadata.json").read_text())["name"])
     torch.testing.assert_close(*example(get_local_kernel(variant), torch.randn(3, 8).npu()))
 
 
@@ -155,9 +155,9 @@ def test_the_universal_variants_need_no_torch_npu(run_forks) -> None:
 kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
 assert "torch_universal" in kernel.__name__ and "torch_npu" not in sys.modules
 sys.path.append({str(build.ROOT / "scripts")!r})
-from publishing.trial import EXAMPLES
+from publishing.trial import of
 x = torch.randn(3, 8, requires_grad=True)
-y, expected = EXAMPLES[{name!r}](kernel, x)
+y, expected = of({name!r})(kernel, x)
 torch.testing.assert_close(y, expected)
 y.sum().backward()
 assert x.grad.isfinite().all()

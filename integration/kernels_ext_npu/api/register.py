@@ -110,7 +110,7 @@ def unregister() -> None:
 
 
 def _first_call(model: nn.Module) -> None:
-    from kernels_ext_npu.api import pipeline  # which takes longer to import than register() may
+    from kernels_ext_npu.api import pipeline  # register() need not wait for references
 
     pipeline.swap_in_at_first_call(model)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.references.fingerprints import is_experts_class
 from kernels_ext_npu.swapping import state
 
 NAME = "npu_grouped_mm"
@@ -16,6 +15,8 @@ _FIELD = "_experts_implementation_internal"  # what the property `_experts_imple
 
 def is_experts(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the implementation that its config names."""
+    from kernels_ext_npu.references.fingerprints import is_experts_class  # register() need not wait for references
+
     return is_experts_class(type(module))
 
 

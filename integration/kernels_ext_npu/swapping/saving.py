@@ -36,7 +36,7 @@ def _unpacked(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        from kernels_ext_npu.swapping import packing  # which takes longer to import than register() may
+        from kernels_ext_npu.swapping import packing  # register() need not wait for references
 
         pairs = packing.packed(self)
         try:

@@ -1,8 +1,8 @@
 """The forwards that our kernels replace, written as transformers writes them.
 
 Each class or function is the documentation of the mathematics, the pattern that those of transformers are compared with
-(matching.py), and the oracle in the tests. Its `Reference` says which layer of which kernel repository takes its place,
-and on which instances.
+(fingerprints.py, and lookup.py in matching/), and the oracle in the tests. Its `Reference` says which layer of which
+kernel repository takes its place, and on which instances.
 """
 
 from kernels_ext_npu.references.expert_lists import EXPERT_LISTS

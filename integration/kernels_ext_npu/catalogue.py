@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """What layers of a repository serve.
+    """A kind of class, module or function that layers of a repository serve.
 
     Attributes:
-        name: as the classes and functions of transformers are counted.
-        layers: those that serve it, each with an entry in transformers' mapping.
-        in_models: as the modules and calls of a model are counted, where that is another word.
+        name: what the classes and functions of transformers are counted as.
+        layers: the layers that serve it, each with an entry in transformers' mapping.
+        in_models: what the modules and calls of a model are counted as, where that is another word.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Repository:
     """A kernel repository.
 
     Attributes:
-        name: of its folder, and of the repository on the Hub.
+        name: the name of its folder, and of the repository on the Hub.
         kernel: its name in build.toml and ``metadata.json``.
-        kinds: what it serves.
+        kinds: what its layers serve.
     """
 
     name: str

@@ -59,7 +59,10 @@ def _check_transformers_accepts_kernels() -> None:
 
 
 def _check_cann() -> None:
-    """`kernels` takes the first and the third character of CANN's version for major and minor."""
+    """Raise UnsupportedEnvironmentError where torch_npu cannot be imported, or kernels cannot read CANN's version.
+
+    `kernels` takes the first and the third character of the version for major and minor.
+    """
     try:
         from torch_npu.utils.collect_env import get_cann_version
     except Exception as error:  # the runtime libraries of CANN are missing, or torch is not a CPU build
@@ -74,7 +77,7 @@ def _check_cann() -> None:
 
 
 def refuse_cann(found: str) -> str | None:
-    """Why `kernels` cannot work with a version of CANN, as torch_npu tells it; None if it can."""
+    """Return why `kernels` cannot work with a version of CANN, as torch_npu tells it; None if it can."""
     if re.match(r"\d\.\d", found):
         return None
     if re.match(r"\d\d", found):

@@ -53,7 +53,11 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
 
 
 def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
-    """Swap the registered kernels into a loaded model, which keeps them when its mode changes."""
+    """Swap the registered kernels into a loaded model, which keeps them when its mode changes.
+
+    Raises:
+        RuntimeError: as `run` does.
+    """
 
     def take(mode: kernels.Mode) -> None:
         table.hand_over()

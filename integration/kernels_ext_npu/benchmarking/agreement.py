@@ -32,7 +32,13 @@ class DisagreementError(Exception):
 
 @dataclass(frozen=True)
 class Distance:
-    """Of a result from the exact one, in parts of the exact one: by norm, and the largest single difference."""
+    """The distance of a result from the exact one, relative to that.
+
+    Attributes:
+        norm: the norm of the difference, divided by that of the exact result.
+        largest: the largest single difference, divided by the largest value of the exact result.
+        values: how many values the result has.
+    """
 
     norm: float
     largest: float
@@ -43,7 +49,7 @@ Distances = dict[str, Distance]
 
 
 def distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> Distances:
-    """Of each output and gradient.
+    """Measure how far each output and gradient is from the exact one, by name.
 
     Raises:
         DisagreementError: something is missing, has another shape, or another choice was made.
@@ -88,7 +94,7 @@ def _family(name: str) -> str:
 
 
 def _largest(exact: dict[str, Tensor]) -> dict[str, float]:
-    """The largest norm among the outputs, and among the gradients."""
+    """Return the largest norm among the outputs, and the largest among the gradients."""
     norms: dict[str, float] = {}
     for name, value in exact.items():
         if value.is_floating_point():

@@ -26,7 +26,7 @@ SEQUENCES = 32  # in decoding
 
 @dataclass(frozen=True)
 class Phase:
-    """How a model is used."""
+    """A way in which a model is used, with the sizes of its inputs."""
 
     name: str
     batch: int
@@ -40,7 +40,7 @@ class Phase:
 
 
 def phases(tokens: int) -> list[Phase]:
-    """What is measured of a model, for so many tokens."""
+    """Return what is measured of a model for so many tokens: prefill, decoding and training."""
     return [
         Phase("prefill", 1, tokens),
         Phase("decode", SEQUENCES, 1, context=tokens // 8),
@@ -54,9 +54,9 @@ class Call:
 
     Attributes:
         kernel: the repository of the kernel for it, or "layer".
-        name: of the class or function.
-        path: of the module in the model; of a function ``path.name``, as in a report.
-        use: where the function stands in its modeling file.
+        name: the name of the class or function.
+        path: the path of the module in the model; of a function ``path.name``, as in a report.
+        use: where the function stands in its modeling file; None for a module.
     """
 
     kernel: str
@@ -67,15 +67,15 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def target(self, model: nn.Module) -> Callable:
-        """What is called, as it stands there now."""
+        """Return what is called, as it stands there now."""
         return model.get_submodule(self.path) if self.use is None else self.use.function
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Of the module that is called, none of a function."""
+        """Return the parameters of the module that is called, by name; none for a function."""
         return {} if self.use else dict(model.get_submodule(self.path).named_parameters())
 
     def arguments(self, dtype: torch.dtype) -> tuple[tuple, dict[str, Any], list[Tensor]]:
-        """Fresh ones in a dtype: args, kwargs, and those of the tensors in them that take a gradient."""
+        """Make fresh arguments in a dtype: args, kwargs, and those of their tensors that take a gradient."""
         leaves: list[Tensor] = []
 
         def fresh(value: Any) -> Any:
@@ -94,13 +94,13 @@ class Call:
         return args, kwargs, leaves
 
     def shapes(self) -> list[list[int]]:
-        """Of the tensors that it is given."""
+        """Return the shapes of the tensors that it is given; a cache counts for none."""
         leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda value: isinstance(value, Cache))
         return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
 
 
 def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[str]) -> list[Call]:
-    """Run a model as it is, and keep a call of every kind that a kernel serves, and that of the last layer.
+    """Run a model as it is, and return a call of every kind that a kernel serves, and that of the last layer.
 
     Calls of equal classes with equal shapes are one.
     """
@@ -154,7 +154,7 @@ def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
 
 
 def _calls(model: PreTrainedModel) -> Iterator[Call]:
-    """Without arguments."""
+    """Find the calls that a kernel may serve, and that of the last layer, without their arguments."""
     for row in report(model):
         if row.kernel is None or not row.is_candidate:
             continue
@@ -169,14 +169,14 @@ def _calls(model: PreTrainedModel) -> Iterator[Call]:
 
 
 def _kept(value: Any) -> Any:
-    """An argument as it was: what comes after the call changes neither a cache nor keeps a graph."""
+    """Return an argument as it was: what comes after the call changes neither a cache nor keeps a graph."""
     if isinstance(value, Cache):
         return _copy_of_cache(value)
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _copy_of_cache(cache: Cache, dtype: torch.dtype | None = None) -> Cache:
-    """With tensors of its own: layers replace theirs when they grow, or write into them."""
+    """Copy a cache with its tensors: layers replace theirs when they grow, or write into them."""
     fresh = copy.copy(cache)
     fresh.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in fresh.layers:

@@ -16,7 +16,7 @@ class CannotRunError(ValueError):
 
 
 def choose(option: str, asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Those of the known names that were asked for, all if none was; capital letters or not.
+    """Return the known names that were asked for, in capital letters or not; all of them if none was.
 
     Raises:
         CannotRunError: a name is unknown; the message says which one may have been meant.
@@ -33,13 +33,16 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str]) -> list[str]
 
 
 def choose_models(asked: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Those of the table by their names there, all if none was asked for; what others mean shows when they are read."""
+    """Return the models that were asked for, those of the table by their names there; all of these if none was.
+
+    What other names mean shows when they are read.
+    """
     by_name = {name.lower(): name for name in known}
     return list(dict.fromkeys(by_name.get(name.lower(), name) for name in asked)) or list(by_name.values())
 
 
 def unknown_model(name: str, known: Iterable[str], reason: str) -> CannotRunError:
-    """The refusal of a name that is neither in the table nor anything that `inspect` takes."""
+    """Make the refusal of a name that is neither in the table nor anything that `inspect` takes."""
     try:
         choose("--model", [name], known)
     except CannotRunError as error:
@@ -48,7 +51,11 @@ def unknown_model(name: str, known: Iterable[str], reason: str) -> CannotRunErro
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:
-    """As `choose`, for the short names of dtypes or torch's."""
+    """Return the short names of the dtypes that were asked for, by these or by torch's names; all if none was.
+
+    Raises:
+        CannotRunError: a name is unknown; the message says which one may have been meant.
+    """
     short = {long: name for name, long in DTYPES.items()}
     return choose("--dtype", [short.get(name.lower(), name) for name in asked], DTYPES)
 

@@ -37,13 +37,17 @@ class Model:
     config: PretrainedConfig
 
     def sizes(self) -> dict[str, int]:
-        """Those of the config that decide how large a call is."""
+        """Return the sizes in the config that decide how large a call is, by name."""
         names = (*WIDTHS, *HEADS, *EXPERTS, "head_dim", "num_experts_per_tok")
         values = {name: getattr(self.config, name, None) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
-        """With random weights, among which no two norms or experts are alike."""
+        """Build the model on the NPU with random weights, among which no two norms or experts are alike.
+
+        Raises:
+            CannotRunError: no model for text can be built of its config.
+        """
         torch.manual_seed(SEED)
         try:
             with torch.device("npu"):
@@ -60,7 +64,7 @@ class Model:
         return model
 
     def hidden_states(self, batch: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        """``[B, S, H]``: each token stands near one of the centres that the routers know."""
+        """Make ``[B, S, H]`` on the NPU: each token stands near one of the centres that the routers know."""
         torch.manual_seed(SEED + tokens)
         centres = _centres(self.config)
         chosen = torch.randint(len(centres), (batch, tokens), device="npu")
@@ -69,7 +73,7 @@ class Model:
 
 
 def load(name: str, shrink: int) -> Model:
-    """A model of the table, or whatever `inspect` takes, with its sizes divided.
+    """Return a model of the table, or of whatever `inspect` takes, with its sizes divided.
 
     Raises:
         CannotRunError: there is no such model, or transformers cannot read its config.
@@ -86,7 +90,10 @@ def load(name: str, shrink: int) -> Model:
 
 
 def _reduce(config: Any, shrink: int) -> PretrainedConfig:
-    """A layer of each kind, few tokens, and sizes divided; a head and the choices of a token stay what they are."""
+    """Keep a layer of each kind and a small vocabulary, and divide the sizes.
+
+    A head and the choices of a token stay what they are.
+    """
     _keep_layers(config)
     config.vocab_size = VOCABULARY
     config.pad_token_id = None
@@ -102,7 +109,10 @@ def _reduce(config: Any, shrink: int) -> PretrainedConfig:
 
 
 def _keep_layers(config: Any) -> None:
-    """One layer of each kind, where lists in the config tell kinds; where it derives them, up to the last new kind."""
+    """Keep one layer of each kind, where lists in the config tell kinds.
+
+    Where the config derives them, the layers up to the first of the last kind are kept.
+    """
     count, dense = config.num_hidden_layers, getattr(config, "first_k_dense_replace", None)
     lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
     lists = {key: value for key, value in lists.items() if len(set(map(str, value))) < count}  # no list of numbers
@@ -135,7 +145,10 @@ def _choices(config: Any) -> int:
 
 
 def _centres(config: Any) -> torch.Tensor:
-    """``[C, H]`` of ones and minus ones: as many as there are groups of experts that a token can choose."""
+    """Make ``[C, H]`` of ones and minus ones.
+
+    There are as many centres as groups of experts that a token can choose.
+    """
     experts = next((value for name in EXPERTS if (value := getattr(config, name, None))), 1)
     groups = max(1, experts // _choices(config))
     generator = torch.Generator().manual_seed(SEED)

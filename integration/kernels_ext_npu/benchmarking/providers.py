@@ -27,33 +27,33 @@ Refusal = Callable[[Call], "str | None"]
 
 
 class Provider(Protocol):
-    """Changes a model, and whatever belongs to the process, while its context is open."""
+    """Whoever can compute the calls of a model: it changes the model, and the process, for a context."""
 
     name: str
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[Refusal]:
-        """With its kernels in the model; gives why a call has none."""
+        """Put its kernels into the model while the context is open; give why a call has none."""
 
 
 class Original:
-    """transformers as it is."""
+    """The provider that leaves transformers as it is."""
 
     name = ORIGINAL
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
-        """The model as it is."""
+        """Leave the model as it is; no call is refused."""
         yield lambda call: None
 
 
 class Ours:
-    """The kernels of this package."""
+    """The provider that swaps in the kernels of this package."""
 
     name = OURS
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
-        """With all of them."""
+        """Register all kernels and swap them into the model; give why a call has none."""
         kernels_ext_npu.register()
         try:
             kernels_ext_npu.kernelize(model)
@@ -64,7 +64,7 @@ class Ours:
 
 
 class LlamaFactory:
-    """The kernels that LLaMA-Factory 1 applies to a model on an NPU, by its own interface.
+    """The provider of the kernels that LLaMA-Factory 1 applies to a model on an NPU, by its own interface.
 
     Raises:
         ImportError: it is not installed, cannot be imported, or is a release without these kernels.
@@ -87,7 +87,10 @@ class LlamaFactory:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
-        """It replaces rotary functions in transformers' modules for good: they are put back here."""
+        """Apply its kernels to the model; give why a call has none.
+
+        It replaces rotary functions in transformers' modules for good: they are put back here.
+        """
         called = {use for module in model.modules() for use in uses(type(module))}
         originals = {use: use.function for use in called}
         try:
@@ -110,7 +113,7 @@ class LlamaFactory:
 
 
 def providers() -> tuple[list[Provider], str]:
-    """Those that are here, and what can be said of LLaMA-Factory."""
+    """Return the providers that are here, and the version of LLaMA-Factory, or why it is not one of them."""
     found: list[Provider] = [Original(), Ours()]
     try:
         peer = LlamaFactory()

@@ -30,7 +30,7 @@ class Result:
     """One call in one direction by one provider: figures, or why there are none.
 
     Attributes:
-        distance: of its worst output or gradient from float32, relative; by norm.
+        distance: the distance of its worst output or gradient from float32, relative; by norm.
         figures: launches, bytes and so on, by name; on a card times too.
         refused: why there are no figures.
         wrong: whether that is because it disagrees, or raised.
@@ -51,14 +51,24 @@ class Result:
     wrong: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """What there is of it, for JSON."""
+        """Return the fields that have a value and the figures in one dictionary, for JSON."""
         fields = asdict(self)
         figures = fields.pop("figures")
         return {key: value for key, value in (fields | figures).items() if value is not None}
 
 
 def run(model: Model, dtype: str, tokens: int, kernels: list[str], found: list[Provider]) -> Iterator[Result]:
-    """The results of a model, one phase after the other."""
+    """Measure a model by everybody who can compute it, one phase after the other, and give each result.
+
+    Args:
+        dtype: bf16 or fp16.
+        tokens: those of a prefill and of a training step.
+        kernels: the repositories whose calls are measured, and "layer" for that of the last layer.
+        found: who computes them, the original first: the others are compared with what it differs.
+
+    Raises:
+        CannotRunError: the model cannot be built.
+    """
     for phase in phases(tokens):
         yield from _run_phase(model, dtype, phase, kernels, found)
         gc.collect()
@@ -120,7 +130,7 @@ def _exact(work: Work, dtype: torch.dtype) -> Exact:
 def _outcomes(
     work: Work, exact: Exact, originals: dict[Call, Distances], provider: Provider
 ) -> Iterator[dict[str, Any]]:
-    """What a provider makes of a call, by direction; compared first, then counted and timed."""
+    """Compare what a provider makes of a call, then count and time it; give the outcome of each direction."""
     if exact.failed or (work.call not in originals and provider.name != ORIGINAL):
         yield _nothing(work, exact.failed or "there is nothing to compare with: the original failed")
         return
@@ -154,7 +164,7 @@ def _figures(before: Any, measured: Any) -> dict[str, Any]:
 
 
 def environment(llama_factory: str) -> dict[str, Any]:
-    """The device and the versions of everything."""
+    """Return the device and the versions of everything, as the report names them."""
     from torch_npu.utils.collect_env import get_cann_version
 
     device = torch_npu.npu.get_device_name(0)

@@ -1,4 +1,4 @@
-"""The results as a table for people, and as a picture."""
+"""Shows the results, as a table for people and as a picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ Comparison = dict[str, Result]  # by provider
 
 
 def comparisons(results: Iterable[Result]) -> list[Comparison]:
-    """The results of one call in one direction, by all who compute it. Who was refused is in every direction."""
+    """Group the results of one call in one direction, by all who compute it.
+
+    Who was refused is in every direction.
+    """
     found: dict[tuple, Comparison] = {}
     refused: list[Result] = []
     for result in results:
@@ -48,7 +51,10 @@ def _call(result: Result) -> tuple:
 
 
 def show(console: Console, results: list[Result], names: list[str]) -> None:
-    """A table of one model in one dtype: providers side by side in each column, in the order of the names."""
+    """Print a table of one model in one dtype.
+
+    Providers stand side by side in each column, in the order of the names.
+    """
     first = results[0]
     title = f"{first.model}, {first.dtype}: {' / '.join(names)}"
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
@@ -81,7 +87,10 @@ def show(console: Console, results: list[Result], names: list[str]) -> None:
 
 
 def _order(comparison: Comparison) -> tuple:
-    """Phases as they were run; in them kernels, then layers; a call's directions in a row."""
+    """Return what sorts the rows of a table.
+
+    Phases stand as they were run, in them kernels, then layers, and a call's directions in a row.
+    """
     one = next(iter(comparison.values()))
     phases = ("prefill", "decode", "training")
     directions = ("forward", "backward", "both")
@@ -100,7 +109,7 @@ def _quartiles(result: Result | None) -> str:
 
 
 def _refusals(results: list[Result]) -> list[str]:
-    """A line a provider, class and reason, with the phases that it is true of."""
+    """Write a line a provider, class and reason, with the phases that it is true of."""
     phases: dict[tuple[str, str, str], list[str]] = {}
     for result in results:
         if result.refused is not None:
@@ -113,9 +122,9 @@ def _refusals(results: list[Result]) -> list[str]:
 
 
 def plot(path: Path, results: list[Result], names: list[str], title: str) -> None:
-    """A panel a model: what each kernel and a layer take in a training step, in parts of what the original takes.
+    """Draw a panel a model: what each kernel and a layer take in a training step, in parts of the original.
 
-    Times on a card, otherwise the bytes that move; in the first dtype.
+    That is time on a card, otherwise the bytes that move, in the first dtype.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -142,7 +151,10 @@ def plot(path: Path, results: list[Result], names: list[str], title: str) -> Non
 
 
 def _panels(results: list[Result], figure: str, original: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Model -> kernel -> provider -> part of the original, of the call of that kernel that takes most."""
+    """Return model -> kernel -> provider -> part of the original.
+
+    A kernel is there with the one of its calls that takes most.
+    """
     panels: dict[str, dict[str, dict[str, float]]] = {}
     largest: dict[tuple[str, str], float] = {}
     for comparison in comparisons(r for r in results if r.dtype == results[0].dtype):

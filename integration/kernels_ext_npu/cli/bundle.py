@@ -1,4 +1,4 @@
-"""``kernels-ext-npu bundle``."""
+"""``kernels-ext-npu bundle``: all kernels in one file, for machines without internet."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def coverage(
 
 
 def _bar(folders: Sequence[Folder]) -> Iterable[Folder]:
-    """A progress bar where somebody looks at it, which is gone in the end."""
+    """Show a progress bar where somebody looks at it, which is gone in the end."""
     from rich.console import Console
     from rich.progress import track
 

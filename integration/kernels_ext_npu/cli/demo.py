@@ -1,4 +1,4 @@
-"""``kernels-ext-npu demo``: the main job, shown."""
+"""``kernels-ext-npu demo``: kernels swapped into models, which are then compared with their originals."""
 
 from __future__ import annotations
 

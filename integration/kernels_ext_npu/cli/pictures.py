@@ -1,4 +1,4 @@
-"""Files that pictures are drawn into."""
+"""Whether a picture can be drawn into a file, found out before anything is counted or measured for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ class CannotDrawError(Exception):
 
 
 def check(path: Path) -> None:
-    """Raise CannotDrawError now, rather than after minutes of counting or measuring."""
+    """Check now that a picture can be drawn into a file, rather than after minutes of counting or measuring.
+
+    Raises:
+        CannotDrawError: matplotlib is missing or does not know the suffix, or the file cannot be written.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise CannotDrawError("--plot needs matplotlib: pip install 'kernels-ext-npu[plot]', or pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase

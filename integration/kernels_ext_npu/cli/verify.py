@@ -71,7 +71,7 @@ Found = tuple[str, str | None, "list[Verified]"]
 
 @contextmanager
 def _found(target: str, version: int, signers: list[str] | None) -> Iterator[list[Found]]:
-    """Name, commit and variants of each repository that the target means."""
+    """Find the name, commit and variants of each repository that the target means."""
     from huggingface_hub import constants
 
     from kernels_ext_npu.distribution import targets

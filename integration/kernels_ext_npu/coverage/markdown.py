@@ -30,7 +30,7 @@ made of models in other folders: *with* names those that it takes unless a confi
 
 
 def page(rows: Sequence[Row]) -> str:
-    """All of it."""
+    """Return the whole page: sums, a row for each folder of transformers, and what is kept and why."""
     nothing = [f"`{name}`" for name in empty(rows)]
     count = sum(len(row.folder.model_types) for row in rows)
     parts = [
@@ -48,7 +48,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def sums(rows: Sequence[Row]) -> list[list[str]]:
-    """Kernel, kind, served, kept."""
+    """Return a row of kernel, kind, served and kept for every kind."""
     found = [(kernel, kind, entries_of(rows, kind)) for kernel in CATALOGUE for kind in kernel.kinds]
     served = [sum(entry.layer is not None for entry in entries) for _, _, entries in found]
     return [
@@ -57,12 +57,12 @@ def sums(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def cells(row: Row) -> list[str]:
-    """One a kernel."""
+    """Return a cell for each kernel repository: what is served of what there is."""
     return [cell(row.of(kernel)) for kernel in CATALOGUE]
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:
-    """A table in Markdown, with the last columns to the right."""
+    """Return a table in Markdown, with the last columns to the right."""
     rules = ["---"] * (len(headers) - right) + ["---:"] * right
     return "".join(f"| {' | '.join(row)} |\n" for row in (headers, rules, *rows))
 

@@ -30,11 +30,11 @@ class UnknownModelTypeError(ValueError):
 
 @dataclass(frozen=True)
 class Folder:
-    """The model types of a folder of transformers.
+    """A folder of transformers with its model types.
 
     Attributes:
-        name: the folder, in models/.
-        model_types: as in a config.json.
+        name: the name of the folder, below models/.
+        model_types: the model types as a config.json names them.
         files: its modeling files, as modules to import.
     """
 
@@ -45,7 +45,7 @@ class Folder:
 
 @cache
 def folders() -> tuple[Folder, ...]:
-    """All that have a model type, by name."""
+    """Return all folders that have a model type, sorted by name."""
     named: dict[str, list[str]] = {}
     for model_type in CONFIG_MAPPING_NAMES:
         named.setdefault(model_type_to_module_name(model_type), []).append(model_type)
@@ -56,7 +56,7 @@ def folders() -> tuple[Folder, ...]:
 
 
 def find(model_types: Iterable[str]) -> list[Folder]:
-    """The folders of these model types, in their order.
+    """Find the folders of these model types, in their order.
 
     Raises:
         UnknownModelTypeError: one of them is none. It says which are called nearly so.
@@ -76,13 +76,13 @@ def find(model_types: Iterable[str]) -> list[Folder]:
 
 
 def parts(folder: Folder) -> tuple[str, ...]:
-    """The model types of other folders that its models are made of, unless a config names others."""
+    """Return the model types of other folders that its models are made of, unless a config names others."""
     found = dict.fromkeys(part for model_type in folder.model_types for part in _parts(model_type))
     return tuple(part for part in found if part not in folder.model_types)
 
 
 def load(file: str) -> ModuleType | str:
-    """A modeling file, or why it cannot be imported."""
+    """Import a modeling file, and return it, or why it cannot be imported."""
     try:
         return importlib.import_module(file)
     except ModuleNotFoundError as error:
@@ -106,7 +106,7 @@ def _parts(model_type: str) -> Iterator[str]:
 
 
 def _made_in(types: list[str]) -> str | None:
-    """The folder of what the auto classes make for one of these model types."""
+    """Find the folder of what the auto classes make for one of these model types; None if they make nothing."""
     mappings = [names for key, names in vars(modeling_auto).items() if key.startswith("MODEL_") and "_NAMES" in key]
     made = [names[model_type] for model_type in types for names in mappings if model_type in names]
     for class_name in (name for names in made for name in ((names,) if isinstance(names, str) else names)):

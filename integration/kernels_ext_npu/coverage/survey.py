@@ -29,10 +29,10 @@ class Entry:
 
     Attributes:
         kind: what it is counted among.
-        name: its name, of a method with that of its class.
+        name: its name; that of a method follows its class's.
         file: the modeling file that it is in, without ``modeling_`` and ``.py``.
         layer: the layer that serves it; for a gated MLP those between which the activation of an instance decides.
-        reason: why none does.
+        reason: why no layer serves it; None if one does.
     """
 
     kind: str
@@ -64,10 +64,10 @@ class Row:
 
 
 def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list[Row]:
-    """Reads the modeling files of some folders, or of all.
+    """Read the modeling files of some folders, or of all, and return a row for each.
 
     Args:
-        folders: of model_types.folders().
+        folders: those to read, of model_types.folders(); all of them by default.
         track: what the folders go through, such as a progress bar.
     """
     with _quiet():
@@ -75,7 +75,7 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
 
 
 def entries(module: ModuleType) -> Iterator[Entry]:
-    """What a modeling file defines."""
+    """Find what a modeling file defines that is counted."""
     file = _short(module)
     for cls in _classes(module):
         kind, reference = kinds.of_class(cls), find_reference(cls)
@@ -99,19 +99,19 @@ def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
 
 @cache
 def rotary_functions() -> dict[str, object]:
-    """file:name -> the function, or what `kernels` made of it."""
+    """Return the rotary functions of transformers, or what `kernels` made of them, by ``file:name``."""
     return {f"{_short(module)}:{name}": f for module in modeling_files() for name, f in _rotary(module)}
 
 
 def module_classes() -> Iterator[type[nn.Module]]:
-    """Every module of every architecture that can be imported."""
+    """Find the classes of modules of every architecture that can be imported."""
     for module in modeling_files():
         yield from _classes(module)
 
 
 @cache
 def modeling_files() -> tuple[ModuleType, ...]:
-    """The modeling files of transformers whose requirements are installed."""
+    """Import the modeling files of transformers whose requirements are installed."""
     with _quiet():
         loaded = [model_types.load(file) for folder in model_types.folders() for file in folder.files]
     return tuple(module for module in loaded if isinstance(module, ModuleType))
@@ -131,7 +131,11 @@ def _classes(module: ModuleType) -> Iterator[type[nn.Module]]:
 
 
 def _rotary(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """Not what a served function is made of, nor helpers: the report of a model knows them by what calls them."""
+    """Find the rotary functions of a file that models call.
+
+    Helpers and what a served function is made of are not among them: the report of a model knows them by what calls
+    them.
+    """
     named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
     served = {name for name, value in named.items() if find_function_reference(value) is not None}
     inside = set().union(*(kinds.names(original_function(named[name])) for name in served))
@@ -150,7 +154,10 @@ def _short(module: ModuleType) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Importing everything, and making every config, has packages complain that do not matter here."""
+    """Silence what packages complain about while everything is imported and every config is made.
+
+    None of it matters here.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -24,7 +24,7 @@ MEANING = (
 
 
 def whole(rows: Sequence[Row]) -> RenderableType:
-    """All rows, what is kept and why, and the sums."""
+    """Lay out all rows, what is kept and why, and the sums, for a terminal."""
     cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in CATALOGUE))
     for column in cells.columns[1:]:
         column.justify = "right"
@@ -34,12 +34,12 @@ def whole(rows: Sequence[Row]) -> RenderableType:
 
 
 def detailed(rows: Sequence[Row]) -> RenderableType:
-    """Every class and function of some folders."""
+    """Lay out every class and function of some folders, for a terminal."""
     return Group(*(_details(row) for row in rows), Text(MEANING, style="dim"))
 
 
 def to_json(rows: Sequence[Row]) -> dict:
-    """For each model type what is in its folder, and the sums over the folders."""
+    """Return for each model type what is in its folder, and the sums over the folders."""
     return {
         "transformers": transformers.__version__,
         "kernels": {k.name: _count(entry for row in rows for entry in row.of(k)) for k in CATALOGUE},
@@ -63,12 +63,12 @@ def to_json(rows: Sequence[Row]) -> dict:
 
 
 def cell(found: Sequence[Entry]) -> str:
-    """Served of all: "2/3", or a dash where there is nothing."""
+    """Say how many are served of all, such as "2/3", or give a dash where there is nothing."""
     return f"{sum(entry.layer is not None for entry in found)}/{len(found)}" if found else NOTHING
 
 
 def not_empty(rows: Sequence[Row]) -> list[Row]:
-    """Those that have something that is counted, themselves or in their parts, or that could not be read."""
+    """Return the rows that have something that is counted, in their parts too, or that could not be read."""
     found = {row.folder for row in rows if row.entries or row.missing or UNNAMED in row.parts}
     while more := {row.folder for row in rows if _types(found).intersection(row.parts)} - found:
         found |= more
@@ -76,7 +76,7 @@ def not_empty(rows: Sequence[Row]) -> list[Row]:
 
 
 def empty(rows: Sequence[Row]) -> list[str]:
-    """The model types of all others."""
+    """Return the model types of all other rows, sorted."""
     return sorted(_types(row.folder for row in rows) - _types(row.folder for row in not_empty(rows)))
 
 
@@ -86,7 +86,7 @@ def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
 
 
 def kept_by_reason(rows: Iterable[Row], kind: Kind) -> dict[str, list[Entry]]:
-    """What is kept, those reasons first that keep most."""
+    """Return what is kept of a kind by its reason, those reasons first that keep most."""
     found: dict[str, list[Entry]] = {}
     for entry in entries_of(rows, kind):
         if entry.reason is not None:
@@ -95,7 +95,10 @@ def kept_by_reason(rows: Iterable[Row], kind: Kind) -> dict[str, list[Entry]]:
 
 
 def name_of(entry: Entry) -> str:
-    """Functions of many files have the same name; classes begin with their architecture's."""
+    """Return the name of an entry; that of a function has its file before it.
+
+    Functions of many files have the same name; classes begin with their architecture's.
+    """
     return entry.name if entry.name[0].isupper() else f"{entry.file}:{entry.name}"
 
 

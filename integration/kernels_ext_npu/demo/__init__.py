@@ -1,1 +1,1 @@
-"""The main job, shown on tiny models."""
+"""The demo: kernels swapped into tiny models, which are then compared with their originals."""

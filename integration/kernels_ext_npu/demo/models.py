@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def loader(config: Any) -> Any:
-    """The auto class that loads a checkpoint and can generate; None for a model that generates no text."""
+    """Return the auto class that loads a checkpoint and can generate; None for a model that generates no text."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
@@ -78,7 +78,10 @@ def loader(config: Any) -> Any:
 
 
 def save(name: str, folder: Path) -> None:
-    """A tiny random model whose norms and biases are its own: ones and zeros would hide a kernel that ignores them."""
+    """Save a tiny random model whose norms and biases are its own.
+
+    Ones and zeros would hide a kernel that ignores them.
+    """
     torch.manual_seed(0)
     model_type, sizes = MODELS[name]
     config = AutoConfig.for_model(model_type, **sizes)
@@ -91,7 +94,7 @@ def save(name: str, folder: Path) -> None:
 
 
 def inputs(config: Any) -> Inputs:
-    """A prompt of two rows; in the demo's own vision-language model an image in each of them."""
+    """Make a prompt of two rows; in the demo's own vision-language model it has an image in each of them."""
     text = config.get_text_config()
     ids = torch.randint(2, min(text.vocab_size, 90), (2, _PROMPT))
     vision = getattr(config, "vision_config", None)
@@ -105,5 +108,5 @@ def inputs(config: Any) -> Inputs:
 
 
 def on(device: str, made: Inputs) -> Inputs:
-    """The same inputs on a device."""
+    """Return the inputs on a device."""
     return {name: value.to(device) for name, value in made.items()}

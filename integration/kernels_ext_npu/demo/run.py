@@ -1,4 +1,4 @@
-"""The main job, shown: models on an NPU with kernels swapped in, against their originals on the CPU."""
+"""Runs the demo: models on an NPU with kernels swapped in, against their originals on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CannotRunError(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What one model showed.
+    """What the demo found out about one model.
 
     Attributes:
         report: what was swapped.
@@ -82,7 +82,7 @@ class Result:
     training_waits: int
 
     def agrees(self) -> bool:
-        """Whether a model did what its original does, with kernels."""
+        """Tell whether a model did with kernels what its original does."""
         tolerance = TOLERANCE[softnpu.is_software()]
         launched = not softnpu.is_software() or self.calls.get("npu_rms_norm", 0) == self.norm_calls
         differences = self.logits, self.gradient, self.loss or 0.0
@@ -92,7 +92,12 @@ class Result:
 
 
 def run(checkpoint: Path | None = None) -> bool:
-    """Show the tiny models, or a checkpoint; returns whether everything agreed."""
+    """Show the tiny models, or a checkpoint, and return whether everything agreed.
+
+    Raises:
+        CannotRunError: the checkpoint cannot be loaded, or generates no text.
+        UnsupportedEnvironmentError: kernels cannot be swapped in on this machine.
+    """
     console = Console()
     logging.disable_progress_bar()
     kernels_ext_npu.register()
@@ -134,7 +139,10 @@ def _check(checkpoint: Path) -> None:
 
 
 def _compare(folder: Path, steps: int) -> Result:
-    """The original first: a rotary function with a kernel is one object for the process, and would serve it too."""
+    """Run a model with kernels against its original, which comes first.
+
+    A rotary function with a kernel is one object for the process, and would serve the original too.
+    """
     torch.manual_seed(0)
     original = _load(folder)
     made = models.inputs(original.config)
@@ -183,7 +191,7 @@ def _tokens(model: Any, made: models.Inputs) -> torch.Tensor:
 
 
 def _train(model: nn.Module, made: models.Inputs) -> None:
-    """The gradients of one step, without what is drawn at random: two devices draw differently."""
+    """Compute the gradients of one step, without what is drawn at random: two devices draw differently."""
     model.train()
     for module in model.modules():
         for name, value in vars(module).items():
@@ -193,7 +201,7 @@ def _train(model: nn.Module, made: models.Inputs) -> None:
 
 
 def _losses(model: nn.Module, made: models.Inputs, steps: int) -> list[float]:
-    """Of some steps of training on one batch."""
+    """Train on one batch, and return the loss of each step."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     losses = []
     for _ in range(steps):
@@ -268,7 +276,7 @@ def _agreement(results: dict[str, Result]) -> Table:
 
 
 def _table(columns: list[str]) -> Table:
-    """A row a model; headings go down, a word a line, so that eighty characters hold them."""
+    """Make a table with a row a model; headings go down, a word a line, so that eighty characters hold them."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column(no_wrap=True)
     for column in columns:

@@ -42,14 +42,14 @@ class KernelRepository:
 
     @property
     def commit(self) -> str:
-        """The Hub's, or else one that follows from the content."""
+        """The commit that the Hub has for it, or else one that follows from the content."""
         digests = {path: hashlib.sha256(content).hexdigest() for path, content in self.files.items()}
         content = json.dumps([self.name, self.version, digests], sort_keys=True)
         return self.hub_commit or hashlib.sha256(content.encode()).hexdigest()[:40]
 
 
 def pack(repositories: list[KernelRepository]) -> bytes:
-    """The bytes of the bundle that holds these repositories.
+    """Return the bytes of the bundle that holds these repositories.
 
     Raises:
         BundleError: a path is not one that a bundle can hold, or there is too much.
@@ -64,7 +64,7 @@ def pack(repositories: list[KernelRepository]) -> bytes:
 
 
 def unpack(archive: Path) -> list[KernelRepository]:
-    """The repositories in a bundle, in memory, after every check that the archive itself allows.
+    """Read the repositories in a bundle into memory, after every check that the archive itself allows.
 
     Raises:
         BundleError: the file is not a bundle, or not all of one, or something was changed in it.
@@ -119,7 +119,7 @@ def _zip(members: dict[str, bytes]) -> bytes:
 
 
 def _not_plain(entries: list[zipfile.ZipInfo], size: int) -> list[str]:
-    """What is no regular, uncompressed file with a name of its own below the archive's root."""
+    """Name what is no regular, uncompressed file with a name of its own below the archive's root."""
     count = Counter(entry.filename for entry in entries)
     problems = [f"{name!r} is in it {times} times" for name, times in count.items() if times > 1]
     problems += _unsafe(count)
@@ -134,7 +134,7 @@ def _not_plain(entries: list[zipfile.ZipInfo], size: int) -> list[str]:
 
 
 def _unsafe(names: dict[str, Any]) -> list[str]:
-    """What could be written outside the folder that it is meant for, or cannot be written at all."""
+    """Name what could be written outside the folder that it is meant for, or cannot be written at all."""
     problems = []
     for name in names:
         parts = name.split("/")
@@ -146,7 +146,7 @@ def _unsafe(names: dict[str, Any]) -> list[str]:
 
 
 def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]:
-    """What the manifest promises, and how the files differ from that."""
+    """Read what the manifest promises, and find how the files differ from that."""
     try:
         manifest = json.loads(members.pop(MANIFEST))
         if manifest["format"] != FORMAT:

@@ -20,7 +20,7 @@ from kernels_ext_npu.sources import ORGANISATION
 
 @dataclass(frozen=True)
 class Place:
-    """Where a repository belongs in the cache, and which commit its version meant before."""
+    """The place of a repository in the cache, and the commit that its version meant before."""
 
     repository: KernelRepository
     snapshot: Path
@@ -29,7 +29,7 @@ class Place:
 
 
 def folder() -> Path:
-    """The cache that `kernels` reads in this environment.
+    """Return the cache that `kernels` reads in this environment.
 
     Raises:
         BundleError: it would look for the version in one folder and for the files in another.
@@ -94,7 +94,7 @@ def _folder_name(repository: KernelRepository, kind: str) -> str:
 
 
 def _differences(place: Place) -> Iterator[str]:
-    """Files under the same commit that are not those of the repository; some or all may be missing."""
+    """Find files under the same commit that are not those of the repository; some or all may be missing."""
     for path in sorted(place.snapshot.rglob("*")):
         name = path.relative_to(place.snapshot).as_posix()
         if path.is_file() and not is_bytecode(Path(name)):
@@ -105,7 +105,7 @@ def _differences(place: Place) -> Iterator[str]:
 
 
 def _hidden(place: Place, cache: Path) -> Iterator[str]:
-    """`kernels` prefers what an old release has left in the cache as a model."""
+    """Find what an old release has left in the cache as a model, which `kernels` prefers."""
     ref = cache / _folder_name(place.repository, "model") / "refs" / place.ref.name
     if ref.is_file() and ref.read_text().strip() != place.repository.commit:
         yield f"{ref} would be taken in place of what is installed: remove {ref.parent.parent}, left by an old kernels"

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def identity(metadata: dict[str, Any], variant: str) -> str:
-    """The id that belongs to the metadata of a variant; one that is there already does not count."""
+    """Return the id that belongs to the metadata of a variant; one that is there already does not count."""
     rest = {key: value for key, value in metadata.items() if key != "id"}
     content = hashlib.sha256(json.dumps([variant, rest], sort_keys=True).encode()).hexdigest()
     name = str(metadata.get("name", "")).replace("-", "_")
@@ -20,5 +20,5 @@ def identity(metadata: dict[str, Any], variant: str) -> str:
 
 
 def render(metadata: dict[str, Any]) -> bytes:
-    """The one way to write metadata down."""
+    """Return metadata as the bytes of ``metadata.json``: it is written down in this one way."""
     return (json.dumps(metadata, indent=2) + "\n").encode()

@@ -32,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the resolver says of a variant; `rank` counts from 1, the variant that is taken."""
+    """The decision of the resolver about a variant; `rank` counts from 1, the variant that is taken."""
 
     variant: str
     rank: int | None
@@ -40,7 +40,13 @@ class Decision:
 
 
 def describe(torch: str | None, cann: str | None, arch: str | None) -> Machine | None:
-    """The machine that the given parts describe, None where there are none."""
+    """Return the machine that the given parts describe, None where none is given.
+
+    A release of torch and an architecture that are not given are those of this machine; without `cann` it has no CANN.
+
+    Raises:
+        ValueError: what is given for torch or CANN is no version.
+    """
     if torch is None and cann is None and arch is None:
         return None
     return Machine(
@@ -49,9 +55,10 @@ def describe(torch: str | None, cann: str | None, arch: str | None) -> Machine |
 
 
 def decide(variants: list[str], machine: Machine | None = None) -> list[Decision]:
-    """What kernels' own resolver makes of the variants, best first; on this machine unless another is described.
+    """Ask kernels' own resolver what it makes of the variants, and return its decisions, best first.
 
-    This machine is asked through torch: import softnpu first where it has no NPU.
+    It decides for this machine unless another is described. This machine is asked through torch: import softnpu first
+    where it has no NPU.
     """
     parsed = [variant for variant in map(_parse, variants) if variant is not None]
     if machine is None:
@@ -79,7 +86,7 @@ def decide(variants: list[str], machine: Machine | None = None) -> list[Decision
 
 
 def this_machine() -> str:
-    """What the resolver sees here, in words."""
+    """Describe in words what the resolver sees here."""
     import sys
 
     import torch
@@ -93,7 +100,7 @@ def this_machine() -> str:
 
 
 def _parse(name: str) -> Variant | None:
-    """What `kernels` does not know it passes over, and so do we."""
+    """Read the name of a variant; None for what `kernels` does not know and passes over, as we do."""
     try:
         return parse_variant(name)
     except ValueError:

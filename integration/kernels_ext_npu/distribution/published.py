@@ -19,20 +19,30 @@ class VersionNotFoundError(LookupError):
 
 @dataclass(frozen=True)
 class Content:
-    """What the Hub says of a file: the hash of its content, sha256 where it is stored as a large file."""
+    """The content of a file as the Hub names it.
+
+    Attributes:
+        algorithm: "git", or "sha256" where the file is stored as a large one.
+        hash: the hash of the content, in hexadecimal digits.
+        size: its size in bytes.
+    """
 
     algorithm: str
     hash: str
     size: int
 
     def is_of(self, content: bytes) -> bool:
-        """Whether these bytes are the content."""
+        """Tell whether these bytes are the content."""
         found = git_hash(content) if self.algorithm == "git" else hashlib.sha256(content).hexdigest()
         return found == self.hash
 
 
 def head(api: HfApi, repo_id: str, version: int) -> str:
-    """The commit that ``version=...`` means at the moment."""
+    """Return the commit that ``version=...`` means at the moment.
+
+    Raises:
+        VersionNotFoundError: the repository has no branch for it.
+    """
     branches = api.list_repo_refs(repo_id, repo_type=KERNEL).branches
     for branch in branches:
         if branch.name == f"v{version}":
@@ -42,18 +52,18 @@ def head(api: HfApi, repo_id: str, version: int) -> str:
 
 
 def tree(api: HfApi, repo_id: str, revision: str) -> dict[str, Content]:
-    """Every file of a revision, by its path."""
+    """Return every file of a revision, by its path."""
     entries = api.list_repo_tree(repo_id, recursive=True, revision=revision, repo_type=KERNEL)
     return {entry.path: _content(entry) for entry in entries if isinstance(entry, RepoFile)}
 
 
 def download(api: HfApi, repo_id: str, commit: str, cache: Path) -> Path:
-    """All files of a commit, into a cache that should be empty; the folder that holds them."""
+    """Download all files of a commit into a cache that should be empty, and return the folder that holds them."""
     return Path(str(api.snapshot_download(repo_id, repo_type=KERNEL, revision=commit, cache_dir=cache)))
 
 
 def differences(folder: Path, files: dict[str, Content]) -> list[str]:
-    """How a downloaded folder differs from the files that the Hub names, a line a file."""
+    """Find how a downloaded folder differs from the files that the Hub names, a line a file."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     missing = [f"{path}: missing in the download" for path in files.keys() - found.keys()]
     extra = [f"{path}: not among the files of the commit" for path in found.keys() - files.keys()]
@@ -66,7 +76,10 @@ def differences(folder: Path, files: dict[str, Content]) -> list[str]:
 
 
 def refusal(repo_id: str, version: int) -> str | None:
-    """Why `kernels` does not load a repository without being asked to, in its words, and how it is asked to."""
+    """Return why `kernels` does not load a repository without being asked to, and how it is asked to.
+
+    The reason is in its own words; None if it loads the repository.
+    """
     from kernels.hf_hub import _check_trust_remote_code
 
     try:

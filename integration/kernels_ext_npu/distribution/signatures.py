@@ -21,6 +21,9 @@ def check(metadata: bytes, bundle: bytes, signers: list[str] | None = None) -> t
 
     Returns:
         What there is to say of the signature, and what is wrong with it.
+
+    Raises:
+        ValueError: a signer is not the URI of a workflow.
     """
     from kernels.verify import GitHubWorkflowPolicy
     from sigstore.errors import Error, VerificationError

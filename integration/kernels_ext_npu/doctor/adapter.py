@@ -1,4 +1,4 @@
-"""torch_npu: installed, importable, for this torch; and which error means what."""
+"""Checks torch_npu: whether it is installed, can be imported and is for this torch, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HUNG = (
 
 
 def torch_npu(seen: Observations) -> Finding:
-    """torch_npu: installed, importable, for this torch."""
+    """Check that torch_npu is installed, can be imported, and is for this torch."""
     package = seen.packages[NAME]
     facts = {"version": package.version and str(package.version), "errors": seen.torch.errors}
     if not package.installed:
@@ -44,7 +44,10 @@ def torch_npu(seen: Observations) -> Finding:
 
 
 def _without_cann(seen: Observations, facts: dict) -> Finding | None:
-    """Where nothing points to a card, CANN's libraries are to be missing: what counts is the software device."""
+    """Judge torch_npu by the software device where nothing points to a card; None where that says nothing.
+
+    CANN's libraries are to be missing there.
+    """
     if not seen.only_cann_is_missing or seen.expects_a_card or seen.use is None:
         return None
     version = seen.packages[NAME].version
@@ -100,7 +103,7 @@ def _install(seen: Observations) -> tuple[str, ...]:
 
 
 def _unfit(seen: Observations) -> str | None:
-    """How torch_npu's metadata disagrees with torch."""
+    """Say how torch_npu's metadata disagrees with torch; None if it does not."""
     package, found = seen.packages[NAME], seen.torch.facts.get("torch")
     if package.trouble:
         return f"is installed badly: {package.trouble}"
@@ -115,6 +118,6 @@ def _unfit(seen: Observations) -> str | None:
 
 
 def _cann_is_told(seen: Observations) -> bool:
-    """Whether CANN is a problem of its own: not there, or not set up."""
+    """Tell whether CANN is a problem of its own: not there, or not set up."""
     named = seen.disk.facts.get("ASCEND_HOME_PATH")
     return named is None or named["software"] or not named["exists"]

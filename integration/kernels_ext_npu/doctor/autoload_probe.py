@@ -1,4 +1,4 @@
-"""What a plain `import torch` does here."""
+"""A probe of what a plain `import torch` does here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from kernels_ext_npu.doctor.probe import step
 
 
 def probe() -> None:
-    """What a program without softnpu does first."""
+    """Import torch, as a program without softnpu does first."""
     step("import torch")
     import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""CANN: which version, where from, and what `kernels` makes of it."""
+"""Checks CANN: which version is there, where from, and what `kernels` makes of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME, UNREADABLE = "CANN", "InvalidVersion: Invalid version"
 
 
 def cann(seen: Observations) -> Finding:
-    """CANN: which one, where, and how `kernels` reads its version."""
+    """Check which CANN is there, where, and how `kernels` reads its version."""
     named = seen.disk.facts.get("ASCEND_HOME_PATH")
     named = None if named and named["software"] else named
     facts: dict[str, Any] = {"version": seen.cann, "kernels_reads": seen.cann and as_kernels_reads(seen.cann)}
@@ -46,7 +46,7 @@ def cann(seen: Observations) -> Finding:
 
 
 def as_kernels_reads(found: str) -> str | None:
-    """`kernels` takes the first and the third character; None where these make no version."""
+    """Return the first and the third character, as `kernels` does; None where these make no version."""
     characters = found[:3]
     return f"{characters[0]}.{characters[2]}" if re.fullmatch(r"\d.\d", characters) else None
 

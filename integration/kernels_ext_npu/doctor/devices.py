@@ -1,4 +1,4 @@
-"""The card, or why there is none, or the software device in its place."""
+"""Checks the card, finds out why there is none, or checks the software device in its place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def device(seen: Observations) -> Finding:
-    """The NPUs, or the software device in their place."""
+    """Check that there are NPUs, or the software device in their place."""
     facts = {
         "count": seen.devices,
         "names": seen.torch.facts.get("names", []),
@@ -54,7 +54,7 @@ def _visible(seen: Observations, facts: dict[str, Any]) -> Finding:
 
 
 def _none_visible(seen: Observations, facts: dict[str, Any]) -> Finding:
-    """torch_npu can be imported, and finds no device."""
+    """Say why torch_npu can be imported, and finds no device."""
     details = [f"there is {sign}" for sign in seen.signs_of_hardware]
     chosen, npu_smi = facts[VISIBLE], facts["npu_smi"]
     if seen.torch.failure:
@@ -96,7 +96,7 @@ NODES = (
 
 
 def _unreachable(seen: Observations, facts: dict[str, Any]) -> Finding:
-    """There is a card or a driver, and torch_npu cannot be asked."""
+    """Say why torch_npu cannot be asked, though there is a card or a driver."""
     signs = [f"there is {sign}" for sign in seen.signs_of_hardware]
     if seen.disk.facts.get("closed"):
         return _closed(seen, facts)
@@ -136,7 +136,7 @@ def _closed(seen: Observations, facts: dict[str, Any]) -> Finding:
 
 
 def _software(seen: Observations, facts: dict[str, Any]) -> Finding:
-    """Neither a card nor a sign of one."""
+    """Check the software device, where there is neither a card nor a sign of one."""
     tried = seen.use is not None and (seen.use.passed(use_probe.SOFTNPU) or seen.software_failed_by_itself)
     if seen.use is None or not tried:
         return not_checked(NAME, "no NPU here, and torch_npu does not work with the software device", facts=facts)

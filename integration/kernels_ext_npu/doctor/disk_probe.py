@@ -1,4 +1,4 @@
-"""Signs of Ascend hardware and of CANN on this machine, without torch: all of it is read from files."""
+"""A probe of signs of Ascend hardware and of CANN on this machine, without torch: all of it is read from files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NPU_SMI_LIMIT = 10.0
 
 
 def probe() -> None:
-    """Signs of a card, and CANN's folders."""
+    """Note signs of a card, and CANN's folders."""
     step(HARDWARE)
     note(**hardware(Path("/")))
     step(CANN)
@@ -32,7 +32,10 @@ def probe() -> None:
 
 
 def hardware(root: Path) -> dict[str, Any]:
-    """Device nodes, the driver, and the cards on the PCI bus, which containers see even if they were given none."""
+    """Find device nodes, the driver, and the cards on the PCI bus.
+
+    Containers see these even if they were given none.
+    """
     nodes = sorted(name for name in _names(root / "dev") if re.fullmatch(r"davinci\d+", name))
     closed = [f"/dev/{name}" for name in nodes if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
     cards = [
@@ -48,14 +51,16 @@ def hardware(root: Path) -> dict[str, Any]:
 
 
 def installed(root: Path) -> list[dict[str, Any]]:
-    """The releases of CANN below a folder such as /usr/local/Ascend, once each."""
+    """Find the releases of CANN below a folder such as /usr/local/Ascend, once each."""
     patterns = ("ascend-toolkit/*", "cann", "cann-*", "latest", "nnae/*")
     homes = sorted({home.resolve() for pattern in patterns for home in root.glob(pattern) if os.path.isdir(home)})
     return [place for home in homes if (place := described(home, deep=False))["version"] is not None]
 
 
 def described(home: Path, deep: bool = True) -> dict[str, Any]:
-    """A folder of CANN: its version, None where no file names one, and the script that sets the environment up.
+    """Describe a folder of CANN: its version, and the script that sets the environment up.
+
+    The version is None where no file names one.
 
     Args:
         deep: look through all folders below, as torch_npu does, and take the last file as it does.
@@ -78,7 +83,7 @@ def described(home: Path, deep: bool = True) -> dict[str, Any]:
 
 
 def _roots() -> list[Path]:
-    """Where CANN's installers put it: for root, for a user, and in an environment of conda."""
+    """Return where CANN's installers put it: for root, for a user, and in an environment of conda."""
     return [Path("/usr/local/Ascend"), Path(os.path.expanduser("~/Ascend")), Path(sys.prefix) / "Ascend"]
 
 
@@ -92,7 +97,10 @@ def _infos(home: Path, deep: bool) -> Iterator[Path]:
 
 
 def _value(path: Path, key: str, like_torch_npu: bool = False) -> str | None:
-    """Of a line ``key=value``; torch_npu takes the first line that contains the key, and what is after its last =."""
+    """Return the value of a line ``key=value``; None where there is no such line.
+
+    torch_npu takes the first line that contains the key, and what is after its last =.
+    """
     for line in _read(path).splitlines():
         name, _, value = line.strip().rpartition("=")
         if (key in line) if like_torch_npu else (name.strip().lower() == key):
@@ -115,7 +123,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _npu_smi() -> dict[str, Any] | None:
-    """The driver's own tool: None where there is none, otherwise whether it answers."""
+    """Ask the driver's own tool: None where there is none, otherwise whether it answers."""
     program = which("npu-smi", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/local/bin"]))
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""Findings for people: a list, and what to do at its end, with commands that can be copied."""
+"""Shows findings to people: a list, and what to do at its end, with commands that can be copied."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
 
 
 def page() -> str:
-    """Where the page on errors is: inside the installed package, or in the clone that this is."""
+    """Return where the page on errors is: inside the installed package, or in the clone that this is."""
     package = Path(__file__).parent.parent
     for path in (package / "troubleshooting.md", package.parent.parent / "docs" / "troubleshooting.md"):
         if path.is_file():

@@ -45,7 +45,7 @@ CHECKS: dict[str, Check] = {
 
 
 def examine(source: str = "bundled") -> Diagnosis:
-    """Look at this machine.
+    """Run all probes on this machine, and conclude from them what is wrong and what to do.
 
     Args:
         source: where the kernels are to come from, as register() takes it.
@@ -56,7 +56,7 @@ def examine(source: str = "bundled") -> Diagnosis:
 
 
 def observe(source: str) -> Observations:
-    """Run the probes."""
+    """Run the probes, and collect what they saw."""
     with stopped_at_an_interrupt(), ThreadPoolExecutor(4) as pool:
         disk = pool.submit(run, "disk_probe", LIMITS["disk"])
         torch = pool.submit(run, "torch_probe", LIMITS["torch"], _without_softnpu())
@@ -79,7 +79,7 @@ def observe(source: str) -> Observations:
 
 
 def _is_usable(seen: Observations) -> bool:
-    """Whether there is a device to try, the card's or the software one."""
+    """Tell whether there is a device to try, the card's or the software one."""
     return seen.packages["torch_npu"].installed and (seen.devices > 0 or seen.software_is_possible)
 
 
@@ -105,7 +105,10 @@ def _look_at_repositories(seen: Observations) -> Outcome:
 
 
 def _without_softnpu() -> dict[str, str]:
-    """What a program meets that does not import it, also where doctor itself runs with `python -m softnpu`."""
+    """Return the environment of a program that does not import softnpu.
+
+    It is that also where doctor itself runs with `python -m softnpu`.
+    """
     environment = dict(os.environ)
     if os.path.basename(os.path.dirname(environment.get("ASCEND_HOME_PATH", ""))) == "softnpu":
         for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH"):

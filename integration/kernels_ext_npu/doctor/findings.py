@@ -60,26 +60,26 @@ class Diagnosis:
         return not any(finding.verdict is Verdict.PROBLEM for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the diagnosis as JSON has it: version, source, healthy, and a dictionary for each check."""
         checks = [asdict(finding) | {"verdict": finding.verdict.value} for finding in self.findings]
         return {"version": self.version, "source": self.source, "healthy": self.healthy, "checks": checks}
 
 
 def ok(check: str, summary: str, **more: Any) -> Finding:
-    """A check that found nothing wrong."""
+    """Make the finding of a check that found nothing wrong."""
     return Finding(check, Verdict.OK, summary, **more)
 
 
 def warning(check: str, summary: str, **more: Any) -> Finding:
-    """A check that found what may matter."""
+    """Make the finding of a check that found what may matter."""
     return Finding(check, Verdict.WARNING, summary, **more)
 
 
 def problem(check: str, summary: str, **more: Any) -> Finding:
-    """A check that found what has to be mended."""
+    """Make the finding of a check that found what has to be mended."""
     return Finding(check, Verdict.PROBLEM, summary, **more)
 
 
 def not_checked(check: str, summary: str, **more: Any) -> Finding:
-    """A check that could not be made, and why."""
+    """Make the finding of a check that could not be made; the summary says why."""
     return Finding(check, Verdict.NOT_CHECKED, summary, **more)

@@ -1,4 +1,4 @@
-"""Asks the Hub what `kernels` asks it, with its client, and without torch."""
+"""A probe that asks the Hub what `kernels` asks it, with its client, and without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONNECT, TRUST, HEADERS = "asking the Hub for versions", "asking whether the pub
 
 
 def probe(timeout: float) -> None:
-    """Asks the Hub for the kernels and their publisher."""
+    """Ask the Hub for the kernels and their publisher."""
     step("import huggingface_hub")
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
@@ -37,7 +37,7 @@ def probe(timeout: float) -> None:
 
 
 def _head(api: Any, repo_id: str) -> str | None:
-    """The commit of the version, None where there is no such repository or version."""
+    """Return the commit of the version, None where there is no such repository or version."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -55,7 +55,7 @@ def _head(api: Any, repo_id: str) -> str | None:
 
 
 def _as_kernels(organisation: str) -> None:
-    """`kernels` names itself with an empty user agent where telemetry is off."""
+    """Ask the Hub as `kernels` does, which names itself with an empty user agent where telemetry is off."""
     from huggingface_hub.errors import RepositoryNotFoundError
     from kernels.hf_hub import _get_hf_api
 

@@ -10,10 +10,10 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True)
 class Known:
-    """An error.
+    """An error that is known: how it is recognised, what it means, and what to do.
 
     Attributes:
-        pattern: finds it in the text of an exception.
+        pattern: the regular expression that finds it in the text of an exception.
         meaning: why it happens.
         advice: what to do; groups of the pattern may be named.
         commands: what to do, for a shell.
@@ -148,7 +148,7 @@ KNOWN = [
 
 
 def explain(errors: tuple[str, ...] | list[str]) -> Known | None:
-    """What is known of an error, given with those that caused it."""
+    """Find what is known of an error, given with those that caused it; None if nothing is."""
     for error in reversed(errors):  # the cause says more than what was made of it
         if match := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", error):
             module = match[1].partition(".")[0]

@@ -1,4 +1,4 @@
-"""transformers, kernels, and what both need: inside each other's windows, and inside what was tested."""
+"""Checks transformers, kernels, and what both need: are they in each other's windows, and in what was tested?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRUE = {"1", "ON", "YES", "TRUE"}  # as transformers reads USE_HUB_KERNELS
 
 
 def transformers(seen: Observations) -> Finding:
-    """transformers: importable, and in the range that was tested."""
+    """Check that transformers can be imported, and is in the range that was tested."""
     package = seen.packages["transformers"]
     failed = _unusable(seen, package, use_probe.TRANSFORMERS)
     if failed:
@@ -38,7 +38,7 @@ def transformers(seen: Observations) -> Finding:
 
 
 def kernels(seen: Observations) -> Finding:
-    """kernels: importable, and inside the window of transformers."""
+    """Check that kernels can be imported, and is inside the window of transformers."""
     package = seen.packages["kernels"]
     failed = _unusable(seen, package, use_probe.KERNELS)
     if failed:
@@ -62,7 +62,7 @@ def kernels(seen: Observations) -> Finding:
 
 
 def helpers(seen: Observations) -> list[Finding]:
-    """accelerate and huggingface_hub."""
+    """Check that accelerate and huggingface_hub can be imported, and are in the range that is needed."""
     found = []
     for name, asked in REQUIRED.items():
         package = seen.packages[name]
@@ -84,7 +84,7 @@ def helpers(seen: Observations) -> list[Finding]:
 
 
 def requirements(seen: Observations) -> Finding:
-    """What the packages ask of others in their metadata, as `pip check` looks at it."""
+    """Check what the packages ask of others in their metadata, as `pip check` does."""
     lines: list[str] = []
     asked: dict[str, SpecifierSet] = {}
     for package in seen.packages.values():
@@ -122,7 +122,7 @@ def _in_range(package: Package, more: str = "", facts: dict | None = None) -> Fi
 
 
 def _unusable(seen: Observations, package: Package, step: str) -> Finding | None:
-    """Not installed, installed badly, or not to be imported."""
+    """Say that a package is not installed, installed badly, or not to be imported; None if it can be used."""
     name, asked = package.name, TESTED.get(package.name) or REQUIRED[package.name]
     install = (f"pip install '{name}{asked}'",)
     if not package.installed:
@@ -158,7 +158,10 @@ def _unusable(seen: Observations, package: Package, step: str) -> Finding | None
 
 
 def _window(package: Package) -> tuple[str, str] | None:
-    """The releases of kernels that transformers takes, read from its source: it need not be imported for that."""
+    """Read from the source of transformers which releases of kernels it takes; None where it does not say.
+
+    It need not be imported for that.
+    """
     if package.folder is None:
         return None
     found = packages.constants(package.folder / "utils" / "import_utils.py")

@@ -23,7 +23,7 @@ class Observations:
 
     Attributes:
         source: where the kernels are to come from, as register() takes it.
-        packages: of `STACK`, by name.
+        packages: the packages of `STACK`, by name.
         disk: signs of hardware and of CANN.
         torch: torch and torch_npu without the software device.
         hub: what the Hub answered.
@@ -47,7 +47,7 @@ class Observations:
     # ---- torch -------------------------------------------------------------------------------------------------------
     @property
     def torch_build(self) -> str | None:
-        """Of which kind torch is, such as "CUDA 13.0"; None for a CPU build, or where it cannot be told."""
+        """The kind of build that torch is, such as "CUDA 13.0"; None for a CPU build, or where it cannot be told."""
         facts = self.torch.facts
         if "xpu" not in facts and self.packages["torch"].folder is not None:  # it cannot be imported
             facts = packages.constants(self.packages["torch"].folder / "version.py")
@@ -64,7 +64,7 @@ class Observations:
 
     @property
     def torch_npu_works(self) -> bool:
-        """Without the software device: with CANN."""
+        """Whether torch_npu could be imported without the software device, which is with CANN."""
         return self.torch.passed(torch_probe.TORCH_NPU)
 
     @property
@@ -73,7 +73,10 @@ class Observations:
         return any(known_errors.NO_CANN.search(error) for error in self.torch.errors)
 
     def missing(self, outcome: Outcome) -> str | None:
-        """The package of the stack for want of which a probe failed; None if it did not, or for another reason."""
+        """Return the package of the stack for want of which a probe failed.
+
+        It is None if the probe did not fail, or for another reason.
+        """
         for name, package in self.packages.items():
             module = f"No module named '{name.replace('-', '_')}"
             if not package.installed and any(module in error for error in outcome.errors):
@@ -83,7 +86,7 @@ class Observations:
     # ---- the device --------------------------------------------------------------------------------------------------
     @property
     def devices(self) -> int:
-        """Those that torch_npu sees without the software device."""
+        """The number of devices that torch_npu sees without the software device."""
         return self.torch.facts.get("devices", 0)
 
     @property
@@ -104,7 +107,10 @@ class Observations:
 
     @property
     def software_failed_by_itself(self) -> bool:
-        """For want of a compiler, say, and not because torch_npu cannot be imported with it either."""
+        """Whether softnpu failed by itself, for want of a compiler, say.
+
+        It did not where torch_npu cannot be imported with it either.
+        """
         if self.use is None or self.use.step != use_probe.SOFTNPU or not self.use.errors:
             return False
         first = self.use.errors[0]
@@ -112,7 +118,7 @@ class Observations:
 
     @property
     def signs_of_hardware(self) -> list[str]:
-        """Why one would expect a card here."""
+        """The signs, in words, for which one would expect a card here."""
         facts, signs = self.disk.facts, []
         if self.nodes:
             signs.append(", ".join(self.nodes))
@@ -126,7 +132,7 @@ class Observations:
 
     @property
     def cann_places(self) -> list[dict[str, Any]]:
-        """Releases of CANN on disk: what the environment names first."""
+        """The releases of CANN on disk: what the environment names first."""
         named = [self.disk.facts.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
         places = [place for place in named if place and place["version"] is not None]
         return [place for place in [*places, *self.disk.facts.get("found", [])] if not place["software"]]

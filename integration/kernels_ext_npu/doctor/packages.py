@@ -1,4 +1,4 @@
-"""What is installed, read from metadata and sources: nothing is imported, so that nothing can crash."""
+"""Reads what is installed from metadata and sources: nothing is imported, so that nothing can crash."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Package:
     """A package of the stack.
 
     Attributes:
-        name: as pip knows it.
-        version: None where there is none, or none that can be read.
+        name: its name, as pip knows it.
+        version: its version, None where there is none, or none that can be read.
         requires: what it asks of others in this environment.
-        folder: where its module is, None where it has none.
+        folder: the folder of its module, None where it has none.
         trouble: what is wrong with its installation, None if nothing is.
     """
 
@@ -42,7 +42,7 @@ class Package:
 
 
 def read(name: str) -> Package:
-    """What the metadata says; whatever is wrong with it is told in `trouble`."""
+    """Read what the metadata of a package says; whatever is wrong with it is told in `trouble`."""
     folder = module_folder(name.replace("-", "_"))
     try:
         found = list(distributions(name=name))
@@ -64,7 +64,7 @@ def read(name: str) -> Package:
 
 
 def module_folder(name: str) -> Path | None:
-    """The folder of a package of Python, None where there is none."""
+    """Find the folder of a package of Python, None where there is none."""
     try:
         # what stands on the path comes before what this process has imported
         spec = PathFinder.find_spec(name) or importlib.util.find_spec(name)
@@ -76,7 +76,7 @@ def module_folder(name: str) -> Path | None:
 
 
 def constants(path: Path) -> dict[str, Any]:
-    """What a source file assigns to names at its top: numbers, strings and the like."""
+    """Read what a source file assigns to names at its top: numbers, strings and the like."""
     try:
         tree = ast.parse(path.read_text())
     except (OSError, SyntaxError, ValueError):
@@ -92,7 +92,7 @@ def constants(path: Path) -> dict[str, Any]:
 
 
 def unmet(package: Package) -> list[tuple[Requirement, Package]]:
-    """The requirements of a package that this environment does not meet, with what is there."""
+    """Find the requirements of a package that this environment does not meet, with what is there."""
     found = []
     for requirement in package.requires:
         there = read(requirement.name)

@@ -28,12 +28,12 @@ def main(name: str, arguments: dict[str, Any]) -> None:
 
 
 def step(name: str) -> None:
-    """From here on it does this; the step before is done."""
+    """Note what begins here; the step before is done."""
     _write({"step": name})
 
 
 def note(**facts: Any) -> None:
-    """Keep facts, whatever happens later."""
+    """Note facts, which are kept whatever happens later."""
     _write({"facts": facts})
 
 

@@ -47,7 +47,7 @@ class Outcome:
         return self.errors[-1].splitlines()[0] if self.errors else self.failure
 
     def passed(self, step: str) -> bool:
-        """Whether a step was completed."""
+        """Tell whether a step was completed."""
         return self.failure is None or step in self.facts.get("passed", ())
 
 
@@ -57,7 +57,7 @@ def run(probe: str, limit: float, environment: dict[str, str] | None = None, **a
     Args:
         probe: its module below `kernels_ext_npu.doctor`.
         environment: variables in place of those of this process; they are kept by default.
-        arguments: of its function `probe`, as JSON has them.
+        arguments: the arguments of its function `probe`, as JSON has them.
     """
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
@@ -93,7 +93,7 @@ def run(probe: str, limit: float, environment: dict[str, str] | None = None, **a
 
 @contextmanager
 def stopped_at_an_interrupt() -> Iterator[None]:
-    """Ends the probes of other threads where this one is interrupted: a pool would wait for them."""
+    """End the probes of other threads where this one is interrupted: a pool would wait for them."""
 
     def interrupt(number: int, frame: Any) -> None:
         for process in list(_running):

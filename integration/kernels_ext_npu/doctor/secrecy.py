@@ -21,7 +21,7 @@ _QUERY = re.compile(r"(?<=[?&])((?:token|password|passwd|secret|key|sig|signatur
 
 
 def hide(value: Any) -> Any:
-    """The same value, with every secret of this process in its strings replaced."""
+    """Return the same value, with every secret of this process in its strings replaced."""
     return _hide(value, sorted(set(_secrets()), key=len, reverse=True))
 
 
@@ -39,7 +39,10 @@ def _hide(value: Any, secrets: list[str]) -> Any:
 
 
 def _secrets() -> Iterator[str]:
-    """Values of variables that are called like secrets, and what stands before the host in the URLs that are used."""
+    """Find the values of variables that are called like secrets, and secrets in the URLs that are used.
+
+    These stand before the host.
+    """
     for name, value in os.environ.items():
         settings = {"true", "false", "none", "auto"}
         if _NAME.match(name) and len(value) >= _SHORTEST and value.lower() not in settings:

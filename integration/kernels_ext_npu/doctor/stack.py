@@ -1,4 +1,4 @@
-"""Python, torch, and what a plain `import torch` does."""
+"""Checks Python, torch, and what a plain `import torch` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG_BUILD = "Two accelerators cannot be used at the same time"
 
 
 def python(_: Observations) -> Finding:
-    """Python and the operating system."""
+    """Check the release of Python, the operating system and the processor."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     facts = {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file}
     if not PYTHON[0] <= sys.version_info[:2] < PYTHON[1]:
@@ -38,7 +38,7 @@ def python(_: Observations) -> Finding:
 
 
 def torch(seen: Observations) -> Finding:
-    """torch: installed, importable, a CPU build."""
+    """Check that torch is installed, can be imported, and is a CPU build."""
     package, outcome = seen.packages["torch"], seen.torch
     facts = {"version": package.version and str(package.version), "build": seen.torch_build}
     install = (cpu_build(seen),)
@@ -87,7 +87,10 @@ def torch(seen: Observations) -> Finding:
 
 
 def autoload(seen: Observations) -> Finding:
-    """torch imports torch_npu by itself, and cannot be imported where torch_npu cannot."""
+    """Check that `import torch` works alone.
+
+    It imports torch_npu by itself, and fails where torch_npu cannot be imported.
+    """
     switch = seen.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
     facts = {"TORCH_DEVICE_BACKEND_AUTOLOAD": switch}
     if not seen.packages["torch"].installed or not seen.torch_works:
@@ -121,12 +124,12 @@ def autoload(seen: Observations) -> Finding:
 
 
 def cpu_build(seen: Observations) -> str:
-    """The command that installs the right torch."""
+    """Return the command that installs the right torch."""
     return f"pip install --force-reinstall --no-deps torch=={wanted_torch(seen)} --index-url {CPU_INDEX}"
 
 
 def wanted_torch(seen: Observations) -> str:
-    """The release of torch to install: what torch_npu asks for, or the one that is there."""
+    """Return the release of torch to install: what torch_npu asks for, or the one that is there."""
     for requirement in seen.packages["torch_npu"].requires:
         if requirement.name == "torch":
             for specifier in requirement.specifier:
@@ -140,7 +143,10 @@ def wanted_torch(seen: Observations) -> str:
 
 
 def _contradiction(package: Package, facts: dict) -> bool | str | None:
-    """Older wheels leave `+cpu` out of the metadata."""
+    """Tell whether the metadata of torch names another release or build than the one that is imported.
+
+    Older wheels leave `+cpu` out of the metadata, which does not count.
+    """
     if "torch" not in facts or package.version is None:
         return False
     imported, named = Version(facts["torch"]), package.version

@@ -1,4 +1,4 @@
-"""torch and torch_npu as they are on this machine, without the software device."""
+"""A probe of torch and torch_npu as they are on this machine, without the software device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TORCH, TORCH_NPU, CANN, DEVICES = "import torch", "import torch_npu", "reading C
 
 
 def probe() -> None:
-    """Imports torch and torch_npu, and asks for devices."""
+    """Import torch and torch_npu, and ask for devices."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     step(TORCH)
     import torch

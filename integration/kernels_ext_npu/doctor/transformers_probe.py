@@ -1,4 +1,4 @@
-"""Whether transformers and kernels can be imported, where the device could not be tried."""
+"""A probe of whether transformers and kernels can be imported, where the device could not be tried."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KERNELS, TRANSFORMERS = "import kernels", "import transformers"
 
 
 def probe() -> None:
-    """Imports kernels and transformers."""
+    """Import kernels and transformers."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     step(KERNELS)
     import kernels  # noqa: F401

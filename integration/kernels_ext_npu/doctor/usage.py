@@ -1,4 +1,4 @@
-"""Whether register() takes effect: what happened when kernels were swapped into a tiny model."""
+"""Checks whether register() takes effect: what happened when kernels were swapped into a tiny model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EARLIER = (use_probe.SOFTNPU, use_probe.TORCH_NPU, use_probe.DEVICE, use_probe.K
 
 
 def usage(seen: Observations) -> Finding:
-    """Whether `register()` takes effect on a tiny model."""
+    """Check that `register()` takes effect on a tiny model."""
     outcome = seen.use
     if outcome is None:
         return not_checked(NAME, "the device, or a package, does not work: see above")
@@ -69,13 +69,16 @@ HUNG = "Look whether another process holds the device, and whether the Hub answe
 
 
 def _taken(taken: dict[str, str]) -> list[str]:
-    """The folders of what was loaded, in one line where all are of one variant of one place."""
+    """Say in one line which variants of which kernels were loaded."""
     variants = {folder.rpartition("/")[2] for folder in taken.values()}
     return [f"loaded the variant {', '.join(sorted(variants))} of {', '.join(sorted(taken))}"]
 
 
 def _told_elsewhere(seen: Observations) -> bool:
-    """What fails before register() is told with the device, torch_npu, kernels or transformers."""
+    """Tell whether another finding tells of what failed before register().
+
+    That is the finding of the device, of torch_npu, of kernels or of transformers.
+    """
     assert seen.use is not None
     by_device = seen.use.step == use_probe.SOFTNPU or (seen.software and not seen.expects_a_card)
     return by_device or seen.use.step in (use_probe.KERNELS, use_probe.TRANSFORMERS)

@@ -1,4 +1,4 @@
-"""Does what a user does: registers the kernels, swaps them into a tiny model on the NPU, runs it, and compares."""
+"""A probe that does what a user does: swaps the kernels into a tiny model on the NPU, runs it, and compares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ SIZES: dict[str, Any] = {
 
 
 def probe(source: str | None) -> None:
-    """Without a source it stops before kernels are needed."""
+    """Swap the kernels into a tiny model on the NPU, and compare what it computes with the CPU.
+
+    Args:
+        source: where the kernels come from, as register() takes it; without one the probe stops before it needs them.
+    """
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     step(SOFTNPU)
     import softnpu  # before torch; changes nothing where there is a card
@@ -80,10 +84,13 @@ def probe(source: str | None) -> None:
 
 
 def _tolerance(software: bool) -> float:
-    """Sums in another order; a real device may multiply float32 matrices in less precision."""
+    """Return how far logits may be apart, relative to the largest: sums are in another order.
+
+    A real device may multiply float32 matrices in less precision.
+    """
     return 1e-5 if software else 1e-2
 
 
 def _taken(loaded: list[Any]) -> dict[str, str]:
-    """The folder of the variant that was really loaded of each repository."""
+    """Return the folder of the variant that was really loaded of each kernel, by the kernel's name."""
     return {kernel.metadata.name.python_name: str(Path(kernel.module.__file__).parent) for kernel in loaded}

@@ -46,10 +46,10 @@ class Message(NamedTuple):
     """A call of a collective.
 
     Attributes:
-        operator: its name in ``torch.distributed``.
-        group: of the ranks that take part.
-        bytes: of what is reduced, gathered, scattered or exchanged as a whole, the larger side of it.
-        cloned: bytes that the device copies before.
+        operator: the name of the operator in ``torch.distributed``.
+        group: the process group of the ranks that take part.
+        bytes: the size of what is reduced, gathered, scattered or exchanged as a whole, the larger side of it.
+        cloned: the bytes that the device copies before.
     """
 
     operator: str
@@ -59,12 +59,12 @@ class Message(NamedTuple):
 
 
 def is_collective(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator belongs to collectives; waiting for one does, too."""
+    """Tell whether an operator belongs to collectives; waiting for one does, too."""
     return operator.namespace in _NAMESPACES
 
 
 def message(operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> Message | None:
-    """What a call of an operator of collectives sends; None where that is nothing."""
+    """Return what a call of an operator of collectives sends; None where that is nothing."""
     name = operator._schema.name.partition("::")[2]
     if name in _NO_MESSAGE:
         return None
@@ -74,13 +74,16 @@ def message(operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: 
 
 
 def axis(operator: str, served: Sequence[str]) -> str:
-    """The axis that a collective is for, of those that its group serves: experts exchange tokens, and nothing else."""
+    """Return the axis that a collective is for, of those that its group serves.
+
+    Experts exchange tokens, and nothing else does.
+    """
     others = [axis for axis in served if (axis == "ep") == (operator == "all_to_all")]
     return next(iter([*others, *served]), "")
 
 
 def group(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> ProcessGroup:
-    """The process group that an operator is called with, or with the name of."""
+    """Return the process group that an operator is called with, or with the name of."""
     given = dict(zip((argument.name for argument in operator._schema.arguments), args)) | kwargs
     value: Any = given.get("process_group", given.get("group_name"))
     if isinstance(value, str):

@@ -30,10 +30,10 @@ Axes = Mapping[str, tuple[str, ...]]
 
 
 class Counting(Cost):
-    """Counts while the context is open, on fake tensors of an NPU.
+    """A count of what runs on fake tensors of an NPU, for as long as the context is open.
 
     Args:
-        axes: those that process groups serve, by the names of the groups.
+        axes: the axes that process groups serve, by the names of the groups.
     """
 
     def __init__(self, values: KnownValues, soc: Soc, axes: Axes | None = None) -> None:
@@ -65,7 +65,7 @@ class Counting(Cost):
         return result
 
     def counts(self) -> Counts:
-        """What was counted so far."""
+        """Return what was counted so far."""
         waits = self.values.waits - self._waits_before
         return Counts(self.launches, self.bytes, self.seconds, self.calls, self.messages, waits, self.memory.peak)
 
@@ -88,7 +88,11 @@ class Counting(Cost):
 def count_forward(
     model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
 ) -> Counts:
-    """A forward without gradients, before which no weight is gathered."""
+    """Count a forward without gradients, before which no weight is gathered.
+
+    Raises:
+        UnknownValueError: the model reads a value on the host that follows from weights.
+    """
     model.eval()
 
     def forward() -> None:
@@ -101,7 +105,11 @@ def count_forward(
 def count_step(
     model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
 ) -> Counts:
-    """A forward and backward; the optimiser's step is none of the kernels'."""
+    """Count a forward and backward; the optimiser's step is none of the kernels'.
+
+    Raises:
+        UnknownValueError: the model reads a value on the host that follows from weights.
+    """
     model.train()
 
     def step() -> None:
@@ -118,7 +126,7 @@ def _count(
     run: Callable[[], None],
     apart: Sequence[list[nn.Module]] = (),
 ) -> Counts:
-    """With two layers of each kind, and once more with three of one kind, for what each further one costs."""
+    """Count two layers of each kind, and once more three of one kind, for what each further one costs."""
     kinds = [kind for kind in find_kinds(model) if kind.layers not in apart]
 
     def count(one_more: Kind | None = None) -> Counts:
@@ -152,7 +160,10 @@ def _count(
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """transformers takes fake tensors for a sign of tracing, and then makes masks that a model at work goes without."""
+    """Let transformers take fake tensors for real ones.
+
+    It takes them for a sign of tracing, and then makes masks that a model at work goes without.
+    """
     before = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda x: False
     try:

@@ -13,7 +13,7 @@ class Collective(NamedTuple):
     Attributes:
         operator: its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
         axis: ``tp``, ``fsdp``, ``ep``, or ``efsdp``, over which FSDP2 shards experts.
-        ranks: how many take part.
+        ranks: how many ranks take part.
     """
 
     operator: str
@@ -23,13 +23,13 @@ class Collective(NamedTuple):
 
 @dataclass
 class Counts:
-    """What something costs.
+    """What a computation costs a rank.
 
     Attributes:
-        launches: by operator.
-        bytes: that go in and out of them, by operator.
+        launches: the number of launches, by operator.
+        bytes: the bytes that go in and out of them, by operator.
         seconds: the least time that they take on a chip, by operator.
-        calls: of collectives, which are no launches.
+        calls: the number of calls of collectives, which are no launches.
         messages: the bytes of what is reduced, gathered, scattered or exchanged, by collective.
         waits: how often the host waits for the device.
         peak: the most bytes that live at once beyond weights and their gradients.
@@ -46,7 +46,7 @@ class Counts:
     layers: list[Layer] = field(default_factory=list)
 
     def add(self, other: Counts, times: int = 1) -> None:
-        """Add what something else costs, so many times."""
+        """Add what another computation costs, so many times."""
         for name in ("launches", "bytes", "seconds", "calls", "messages"):
             mine, theirs = getattr(self, name), getattr(other, name)
             for key, count in theirs.items():
@@ -60,10 +60,10 @@ class Layer:
     """What one layer of a kind costs.
 
     Attributes:
-        name: of its class.
-        number: of the layers of this kind.
-        weights: the bytes of those of one of them that a rank holds.
-        counts: of one of them; its peak is what it adds to that of the model.
+        name: the name of its class.
+        number: how many layers of this kind there are.
+        weights: the bytes of the weights of one of them that a rank holds.
+        counts: the costs of one of them; its peak is what it adds to that of the model.
     """
 
     name: str

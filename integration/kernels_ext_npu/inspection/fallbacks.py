@@ -10,7 +10,10 @@ from torch._ops import OpOverload
 
 
 def fallback(operator: OpOverload) -> Callable[..., Tensor] | None:
-    """The loop that runs in the place of an operator; the host waits once, for the sizes of the groups."""
+    """Return the loop that runs in the place of an operator; None where the operator runs itself.
+
+    The host waits once in it, for the sizes of the groups.
+    """
     if operator is not torch.ops.aten._grouped_mm.default:
         return None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
@@ -20,7 +23,12 @@ def fallback(operator: OpOverload) -> Callable[..., Tensor] | None:
 def grouped_mm(
     self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: object = None
 ) -> Tensor:
-    """A product a group, as in ``_grouped_mm_fallback`` of ATen/native/GroupedMMUtils.h; groups of one size."""
+    """Multiply group by group, as ``_grouped_mm_fallback`` of ATen/native/GroupedMMUtils.h does.
+
+    ``[T, K]`` and ``[G, K, N]`` make ``[T, N]``; ``[G, M, K]`` and ``[K, T]`` make ``[M, T]``; ``[M, T]`` and
+    ``[T, N]`` make ``[G, M, N]``. The T rows or columns lie in G groups, here of one size: fake tensors do not tell
+    where they end.
+    """
     if offs is None:
         return torch.bmm(self, mat2)
     groups = offs.numel()
@@ -40,6 +48,6 @@ def grouped_mm(
 
 
 def _split(tensor: Tensor, groups: int, dim: int) -> list[Tensor]:
-    """As evenly as can be: the first ones are larger by one."""
+    """Split a dimension into groups as evenly as can be: the first ones are larger by one."""
     size, larger = divmod(tensor.shape[dim], groups)
     return list(tensor.split([size + (group < larger) for group in range(groups)], dim))

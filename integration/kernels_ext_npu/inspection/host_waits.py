@@ -13,7 +13,7 @@ _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 
 
 def of(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
-    """How often the host waits in a call."""
+    """Return how often the host waits for the device in a call."""
     name = operator._schema.name.partition("::")[2]
     if name == "copy_":
         return args[0].device.type == "cpu" and args[1].device.type == "npu"
@@ -28,5 +28,5 @@ def of(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
 
 
 def has_mask(indices: Any) -> bool:
-    """Whether one of these indices is a mask."""
+    """Tell whether one of these indices is a mask."""
     return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(indices) if isinstance(leaf, Tensor))

@@ -35,8 +35,8 @@ class Variant:
     """A model with some of the kernels.
 
     Attributes:
-        name: which ones.
-        swapped: how many of each kind of module, in words.
+        name: the original, one kernel alone, or with kernels.
+        swapped: how many modules of each kind are swapped, in words.
         counts: what each phase costs; None for what cannot be counted.
     """
 
@@ -47,16 +47,16 @@ class Variant:
 
 @dataclass
 class Inspection:
-    """What was found.
+    """What an inspection found out about a model.
 
     Attributes:
         subject: what was inspected.
         inputs: what the model was given, in words.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         soc: the chip of the estimate.
-        mesh: of the ranks, one of which was counted.
-        parameters: their number.
-        weights: the bytes of those that a rank holds.
+        mesh: the mesh of ranks, one of which was counted.
+        parameters: the number of parameters.
+        weights: the bytes of the weights that a rank holds.
         report: the modules, and the kernels that serve them.
         variants: the original first, all kernels last.
         remarks: what a reader of the figures has to know.
@@ -125,7 +125,7 @@ def inspect(
 
 
 def steps(compare: bool) -> int:
-    """How often inspect() says what comes next."""
+    """Return how often inspect() says what comes next."""
     return 1 + len(PHASES) * len(_variants(compare))
 
 
@@ -146,7 +146,7 @@ def _build(subject: Subject, dtype: torch.dtype, values: KnownValues, soc: Soc) 
 
 @contextmanager
 def _swapped(model: PreTrainedModel, kernels: tuple[str, ...]) -> Iterator[Report | None]:
-    """With these kernels in place; as it is where there are none."""
+    """Put these kernels into a model while the context is open, and give the report; None where there are none."""
     if not kernels:
         yield None
         return
@@ -160,7 +160,7 @@ def _swapped(model: PreTrainedModel, kernels: tuple[str, ...]) -> Iterator[Repor
 
 
 def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remarks: list[str]) -> Counts | None:
-    """What cannot be counted is remarked, and the rest goes on."""
+    """Count one phase; what cannot be counted is remarked and gives None, and the rest goes on."""
     try:
         return count()
     except UnknownValueError as error:

@@ -38,7 +38,7 @@ class UnknownValueError(Exception):
 
 
 class KnownValues:
-    """Runs operators on fake tensors of an NPU, and keeps the values that are known.
+    """The values that are known of fake tensors of an NPU, kept up to date by every operator that runs through it.
 
     Attributes:
         waits: how often the host had to wait for the device, to read a value.
@@ -49,15 +49,15 @@ class KnownValues:
         self._values = WeakIdKeyDictionary()
 
     def learn(self, fake: Tensor, value: Tensor) -> Tensor:
-        """Say what a fake tensor holds."""
+        """Say what a fake tensor holds, and return it."""
         self._values[fake] = value
         return fake
 
     def run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
-        """The result of an operator.
+        """Run an operator, and return its result.
 
         Raises:
-            UnknownValueError: it is a value, or has a size, that is not known.
+            UnknownValueError: the result is a value, or has a size, that is not known.
         """
         name = operator._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
@@ -100,7 +100,10 @@ class KnownValues:
             FakeTensor.tolist = before  # type: ignore[method-assign]
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
-        """What is exchanged in equal parts is known: each rank sends what this one sends."""
+        """Forget what a collective writes, unless it exchanges equal parts.
+
+        Then the result is known: each rank sends what this one sends.
+        """
         if operator.namespace != "c10d":
             return  # gives new tensors
         exchanges = operator is torch.ops.c10d.alltoall_base_.default and not args[3] and not args[4]
@@ -128,7 +131,7 @@ class KnownValues:
                 self._forget(value)
 
     def _compute(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
-        """On the CPU, with zeros for what is not known."""
+        """Run an operator on the CPU, with zeros for what is not known."""
 
         def value(fake: Tensor) -> Tensor:
             known = self._value(fake)
@@ -152,7 +155,10 @@ class KnownValues:
         return tree_map_only(Tensor, fake, self._compute(operator, args, kwargs))
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """On the CPU; a tensor that is not fake, such as what a list of numbers becomes, is known."""
+        """Return the values of a tensor on the CPU; None if they are not known.
+
+        Those of one that is not fake, such as what a list of numbers becomes, are.
+        """
         if isinstance(tensor, FakeTensor):
             return self._values.get(tensor)
         with _disable_current_modes():
@@ -164,7 +170,7 @@ class KnownValues:
             self._values[indices] = flat.reshape(indices.shape).to(indices.dtype)
 
     def _forget(self, fake: Tensor) -> None:
-        """What was written is not known any more, nor are its views."""
+        """Forget what a tensor holds that was written, and its views."""
         if not isinstance(fake, Tensor) or fake not in self._values:
             return
         storage = self._values[fake].untyped_storage().data_ptr()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Memory:
-    """Follows storages from the operator that makes them until nothing holds them.
+    """The bytes of storages, each from the operator that makes it until nothing holds it.
 
     Attributes:
         current: bytes that live.
@@ -74,10 +74,10 @@ class Memory:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """The bytes of the weights that a rank holds."""
+    """Return the bytes of the weights that a rank holds."""
     return sum(local(parameter).numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What a rank holds of a tensor."""
+    """Return what a rank holds of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,7 @@ AXES = ("tp", "fsdp", "efsdp", "ep")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes as transformers' DistributedConfig takes them.
+    """The sizes of a mesh of ranks, as transformers' DistributedConfig takes them.
 
     Attributes:
         tp: ranks that share each weight and a batch.
@@ -39,7 +39,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """How many there are: those of the experts are among them."""
+        """How many ranks there are: those of the experts are among them."""
         return self.tp * self.fsdp
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ ONE = Mesh()
 
 
 def check(mesh: Mesh) -> None:
-    """Whether sizes go together.
+    """Check that the sizes of a mesh go together.
 
     Raises:
         CannotInspectError: they do not. The message says what does.
@@ -100,7 +100,10 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
 
 @contextmanager
 def _unseen_propagation() -> Iterator[None]:
-    """DTensor finds the shape of a result that is new to it by a call on fake tensors, which is none of the model's."""
+    """Hide the calls on fake tensors by which DTensor finds the shape of a result that is new to it.
+
+    They are none of the model's.
+    """
 
     def propagate(*args: Any) -> Any:
         with _disable_current_modes():
@@ -115,7 +118,7 @@ def _unseen_propagation() -> Iterator[None]:
 
 
 def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:
-    """What a reader of the figures of one of these ranks has to know."""
+    """Return what a reader of the figures of one of these ranks has to know."""
     found = []
     if mesh.fsdp > 1:
         owners = f"groups of {mesh.tp} ranks" if mesh.tp > 1 else "ranks"
@@ -135,7 +138,10 @@ def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:
 
 
 def axes(manager: Any) -> dict[str, tuple[str, ...]]:
-    """The axes of transformers' mesh, by the names of their process groups: some groups serve more than one."""
+    """Return the axes of transformers' mesh, by the names of their process groups.
+
+    Some groups serve more than one.
+    """
     experts = manager.get_mesh("ep").size() > 1
     found: dict[str, tuple[str, ...]] = {}
     for axis in AXES if experts else AXES[:2]:

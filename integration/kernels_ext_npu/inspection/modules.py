@@ -27,7 +27,7 @@ def remark_idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
 
 
 def culprit(model: nn.Module, error: BaseException) -> str:
-    """The innermost module of a model in whose code an error arose."""
+    """Find the path of the innermost module of a model in whose code an error arose."""
     paths = {module: path for path, module in model.named_modules()}
     frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     found = [paths[owner] for owner in frames if isinstance(owner, nn.Module) and owner in paths]
@@ -35,12 +35,12 @@ def culprit(model: nn.Module, error: BaseException) -> str:
 
 
 def line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of what an error says, or the name of its class."""
     return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
 
 
 def _idle(model: nn.Module, called: set[nn.Module]) -> Iterator[str]:
-    """Outermost modules of which no part was called, nor of one in another layer."""
+    """Describe the outermost modules of which no part was called, nor of one in another layer."""
     whole = _size(model)
     reached = {_anywhere(path) for path, module in model.named_modules() if module in called}
     waiting = list(model.named_children())

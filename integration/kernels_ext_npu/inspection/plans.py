@@ -13,7 +13,7 @@ from kernels_ext_npu.inspection.subject import CannotInspectError
 
 
 def check(model: PreTrainedModel, tp: int, ep: int) -> None:
-    """Whether a model can be sharded over so many ranks.
+    """Check that a model can be sharded over so many ranks.
 
     Raises:
         CannotInspectError: it cannot. The message says why, and what can be.

@@ -147,7 +147,11 @@ MODELS = {
 
 
 def config(name: str) -> PreTrainedConfig:
-    """The configuration of a model of the table."""
+    """Return the configuration of a model of the table.
+
+    Raises:
+        KeyError: the table has no such model.
+    """
     from transformers import AutoConfig  # the command line shows the names, and waits for nothing
 
     published = MODELS[name]

@@ -22,7 +22,7 @@ _INPUT = object()  # stands for the input in what a layer gives
 
 
 class _Other(NamedTuple):
-    """What a layer gives besides."""
+    """A tensor that a layer gives beside what has its input's shape."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -52,11 +52,11 @@ class Kind:
 
     @property
     def left_out(self) -> int:
-        """How many do not run: all but the first and the last one."""
+        """How many of the layers do not run: all but the first and the last one."""
         return len(self.layers) - 2
 
     def note(self, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """A hook of the first layer: keep what it gives, with a sign in the place of what has the input's shape."""
+        """Keep what the first layer gives, with a sign in the place of what has the input's shape: its hook."""
         shape = _first_tensor(args, kwargs).shape
 
         def leaf(value: Tensor) -> object:
@@ -65,7 +65,11 @@ class Kind:
         self.output = tree_map_only(Tensor, leaf, output)
 
     def hand_on(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer that is left out."""
+        """Give what the first layer gave, with the input in the place of the sign: the forward of a layer left out.
+
+        Raises:
+            NotRepeatableError: the first layer gave nothing that has the input's shape.
+        """
         if not any(leaf is _INPUT for leaf in tree_leaves(self.output, is_leaf=_is_other)):
             raise NotRepeatableError(self)
         given = _first_tensor(args, kwargs)
@@ -79,7 +83,7 @@ class Kind:
 
 
 def find_kinds(model: PreTrainedModel) -> list[Kind]:
-    """The kinds of layers of which there are at least three; nothing inside such a layer counts by itself."""
+    """Find the kinds of layers of which there are at least three; nothing inside such a layer counts by itself."""
     found: list[Kind] = []
     inside: set[nn.Module] = set()
     configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
@@ -117,7 +121,10 @@ def few(kinds: list[Kind], one_more: Kind | None = None) -> Iterator[None]:
 
 
 def _signatures(layers: nn.ModuleList, configs: list[Any]) -> list[str]:
-    """Equal for layers that cost the same: in their modules, tensors and settings, and in what configs say of them."""
+    """Return a text for each layer, which is equal for layers that cost the same.
+
+    It is made of their modules, tensors and settings, and of what configs say of them.
+    """
     settings = [_settings(layer) for layer in layers]
     offsets: dict[str, set[int | None]] = {}
     for position, values in enumerate(settings):
@@ -143,7 +150,10 @@ def _signatures(layers: nn.ModuleList, configs: list[Any]) -> list[str]:
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
-    """The classes of the modules of a layer and their simple attributes; of a float only whether it is zero."""
+    """Return the classes of the modules of a layer and their simple attributes.
+
+    A float counts only as zero or not.
+    """
     settings: dict[str, Any] = {}
     for path, module in layer.named_modules():
         settings[path] = type(module).__qualname__
@@ -164,7 +174,7 @@ def _is_other(value: Any) -> bool:
 
 
 def _offset(value: Any, position: int) -> int | None:
-    """Of a number that may be the index of a layer."""
+    """Return how far a number, which may be the index of a layer, is from the layer's position."""
     return value - position if isinstance(value, int) else None
 
 

@@ -26,7 +26,7 @@ SOURCE = (
 class Soc:
     """A device as torch_npu sees it, of which a 910C has two.
 
-    Products in operations a second by dtype, memory in bytes and in bytes a second.
+    The peaks of products are in operations a second, by dtype; the memory is in bytes, its bandwidth in bytes a second.
     """
 
     name: str
@@ -48,7 +48,7 @@ SOCS = {
 
 
 def seconds(soc: Soc, operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: int) -> float:
-    """The least time of a launch that moves so many bytes."""
+    """Return the least seconds of a launch that moves so many bytes."""
     products = flops(operator, args, kwargs, result)
     dtype = next((value.dtype for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)), None)
     peak = getattr(soc, str(dtype).rpartition(".")[2], soc.float32)
@@ -56,7 +56,7 @@ def seconds(soc: Soc, operator: OpOverload, args: tuple, kwargs: dict, result: A
 
 
 def flops(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Additions and multiplications of matrix products and attention; other operators are bound by memory."""
+    """Count the additions and multiplications of matrix products and attention; others are bound by memory."""
     name = operator._schema.name.partition("::")[2]
     if name in _FORMULAS:
         names = [argument.name for argument in operator._schema.arguments]
@@ -79,7 +79,7 @@ def _npu_grouped_matmul(given: dict[str, Any], result: Any) -> float:
 
 
 def _attention(given: dict[str, Any], result: Any) -> float:
-    """Two products, half of which a causal mask leaves out."""
+    """Count two products, half of which a causal mask leaves out."""
     query, key = given["query"], given["key"]
     layout = given["input_layout"]
     length = key.shape[0] if layout in ("SBH", "TND") else key.shape[2 if layout == "BNSD" else 1]
@@ -88,7 +88,7 @@ def _attention(given: dict[str, Any], result: Any) -> float:
 
 
 def _attention_backward(given: dict[str, Any], result: Any) -> float:
-    """Five products in place of two."""
+    """Count five products in place of two."""
     return 2.5 * _attention(given, result)
 
 

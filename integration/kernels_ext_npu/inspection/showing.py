@@ -1,4 +1,4 @@
-"""An inspection as tables and as JSON."""
+"""Shows an inspection, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was c
 
 
 def show(inspection: Inspection, console: Console) -> None:
-    """Print what was found."""
+    """Print an inspection: remarks, the report, and a table for each phase."""
     console.print(f"[bold]{inspection.subject.name}[/]: {_describe(inspection)}", highlight=False)
     for remark in inspection.remarks:
         console.print(f"- {remark}", highlight=False, markup=False)
@@ -40,7 +40,7 @@ def show(inspection: Inspection, console: Console) -> None:
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
-    """All of it, by operator."""
+    """Return the whole inspection for JSON, with its counts by operator."""
     return {
         "model": inspection.subject.name,
         "class": inspection.subject.model_class.__name__,
@@ -90,7 +90,7 @@ def _table(inspection: Inspection, phase: str, title: str) -> Table:
 
 
 def _collectives(inspection: Inspection, phase: str) -> Table:
-    """What ranks send each other; two figures where the kernels change one."""
+    """Make a table of what ranks send each other; it has two figures where the kernels change one."""
     table = Table(box=box.SIMPLE_HEAD, title="collectives", title_justify="left", padding=(0, 1, 0, 0))
     table.add_column(overflow="fold")
     for heading in ("ranks", "calls", "GB"):
@@ -126,7 +126,7 @@ def _ends(inspection: Inspection) -> tuple[Variant, Variant]:
 
 
 def _layers(inspection: Inspection, phase: str) -> Iterator[tuple[str, Counts, Counts]]:
-    """What one layer of each kind costs, without kernels and with them."""
+    """Give what one layer of each kind costs, without kernels and with them."""
     before, after = (variant.counts[phase] for variant in _ends(inspection))
     if before is not None and after is not None:
         for one, other in zip(before.layers, after.layers):

@@ -43,9 +43,9 @@ class Subject:
     """A configuration and what else is known of it.
 
     Attributes:
-        name: as it was given.
-        config: of the whole model.
-        model_class: which is built of it.
+        name: the name as it was given.
+        config: the configuration of the whole model.
+        model_class: the class that is built of it.
         remarks: what a reader of the figures has to know.
     """
 
@@ -56,7 +56,7 @@ class Subject:
 
 
 def find(name: str) -> Subject:
-    """The subject that a name means: a folder, a config.json, an id in the cache, a model type, or one that is known.
+    """Find what a name means: a folder, a config.json, an id in the cache, a model type, or one that is known.
 
     Raises:
         CannotInspectError: there is none.
@@ -89,13 +89,13 @@ def find(name: str) -> Subject:
 
 
 def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the NPU; inside a FakeTensorMode."""
+    """Build the model on the NPU, inside a FakeTensorMode."""
     with torch.device("npu"), no_init_weights():
         return subject.model_class._from_config(subject.config, dtype=dtype)
 
 
 def make_inputs(model: PreTrainedModel, batch: int, tokens: int, values: KnownValues) -> tuple[dict[str, Any], str]:
-    """Inputs for a forward, and what they are in words; inside a FakeTensorMode.
+    """Make inputs for a forward inside a FakeTensorMode, and say what they are in words.
 
     Raises:
         CannotInspectError: the model takes something else than text or images.
@@ -127,7 +127,10 @@ def make_inputs(model: PreTrainedModel, batch: int, tokens: int, values: KnownVa
 
 
 def clamp(model: PreTrainedModel, tokens: int, remarks: list[str]) -> int:
-    """As many tokens as a model has places for, where it learns a vector for each place."""
+    """Return as many tokens as a model has places for, where it learns a vector for each place.
+
+    Where they are fewer than asked for, that is remarked.
+    """
     text = model.config.get_text_config()
     names = ("max_target_positions", "max_position_embeddings")
     places = next((value for name in names if (value := getattr(text, name, None)) is not None), tokens)
@@ -142,7 +145,7 @@ def clamp(model: PreTrainedModel, tokens: int, remarks: list[str]) -> int:
 
 
 def labels(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """What makes a forward give a loss; nothing where the model has none for text."""
+    """Return what makes a forward give a loss; nothing where the model has none for text."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     takes = "labels" in inspect.signature(model.forward).parameters
     generates = model.can_generate() or type(model).__name__.endswith("ForMaskedLM")
@@ -205,7 +208,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _ids(batch: int, tokens: int, text: PreTrainedConfig, values: KnownValues) -> Tensor:
-    """No padding, no images: tokens that mean nothing."""
+    """Make ids ``[B, S]`` of tokens that mean nothing: no padding, no images."""
     special = {v for k, v in vars(text).items() if k.endswith("token_id") and isinstance(v, int)}
     token = next(i for i in range(len(special) + 1) if i not in special)
     with _disable_current_modes():

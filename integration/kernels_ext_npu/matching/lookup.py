@@ -19,7 +19,7 @@ _found_functions: dict[FunctionType, FunctionReference | None] = {}
 
 
 def find_reference(cls: type) -> Reference | None:
-    """The reference that computes what ``cls`` computes, or None."""
+    """Find the reference that computes what ``cls`` computes; None if there is none."""
     key = cls, getattr(cls, "forward", None)
     if key not in _found:
         _found[key] = _patterns().get(fingerprint(cls)) if words(cls) in _words_of_references() else None
@@ -27,7 +27,7 @@ def find_reference(cls: type) -> Reference | None:
 
 
 def find_function_reference(function: object) -> FunctionReference | None:
-    """The reference that computes what a function computes, or None.
+    """Find the reference that computes what a function computes; None if there is none.
 
     Args:
         function: a function, or the module that `kernels` made of one. Anything else matches nothing.

@@ -1,1 +1,1 @@
-"""What is counted while torch runs."""
+"""Counters of what a computation costs, which count while torch runs."""

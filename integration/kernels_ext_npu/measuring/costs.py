@@ -18,11 +18,11 @@ NO_LAUNCHES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 
 
 class Cost(TorchDispatchMode):
-    """Counts while the context is open.
+    """A count of launches and bytes, for as long as the context is open.
 
     Attributes:
-        launches: calls by operator.
-        bytes: of the tensors that an operator takes and gives, by operator.
+        launches: the number of calls, by operator.
+        bytes: the bytes of the tensors that an operator takes and gives, by operator.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Cost(TorchDispatchMode):
         return result
 
     def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
-        """Count a call; returns the bytes of a launch, None if it is none."""
+        """Count a call, and return the bytes that it moves; None if it is no launch."""
         given = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         name = operator._schema.name.partition("::")[2]
         if (
@@ -54,7 +54,7 @@ class Cost(TorchDispatchMode):
 
 
 def _writes(operator: torch._ops.OpOverload) -> bool:
-    """Into what it is given, as operators of FSDP2 do that give nothing."""
+    """Tell whether an operator writes into what it is given, as operators of FSDP2 do that give nothing."""
     return any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments
     )

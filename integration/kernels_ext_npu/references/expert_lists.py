@@ -49,7 +49,7 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
 
 
 class Qwen2MoeSparseMoeBlock(Qwen3MoeSparseMoeBlock):
-    """With an expert that all tokens go to. Qwen3-Next's is the same."""
+    """The block with an expert that all tokens go to; Qwen3-Next's is the same."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 32) -> None:
         super().__init__(hidden_size, num_experts, top_k, intermediate_size)
@@ -85,7 +85,7 @@ class Qwen2MoeSparseMoeBlock(Qwen3MoeSparseMoeBlock):
 
 
 class OlmoeSparseMoeBlock(Qwen3MoeSparseMoeBlock):
-    """Runs through all experts. FlexOlmo's is the same."""
+    """The block that runs through all experts; FlexOlmo's is the same."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         batch_size, sequence_length, hidden_dim = hidden_states.shape
@@ -111,7 +111,7 @@ class OlmoeSparseMoeBlock(Qwen3MoeSparseMoeBlock):
 
 
 class MixtralSparseMoeBlock(nn.Module):
-    """With noise in training. MiniMax's is the same."""
+    """The block with noise in training; MiniMax's is the same."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 32) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from kernels_ext_npu.references.mlps import LlamaMLP
 
 
 class TopkRouter(nn.Module):
-    """The gate of DeepSeek-V3 with one group; what a gate does is its own, it may be another."""
+    """The gate of DeepSeek-V3 with one group. A block may have another gate: what that does is its own."""
 
     e_score_correction_bias: Tensor
 
@@ -32,7 +32,7 @@ class TopkRouter(nn.Module):
 
 
 class DeepseekV3MoE(nn.Module):
-    """Also GLM-4-MoE, GLM-4V-MoE and Dots."""
+    """The block of DeepSeek-V3; those of GLM-4-MoE, GLM-4V-MoE and Dots are the same."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 32) -> None:
         super().__init__()

@@ -31,7 +31,10 @@ _computes_as: dict[tuple[type, object, tuple[type, ...]], bool] = {}  # with the
 
 
 def fingerprint(cls: type) -> str | None:
-    """Equal for classes whose forwards do the same in the same words; None if the source cannot be read."""
+    """Return a text that is equal for classes whose forwards do the same in the same words.
+
+    It is None if the source cannot be read.
+    """
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType):
         return None
@@ -59,7 +62,7 @@ def fingerprint(cls: type) -> str | None:
 
 
 def computes_as(cls: type, *references: type) -> bool:
-    """Whether the forward of a class does what that of one of the references does.
+    """Tell whether the forward of a class does what that of one of the references does.
 
     Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
     """
@@ -71,7 +74,10 @@ def computes_as(cls: type, *references: type) -> bool:
 
 
 def function_fingerprint(function: object) -> str | None:
-    """Equal for functions that do the same in the same words; None if the source cannot be read."""
+    """Return a text that is equal for functions that do the same in the same words.
+
+    It is None if the source cannot be read.
+    """
     original = original_function(function)
     if original is None:
         return None
@@ -93,7 +99,7 @@ def function_fingerprint(function: object) -> str | None:
 
 
 def original_function(function: object) -> FunctionType | None:
-    """The function itself, also where `kernels` made a module of it; None for what is neither."""
+    """Return the function itself, also where `kernels` made a module of it; None for what is neither."""
     if isinstance(function, FunctionType):
         return function
     if not is_kernel_function(function):
@@ -104,12 +110,15 @@ def original_function(function: object) -> FunctionType | None:
 
 
 def is_kernel_function(function: object) -> bool:
-    """Whether it is a module that `kernels` made of a function."""
+    """Tell whether an object is a module that `kernels` made of a function."""
     return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
 
 
 def is_experts_class(cls: type) -> bool:
-    """Whether its forward calls the experts implementation that the config names, out of transformers' own."""
+    """Tell whether the forward of a class calls the experts implementation that the config names.
+
+    It has to take it out of transformers' own table of them.
+    """
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
         return False
@@ -117,7 +126,7 @@ def is_experts_class(cls: type) -> bool:
 
 
 def words(cls: type) -> tuple[str, ...]:
-    """The attributes and global names in the byte code of a forward.
+    """Return the attributes and global names in the byte code of a forward.
 
     They are equal where the trees are, and known without reading the source, which takes far longer.
     """
@@ -126,19 +135,19 @@ def words(cls: type) -> tuple[str, ...]:
 
 
 def function_words(function: FunctionType) -> tuple[str, ...]:
-    """The same of a function, but for the functions of its file, whose names do not count."""
+    """Return the same for a function, but for the functions of its file, whose names do not count."""
     known = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
     return tuple(n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__)
 
 
 def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ()) -> list[str]:
-    """What stands behind the global names of a function, but for those that are compared themselves."""
+    """Describe what stands behind the global names of a function, but for those that are compared themselves."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys()
     return [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names.difference(known))]
 
 
 def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
-    """The function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else.
+    """Return the function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else.
 
     The wrappers are told by their code, and torch.no_grad's also by what it enters: enable_grad has the same code.
     """
@@ -155,7 +164,7 @@ def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
 
 
 def _undecorated() -> None:
-    """For the decorators, which show their code on what they decorate."""
+    """Do nothing: the decorators show their code on what they decorate, and that is this."""
 
 
 def _cells(function: FunctionType) -> dict[str, object]:
@@ -177,7 +186,7 @@ def _tree(function: FunctionType, allowed: tuple[str, ...] = ()) -> ast.Function
 
 
 def _describe(value: object, user: FunctionType) -> str:
-    """Tells objects apart that go by the same name in two files."""
+    """Describe an object so that those differ that go by the same name in two files."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, FunctionType):  # those of the same file are compared themselves
@@ -186,7 +195,7 @@ def _describe(value: object, user: FunctionType) -> str:
 
 
 def _called(tree: ast.FunctionDef, cls: type | None, function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
-    """The methods of the class and the functions of the same file that a function calls."""
+    """Find the methods of the class and the functions of the same file that a function calls."""
     receiver = tree.args.args[0].arg if tree.args.args else None
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -204,7 +213,7 @@ def _called(tree: ast.FunctionDef, cls: type | None, function: FunctionType) -> 
 
 
 class _Normalised(ast.NodeTransformer):
-    """Parameters and local variables become numbers in the order in which they appear; the rest stays."""
+    """The numbering of parameters and local variables in the order in which they appear; the rest stays."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -237,7 +246,7 @@ class _Normalised(ast.NodeTransformer):
 
 
 class _Renamed(ast.NodeTransformer):
-    """Helpers go by the order in which they are called."""
+    """The renaming of helpers by the order in which they are called."""
 
     def __init__(self, names: list[str]) -> None:
         self.numbers = {name: f"function {number}" for number, name in enumerate(names)}

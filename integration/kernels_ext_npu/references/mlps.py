@@ -1,4 +1,4 @@
-"""The gated MLPs of transformers."""
+"""The gated MLPs of transformers, and on which instances the kernels serve them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RecurrentGemmaMlp(LlamaMLP):
 
 
 class Gemma3nTextMLP(LlamaMLP):
-    """Sparse in some layers: those set all but the largest gates to zero, which the kernel does not."""
+    """The MLP that in some layers sets all but the largest gates to zero, which the kernel does not."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation_sparsity: float = 0.0) -> None:
         super().__init__(hidden_size, intermediate_size, "gelu_pytorch_tanh")
@@ -102,7 +102,7 @@ class Lfm2MLP(nn.Module):
 
 
 class MixtralBlockSparseTop2MLP(nn.Module):
-    """An expert of transformers 4."""
+    """The expert of Mixtral in transformers 4, where each is a module of its own."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class MixtralBlockSparseTop2MLP(nn.Module):
 
 
 class Phi3MLP(nn.Module):
-    """Gate and up in one projection, the gate first."""
+    """The MLP with gate and up in one projection, the gate first."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
         super().__init__()
@@ -155,13 +155,19 @@ _KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Of an instance: transformers sets it from the config. Lfm2 has none, its forward says silu."""
+    """Return the activation of an instance, which transformers sets from the config.
+
+    Lfm2 has none: its forward says silu.
+    """
     names = [name for name in ("act_fn", "activation_fn", "activation") if hasattr(module, name)]
     return getattr(module, names[0]) if names else F.silu
 
 
 def _gated_layer(module: nn.Module) -> str | None:
-    """The layer with the activation of an instance, told by its values: many classes have one formula."""
+    """Return the layer with the activation of an instance; None if no layer has it.
+
+    It is told by its values: many classes have one formula.
+    """
     activation = _activation(module)
     if isinstance(activation, nn.Module) and any(True for _ in (*activation.parameters(), *activation.buffers())):
         return None

@@ -1,4 +1,4 @@
-"""The RMS norms of transformers."""
+"""The RMS norms of transformers, and on which instances the kernels serve them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class T5LayerNorm(LlamaRMSNorm):
 
 
 class TimestepRMSNorm(LlamaRMSNorm):
-    """Of Gradium's text to speech; in the dtype of its arguments, where the kernel computes in float32."""
+    """The norm of Gradium's text to speech, in the dtype of its arguments; the kernel computes in float32."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -96,7 +96,7 @@ class Llama4TextRMSNorm(MoshiRMSNorm):
 
 
 class GemmaRMSNorm(NanoChatRMSNorm):
-    """Zero-centred: the scale is 1 + weight, and the sum is in float32."""
+    """The zero-centred norm: the scale is 1 + weight, and the sum is in float32."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__(eps)
@@ -109,7 +109,7 @@ class GemmaRMSNorm(NanoChatRMSNorm):
 
 
 class MuseSparkTextCenteredRMSNorm(GemmaRMSNorm):
-    """Adds 1 in the dtype of the weight, where the kernel adds it in float32."""
+    """The zero-centred norm that adds 1 in the dtype of the weight; the kernel adds it in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         output = self._norm(x.float())
@@ -165,14 +165,14 @@ class CpmAntLayerNorm(nn.Module):
 
 
 class TorchRMSNorm(nn.RMSNorm):
-    """torch's own."""
+    """The RMS norm that torch has itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class Qwen3NextRMSNormGated(LlamaRMSNorm):
-    """First the norm, then the gate."""
+    """The gated norm that norms first and then multiplies by the gate."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, activation: str = "silu") -> None:
         super().__init__(hidden_size, eps)
@@ -200,7 +200,7 @@ class KimiLinearRMSNormGated(Qwen3NextRMSNormGated):
 
 
 class MambaRMSNormGated(LlamaRMSNorm):
-    """First the gate, then the norm."""
+    """The gated norm that multiplies by the gate first and then norms."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         input_dtype = hidden_states.dtype

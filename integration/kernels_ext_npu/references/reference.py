@@ -1,4 +1,4 @@
-"""What a reference says."""
+"""What a reference says: what is compared, and which layer takes its place on which instances."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Reference:
 
     @property
     def kind(self) -> Kind:
-        """What its modules are counted among."""
+        """The kind that its modules are counted among."""
         return KIND_OF_LAYER[self.layers[0]]
 
     def layer(self, module: nn.Module) -> str:
-        """The layer that serves an instance, or would if nothing stood against it."""
+        """Return the layer that serves an instance, or would if nothing stood against it."""
         return self.choose(module) or self.layers[0]
 
 

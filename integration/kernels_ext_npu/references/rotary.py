@@ -1,7 +1,7 @@
 """The rotary functions of transformers that rotate pairs of neighbours in a head; rotary_halves.py has the others.
 
-q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Where two
-functions have the same parameters, they differ in what is said behind their names.
+q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Docstrings say
+in what a function differs from these shapes, and from others with the same parameters.
 """
 
 # As transformers writes them: parameters without annotations, and a name for what could be returned at once.
@@ -43,7 +43,7 @@ def rotate_pairwise(x):
 
 
 def blt(q, k, cos, sin, unsqueeze_dim=1):
-    """In the words of Llama: only the helper differs."""
+    """Rotate as Llama does, but neighbours against each other: only the helper differs."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_neighbours(q) * sin)
@@ -52,7 +52,7 @@ def blt(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def cohere(q, k, cos, sin, unsqueeze_dim=1):
-    """In float32; k gets the dtype of q."""
+    """Rotate in float32; k gets the dtype of q."""
     dtype = q.dtype
     q = q.float()
     k = k.float()
@@ -64,7 +64,7 @@ def cohere(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def ernie4_5_vl_moe(q, k, cos, sin, unsqueeze_dim=1):
-    """In float32; k gets the dtype of q."""
+    """Rotate in float32, cast after the helper; k gets the dtype of q."""
     original_dtype = q.dtype
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -74,7 +74,7 @@ def ernie4_5_vl_moe(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def ernie4_5(q, k, cos, sin, unsqueeze_dim=1):
-    """The same, with angles in the first half of cos."""
+    """Rotate as Ernie 4.5 VL does, with the angles in the first half of cos and sin."""
     original_dtype = q.dtype
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -96,7 +96,7 @@ def helium(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def glm4(q, k, cos, sin, unsqueeze_dim=1):
-    """Part of a head, with angles in the first half of cos."""
+    """Rotate the first part of a head, with the angles in the first half of cos and sin."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
@@ -112,7 +112,7 @@ def glm4(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def glm4v(q, k, cos, sin, unsqueeze_dim=1):
-    """Part of a head, in the words of GPT-NeoX: only the helper differs."""
+    """Rotate the first part of a head as GPT-NeoX does, but neighbours against each other: only the helper differs."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     rotary_dim = cos.shape[-1]
@@ -133,7 +133,7 @@ def _apply_neighbours(x, cos, sin):
 
 
 def openai_privacy_filter(q, k, cos, sin, unsqueeze_dim=1):
-    """cos and sin are half as wide as a head, in the words of gpt-oss: only the helper differs."""
+    """Rotate as gpt-oss does, by cos and sin half as wide as a head, but neighbours: only the helper differs."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = _apply_neighbours(q, cos, sin)
@@ -142,7 +142,7 @@ def openai_privacy_filter(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
-    """The tail of a head, in float32; cos and sin are half as wide."""
+    """Rotate the tail of each head of one tensor, in float32; cos and sin are half as wide as the tail."""
     cos = cos.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
     sin = sin.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
     rope_dim = cos.shape[-1]
@@ -152,14 +152,14 @@ def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
 
 
 def gptj(tensor, sin, cos):
-    """One tensor [B, S, N, D], and sin before cos, half as wide."""
+    """Rotate one tensor ``[B, S, N, D]``; sin comes before cos, and both are half as wide."""
     sin = torch.repeat_interleave(sin[:, :, None, :], 2, 3)
     cos = torch.repeat_interleave(cos[:, :, None, :], 2, 3)
     return (tensor * cos) + (rotate_every_two(tensor) * sin)
 
 
 def sam3(q, k, cos, sin):
-    """In float32."""
+    """Rotate in float32, by cos and sin that need no unsqueeze; q and k keep their dtypes."""
     q_embed = q.float()
     q_embed = (q_embed * cos) + (rotate_pairwise(q_embed) * sin)
     k_embed = k.float()
@@ -168,7 +168,7 @@ def sam3(q, k, cos, sin):
 
 
 def deepseek_v3(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """Neighbours go in, halves come out; the angles are in the first half of cos."""
+    """Rotate neighbours, and give them as halves of the head; the angles are in the first half of cos and sin."""
     cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
     sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
     q1, q2 = q[..., 0::2], q[..., 1::2]
@@ -179,7 +179,7 @@ def deepseek_v3(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
 
 
 def mistral_large4(q, k, cos, sin, unsqueeze_dim=1):
-    """The same, and there may be no k."""
+    """Rotate as DeepSeek-V3 does, where there may be no k."""
     cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
     sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
     q1, q2 = q[..., 0::2], q[..., 1::2]
@@ -194,7 +194,7 @@ def mistral_large4(q, k, cos, sin, unsqueeze_dim=1):
 
 # ---- complex numbers -------------------------------------------------------------------------------------------------
 def deepseek_v2(xq, xk, freqs_cis):
-    """Neighbours as complex numbers, in float32; the factors are [B, S, D/2]."""
+    """Rotate neighbours as complex numbers, in float32; the factors are ``[B, S, D/2]``."""
     xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
     xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
     freqs_cis = freqs_cis.unsqueeze(1).to(xq_.device)
@@ -204,7 +204,7 @@ def deepseek_v2(xq, xk, freqs_cis):
 
 
 def llama4(xq, xk, freqs_cis):
-    """The same for [B, S, N, D]."""
+    """Rotate as DeepSeek-V2 does, for q and k ``[B, S, N, D]``."""
     xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
     xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
     xq_out = torch.view_as_real(xq_ * freqs_cis[:, :, None, :]).flatten(3)
@@ -219,7 +219,7 @@ def _reshape_for_broadcast(freqs_ci, query):
 
 
 def llama4_vision(query, key, freqs_ci):
-    """The same with factors of the positions of one image, the last of them [D/2]."""
+    """Rotate as Llama 4 does, by factors of the positions of one image, whose last dimension is D/2."""
     query_ = torch.view_as_complex(query.float().reshape(*query.shape[:-1], -1, 2))
     key_ = torch.view_as_complex(key.float().reshape(*key.shape[:-1], -1, 2))
     freqs_ci = _reshape_for_broadcast(freqs_ci=freqs_ci, query=query_)

@@ -13,7 +13,7 @@ from kernels_ext_npu.references.reference import Reference
 
 
 class LlamaRotaryEmbedding(nn.Module):
-    """Positions ``[B, S]`` to cos and sin ``[B, S, 2F]`` in the dtype of x, for frequencies ``[F]``."""
+    """A table from positions ``[B, S]`` and frequencies ``[F]`` to cos and sin ``[B, S, 2F]``, in the dtype of x."""
 
     def __init__(self, inv_freq: Tensor, attention_scaling: float = 1.0, rope_type: str = "default") -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LlamaRotaryEmbedding(nn.Module):
 
 
 class OlmoRotaryEmbedding(LlamaRotaryEmbedding):
-    """In float32."""
+    """A table whose cos and sin are in float32."""
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -45,7 +45,7 @@ class OlmoRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class CohereRotaryEmbedding(LlamaRotaryEmbedding):
-    """An angle's two columns are neighbours."""
+    """A table in which an angle's two columns are neighbours."""
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -58,7 +58,7 @@ class CohereRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class GptOssRotaryEmbedding(LlamaRotaryEmbedding):
-    """Each angle once: cos and sin are ``[B, S, F]``."""
+    """A table with each angle once: cos and sin are ``[B, S, F]``."""
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -71,7 +71,7 @@ class GptOssRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class Gemma3RotaryEmbedding(nn.Module):
-    """Frequencies, factors and rope types for each type of layer."""
+    """A table with frequencies, factors and rope types of its own for each type of layer."""
 
     def __init__(self, inv_freq: dict[str, Tensor], attention_scaling: float = 1.0, rope_type: str = "default") -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Gemma3RotaryEmbedding(nn.Module):
 
 
 class Olmo3RotaryEmbedding(Gemma3RotaryEmbedding):
-    """The same in float32."""
+    """A table for each type of layer, whose cos and sin are in float32."""
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -114,7 +114,10 @@ def _refuse_single(module: Any) -> str | None:
 
 
 def _refuse_by_layer_type(module: Any) -> str | None:
-    """One type of layer that cannot be served keeps the module: a forward is swapped for all of them."""
+    """Return why one type of layer cannot be served; None if all can.
+
+    It keeps the module for the others too: a forward is swapped for all of them.
+    """
     if not isinstance(module.rope_type, dict):
         return f"its rope type is {module.rope_type!r}, not one for each type of layer"
     types = module.rope_type.items()
@@ -123,7 +126,10 @@ def _refuse_by_layer_type(module: Any) -> str | None:
 
 
 def _refuse_type(rope_type: str, scaling: float) -> str | None:
-    """Served are frequencies that stay, for which the decorator of transformers does nothing, and the factor 1."""
+    """Return why a rope type cannot be served; None if it can.
+
+    Served are frequencies that stay, for which the decorator of transformers does nothing, and the factor 1.
+    """
     if "dynamic" in rope_type or rope_type == "longrope":
         return f"its frequencies change with the length ({rope_type})"
     if scaling != 1:

@@ -1,7 +1,8 @@
-"""The rotary functions of transformers.
+"""The rotary functions of transformers that rotate the halves of a head, or of a part of it, against each other.
 
-q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Where two
-functions have the same parameters, they differ in what is said behind their names.
+q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Docstrings say
+in what a function differs from these shapes, and from others with the same parameters. rotary.py has those that rotate
+pairs of neighbours.
 """
 
 # As transformers writes them: parameters without annotations, and a name for what could be returned at once.
@@ -36,7 +37,7 @@ def llama(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def nanochat(q, k, cos, sin, unsqueeze_dim=1):
-    """The other sign: a rotation by the negative angle."""
+    """Rotate by the negative angle: the helper has the other sign."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half_reversed(q) * sin)
@@ -45,7 +46,7 @@ def nanochat(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def olmo(q, k, cos, sin, unsqueeze_dim=1):
-    """Casts back: cos and sin are float32."""
+    """Rotate by cos and sin in float32, and cast back to the dtypes of q and k."""
     q_type, k_type = q.dtype, k.dtype
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -55,7 +56,7 @@ def olmo(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def modernbert(q, k, cos, sin, unsqueeze_dim=1):
-    """Computes in float32; k gets the dtype of q."""
+    """Rotate in float32; k gets the dtype of q."""
     original_dtype = q.dtype
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -65,7 +66,7 @@ def modernbert(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def hunyuan_vl(q, k, cos, sin, unsqueeze_dim=1):
-    """Computes in float32, cos and sin too."""
+    """Rotate in float32, to which cos and sin are cast too; k gets the dtype of q."""
     origin_dtype = q.dtype
     q, k = q.float(), k.float()
     cos = cos.unsqueeze(unsqueeze_dim).float()
@@ -83,7 +84,7 @@ def _apply_halves(x, cos, sin):
 
 
 def gpt_oss(q, k, cos, sin, unsqueeze_dim=1):
-    """cos and sin are half as wide as a head."""
+    """Rotate by cos and sin that are half as wide as a head."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = _apply_halves(q, cos, sin)
@@ -92,14 +93,14 @@ def gpt_oss(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def gemma4(x, cos, sin, unsqueeze_dim=1):
-    """One tensor."""
+    """Rotate one tensor, in place of q and k."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     return (x * cos) + (rotate_half(x) * sin)
 
 
 def muse_glimmer_assistant(q, k, cos, sin, unsqueeze_dim=1):
-    """q has the last positions."""
+    """Rotate q by the last positions, which are its own, and k by all of them."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_len = q.size(-2)
@@ -109,7 +110,7 @@ def muse_glimmer_assistant(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def qwen2_vl_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    """cos and sin of time, height and width, as transformers composed them before their embeddings did."""
+    """Compose cos and sin of time, height and width, as embeddings do by now, and rotate by them."""
     mrope_section = mrope_section * 2
     cos = torch.cat([m[i % 3] for i, m in enumerate(cos.split(mrope_section, dim=-1))], dim=-1).unsqueeze(unsqueeze_dim)
     sin = torch.cat([m[i % 3] for i, m in enumerate(sin.split(mrope_section, dim=-1))], dim=-1).unsqueeze(unsqueeze_dim)
@@ -185,7 +186,7 @@ def qwen4_exp(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
 
 # ---- vision ----------------------------------------------------------------------------------------------------------
 def qwen2_vl_vision(q, k, cos, sin):
-    """In float32: q and k are [S, N, D] or [B, S, N, D]."""
+    """Rotate in float32; q and k are ``[S, N, D]`` or ``[B, S, N, D]``."""
     orig_q_dtype = q.dtype
     orig_k_dtype = k.dtype
     q, k = q.float(), k.float()
@@ -208,7 +209,7 @@ def minimax_m3_vl_vision(q, k, cos, sin):
 
 
 def dinov3_vit(q, k, cos, sin, **kwargs):
-    """Tokens before the patches have no position."""
+    """Rotate the patches only: the tokens before them have no position."""
     num_tokens = q.shape[-2]
     num_patches = sin.shape[-2]
     num_prefix_tokens = num_tokens - num_patches

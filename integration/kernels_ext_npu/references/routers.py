@@ -50,7 +50,7 @@ class Qwen3_5MoeTopKRouter(nn.Module):  # noqa: N801  as transformers writes it
 
 
 class MixtralTopKRouter(Qwen3_5MoeTopKRouter):
-    """Its weights stay in float32."""
+    """The router that gives the weights of the experts in float32."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)

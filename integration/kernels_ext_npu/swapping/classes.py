@@ -69,7 +69,10 @@ def _marked(cls: type) -> str | None:
 
 
 def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Module], bool]:
-    """On the NPU our own; elsewhere what transformers had, which is nothing for a class that it did not mark."""
+    """Return the condition on instances that `kernels` asks for: on the NPU ours, elsewhere what transformers had.
+
+    For a class that transformers did not mark that is nothing: elsewhere none of its instances is swapped.
+    """
 
     def condition(module: nn.Module) -> bool:
         if is_elsewhere(module):

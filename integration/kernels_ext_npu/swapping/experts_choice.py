@@ -47,7 +47,7 @@ def named(config: Any) -> str | None:
 
 
 def choose(config: Any) -> None:
-    """Let a config take ours where it has the default and nobody asked for that."""
+    """Let a config name our implementation where it has the default and nobody asked for that."""
     assert state.current is not None
     if named(config) is None and getattr(config, "_experts_implementation", None) == DEFAULT:
         state.current.patches.attribute(config, _FIELD, NAME)

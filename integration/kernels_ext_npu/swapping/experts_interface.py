@@ -82,7 +82,7 @@ def _get_correct(original: Callable, self: PreTrainedModel, requested: str | Non
 
 
 def _set(original: Callable, self: PreTrainedModel, requested: str | dict) -> None:
-    """What `kernels` bound to a module does not look at its config, and makes room for what was asked for."""
+    """Set what was asked for, and take out what `kernels` bound to modules, which does not look at the config."""
     original(self, requested)
     for module in self.modules():
         if experts_choice.is_experts(module) and experts_choice.named(module.config) is not None:

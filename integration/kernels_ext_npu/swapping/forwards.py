@@ -20,7 +20,7 @@ from kernels_ext_npu.swapping.patches import Patches
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
-    """The function that computes in the end when a module is called; None where wrappers do not show it.
+    """Return the function that computes in the end when a module is called; None where wrappers do not show it.
 
     It is the forward of its class, or that of a kernel.
     """
@@ -66,7 +66,10 @@ def take_out(module: nn.Module) -> None:
 
 
 def wrapper(module: nn.Module) -> str | None:
-    """The name of what was put over a module's forward by somebody other than `kernels`."""
+    """Return the name of what was put over a module's forward by somebody other than `kernels`.
+
+    It is None where nothing was.
+    """
     forward = vars(module).get("forward")
     if forward is None or is_own(forward, module):
         return None
@@ -74,7 +77,7 @@ def wrapper(module: nn.Module) -> str | None:
 
 
 def refuse_wrapper(module: nn.Module) -> str | None:
-    """Why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
+    """Return why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
     name = wrapper(module)
     if name is None or own_forward(module) is not None:
         return None
@@ -83,7 +86,10 @@ def refuse_wrapper(module: nn.Module) -> str | None:
 
 
 def kernel_forward(module: nn.Module) -> FunctionType | None:
-    """The function of a loaded kernel that a module's forward is, or would be without what others put over it."""
+    """Return the function of a loaded kernel that a module's forward is, or would be without wrappers.
+
+    It is None where the forward is another one.
+    """
     function = own_forward(module) if "forward" in vars(module) else None
     return function if kernel_name(function) is not None else None
 

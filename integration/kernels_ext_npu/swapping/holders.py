@@ -35,7 +35,7 @@ _EMPTY = CellType()
 
 
 class Place(NamedTuple):
-    """Somewhere that a forward of a module is held, and how another one gets there."""
+    """A place that holds a forward of a module, and what puts another one there."""
 
     held: MethodType
     put: Put
@@ -75,7 +75,7 @@ def is_own(value: Any, module: nn.Module) -> bool:
 
 
 def _held_by(value: Any) -> Iterator[_Slot]:
-    """What a wrapper can call, how something else gets there, and whether it is called: a note of it is not."""
+    """Give what a wrapper can call, how something else gets there, and whether it is called: a note of it is not."""
     if isinstance(value, FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell != _EMPTY]
         yield from ((cell.cell_contents, functools.partial(setattr, cell, "cell_contents"), True) for cell in cells)
@@ -108,7 +108,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, _Slot]]:
 
 
 def _names(value: Any) -> set[str]:
-    """What a function may read of a module, in its code or as a text for getattr."""
+    """Return what a function may read of a module, in its code or as a text for getattr."""
     if not isinstance(value, FunctionType):
         return set()
     code = value.__code__
@@ -116,7 +116,7 @@ def _names(value: Any) -> set[str]:
 
 
 def _call_of(value: Any) -> FunctionType | None:
-    """What runs when an object of a class in Python is called. Modules have forwards of their own."""
+    """Return what runs when an object of a class in Python is called. Modules have forwards of their own."""
     call = inspect.getattr_static(type(value), "__call__", None)
     return call if isinstance(call, FunctionType) and not isinstance(value, (nn.Module, type)) else None
 
@@ -133,7 +133,7 @@ def _set_default(function: FunctionType, index: int, value: Any) -> None:
 
 
 def _set_of_partial(partial: functools.partial, key: int | str | None, value: Any) -> None:
-    """A partial has no setters, but takes another state, as copies of it do."""
+    """Exchange a part of a partial, which has no setters, but takes another state, as copies of it do."""
     function, args, keywords = partial.func, list(partial.args), dict(partial.keywords)
     if key is None:
         function = value
@@ -145,4 +145,4 @@ def _set_of_partial(partial: functools.partial, key: int | str | None, value: An
 
 
 def _nowhere(value: Any) -> None:
-    """The parts of a method are not exchanged: the method is, by what holds it."""
+    """Leave a part of a method as it is: what holds the method exchanges the whole of it."""

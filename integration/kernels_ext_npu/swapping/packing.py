@@ -1,4 +1,4 @@
-"""Gate and up of swapped MLPs in one storage. How, is the kernel's own: it reads what it has written."""
+"""Keeps gate and up of swapped MLPs in one storage. The layout is the kernel's own: it reads what it has written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def pairs(model: nn.Module) -> Iterator[Pair]:
 
 
 def packed(model: nn.Module) -> list[Pair]:
-    """Find those that lie side by side."""
+    """Find the projections of the swapped MLPs of a model that lie side by side."""
     return [pair for pair in pairs(model) if pair.separate() is None]
 
 

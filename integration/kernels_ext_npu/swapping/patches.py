@@ -26,7 +26,7 @@ class _Change:
 
 
 class Patches:
-    """Changes in the order in which they were made.
+    """Changes to objects that are not ours, in the order in which they were made.
 
     A class, a module and a mapping are kept alive until ``undo()``; any other object is not, and its changes end with
     it.
@@ -45,7 +45,7 @@ class Patches:
         setattr(owner, name, new)
 
     def note(self, owner: Any, name: str, before: Any, new: Any) -> None:
-        """Take back an attribute that somebody else will set to `new` on our word."""
+        """Remember an attribute that somebody else will set to `new` on our word, to take it back."""
         owner_of = (lambda: owner) if isinstance(owner, (type, ModuleType)) else weakref.ref(owner)
 
         def read() -> Any:
@@ -60,7 +60,7 @@ class Patches:
         self._changes.append(_Change(read, write, before, new))
 
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
-        """Set an entry of a mapping."""
+        """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""
 
         def write(value: Any) -> None:
             if value is ABSENT:

@@ -123,7 +123,7 @@ def _mark(registration: state.Registration, function: Any, layer: str) -> None:
 
 
 def _leave_npu_out(registration: state.Registration, function: Any) -> None:
-    """What the mark promises is not what the function computes: it keeps the kernels of other devices."""
+    """Let a function whose mark promises what it does not compute keep the kernels of other devices only."""
     marked, suffix = str(type(function).kernel_layer_name), " except npu"
     if not marked.endswith(suffix):
         table.leave_npu_out(registration, marked, f"{marked}{suffix}")

@@ -20,7 +20,7 @@ _uses: dict[type, tuple[Use, ...]] = {}
 
 
 class Use(NamedTuple):
-    """A function as a modeling file knows it."""
+    """A function under the name by which a modeling file calls it."""
 
     file: str
     name: str
@@ -59,7 +59,7 @@ def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
 
 
 def _functions(values: Any) -> Iterator[FunctionType]:
-    """The functions in the values of a class, also below decorators."""
+    """Find the functions in the values of a class, also below decorators."""
     for value in values:
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__

@@ -1,4 +1,4 @@
-"""Saving what is packed.
+"""Lets transformers and accelerate save packed weights.
 
 safetensors has no views: who saves with it has to tell the two weights in one storage apart. transformers does, with a
 copy of each on the device; accelerate takes them for one tensor under two names and drops the second.
@@ -32,7 +32,10 @@ def install(patches: Patches) -> None:
 
 
 def _unpacked(original: Any) -> Any:
-    """save_pretrained with the weights in storages of their own: no copies, but for one layer at a time."""
+    """Wrap save_pretrained so that it sees weights in storages of their own.
+
+    That takes no copies, but for one layer at a time.
+    """
 
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +54,7 @@ def _unpacked(original: Any) -> Any:
 
 
 def _apart(original: Any) -> Any:
-    """accelerate's, given copies on the host of what shares a storage without sharing a byte."""
+    """Wrap accelerate's function, which gets copies on the host of what shares a storage without sharing a byte."""
 
     @functools.wraps(original)
     def clean_state_dict_for_safetensors(state_dict: dict) -> dict:

@@ -49,5 +49,5 @@ current: Registration | None = None
 
 
 def uses(repository: str) -> bool:
-    """Whether kernels are registered, among them those of a repository."""
+    """Tell whether kernels are registered, among them those of a repository."""
     return current is not None and repository in current.kernels

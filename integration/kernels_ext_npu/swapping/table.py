@@ -55,7 +55,10 @@ def _without_npu(layer: str) -> dict[str, Any]:
 
 
 def _set(registration: Registration, layer: str, devices: dict[str, Any]) -> None:
-    """`kernels` never forgets an entry, but fills a dictionary that is there: it gets one that can be taken away."""
+    """Enter the kernels of a layer into transformers' table, and an empty dictionary for them into that of `kernels`.
+
+    `kernels` never forgets an entry, but fills a dictionary that is there: this one can be taken away.
+    """
     from kernels.layer.globals import _KERNEL_MAPPING
 
     registration.patches.item(_table(), layer, devices)

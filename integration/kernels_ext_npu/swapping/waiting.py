@@ -72,7 +72,10 @@ def swap(called: nn.Module, args: Any) -> None:
 
 
 def _outermost(called: nn.Module, registration: state.Registration) -> nn.Module:
-    """Some call the forward of a model and not the model, and then only the models inside it notice."""
+    """Find the outermost of the models that wait and that the called one is part of.
+
+    Some call the forward of a model and not the model, and then only the models inside it notice.
+    """
     around = [model for model in registration.waiting if any(module is called for module in model.modules())]
     return max(around, key=lambda model: sum(1 for _ in model.modules()), default=called)
 

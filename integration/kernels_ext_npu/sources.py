@@ -17,11 +17,11 @@ class LayerSource(Protocol):
     """What transformers' mapping holds: loads a layer of a kernel repository."""
 
     def load(self) -> type[nn.Module]:
-        """The class of the layer."""
+        """Return the class of the layer."""
 
 
 def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource:
-    """The entry of the mapping for a layer of a kernel repository.
+    """Return the entry of the mapping for a layer of a kernel repository.
 
     Args:
         source: "bundled", "hub", or the path of a clone of the project.
@@ -48,7 +48,7 @@ def check(source: str | Path, repositories: Collection[str]) -> None:
 
 
 def root(source: str | Path) -> Path:
-    """The folder with the kernel repositories of a source other than the Hub.
+    """Return the folder with the kernel repositories of a source other than the Hub.
 
     The bundled ones are inside the installed package, and in a clone beside it: the package is built from them.
     """

@@ -65,7 +65,7 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _problems(repositories: list[KernelRepository]) -> list[str]:
-    """What keeps these repositories from being those of this release, whole and intact."""
+    """List what keeps these repositories from being those of this release, whole and intact."""
     names = [repository.name for repository in repositories]
     if set(names) != set(catalogue.REPOSITORIES):
         return [f"it holds {', '.join(names) or 'nothing'}, and this release needs {', '.join(catalogue.REPOSITORIES)}"]
@@ -105,7 +105,7 @@ def _from_folder(folder: Path) -> KernelRepository:
 
 
 def _version(files: dict[str, bytes]) -> int:
-    """What the first metadata says; where others do not agree they are refused later, as is metadata without one."""
+    """Return the version that the first metadata says; where others do not agree they are refused later, as is metadata without one."""
     for path, content in files.items():
         if path.endswith("/metadata.json"):
             try:
@@ -116,7 +116,7 @@ def _version(files: dict[str, bytes]) -> int:
 
 
 def _from_hub(name: str) -> KernelRepository:
-    """All that the branch of the version holds, downloaded anew: a cache may have been changed."""
+    """Download all that the branch of the version holds: a cache may have been changed."""
     from huggingface_hub import HfApi
 
     from kernels_ext_npu.distribution import published

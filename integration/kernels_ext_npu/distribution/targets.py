@@ -28,7 +28,7 @@ class Target:
     cached: bool = False
 
     def verify(self, signers: list[str] | None = None) -> list[Verified]:
-        """Its variants; what a cache has besides them counts as one more."""
+        """Verify its variants; what a cache has besides them counts as one more."""
         if (self.folder / METADATA).exists():
             return [verify_variant(self.folder.resolve(), signers=signers)]
         build = self.folder / "build" if (self.folder / "build").is_dir() else self.folder
@@ -41,7 +41,7 @@ class Target:
 
 
 def find(path: Path) -> list[Target]:
-    """The kernel repositories at a path."""
+    """Find the kernel repositories at a path."""
     path = path.resolve()
     if (path / METADATA).exists() or _is_build(path):
         return [Target(_display(path), path)]
@@ -60,7 +60,7 @@ def find(path: Path) -> list[Target]:
 
 
 def blob_problems(snapshot: Path) -> list[str]:
-    """How a cached snapshot differs from what was downloaded: a blob is named by the hash of its content."""
+    """List how a cached snapshot differs from what was downloaded: a blob is named by the hash of its content."""
     problems = []
     for link in _links(snapshot):
         name = link.relative_to(snapshot)
@@ -81,7 +81,7 @@ def _links(snapshot: Path) -> list[Path]:
 
 
 def _snapshots(path: Path) -> list[Target]:
-    """Of a cache, a repository in it, or one snapshot."""
+    """Find the snapshots of a cache, of a repository in it, or the one that a path is."""
     if path.parent.name == "snapshots" and (match := CACHED.fullmatch(path.parent.parent.name)):
         return [Target(f"{match[1]}/{match[2]} at {path.name[:12]}", path, cached=True)]
     if CACHED.fullmatch(path.name) and (path / "snapshots").is_dir():

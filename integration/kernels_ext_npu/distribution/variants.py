@@ -85,5 +85,5 @@ def published_files(variant: Path) -> Iterator[Path]:
 
 
 def is_bytecode(path: Path) -> bool:
-    """Return whether `kernels` neither downloads a file nor counts it in a digest."""
+    """Tell whether `kernels` neither downloads a file nor counts it in a digest."""
     return "__pycache__" in path.parts or path.suffix == ".pyc"

@@ -18,7 +18,7 @@ NO_VARIANT = "Cannot find a build variant for this system"
 
 
 def intact(seen: Observations) -> Finding:
-    """Whether the kernels' files are those that were published."""
+    """Find whether the kernels' files are those that were published."""
     name = "kernel files"
     if seen.source == "hub":
         return not_checked(name, "they come from the Hub: `kernels-ext-npu verify kernels-ext-npu/RMSNorm` checks them")
@@ -49,7 +49,7 @@ def intact(seen: Observations) -> Finding:
 
 
 def variants(seen: Observations) -> list[Finding]:
-    """Repositories that decide alike share a finding."""
+    """Find which variant of each repository is taken; those that decide alike share a finding."""
     outcome, name = seen.repositories, "variant"
     if outcome is None:
         return [_failed(name, seen)]
@@ -69,7 +69,7 @@ def variants(seen: Observations) -> list[Finding]:
 
 
 def cache(seen: Observations) -> Finding:
-    """What the Hub's cache has of the kernels."""
+    """Find what the Hub's cache has of the kernels."""
     name, outcome = "Hub cache", seen.repositories
     if outcome is None or ("cache" not in outcome.facts and "refused" not in outcome.facts):
         return _failed(name, seen)
@@ -151,7 +151,7 @@ def _variant(repositories: list[str], decisions: list[dict[str, Any]], machine: 
 
 
 def _grouped(decisions: list[dict[str, Any]]) -> list[str]:
-    """The others, with those together that are rejected for the same reason."""
+    """List the other variants, with those together that are rejected for the same reason."""
     reasons: dict[str, list[str]] = {}
     for decision in decisions:
         if decision["rank"] != 1:
@@ -161,7 +161,7 @@ def _grouped(decisions: list[dict[str, Any]]) -> list[str]:
 
 
 def _machine(seen: Observations) -> str:
-    """What `kernels` sees, or will see when the problems above are solved."""
+    """Describe the machine that `kernels` sees, or will see when the problems above are solved."""
     torch = seen.torch.facts.get("torch") or seen.packages["torch"].version
     if seen.cann:
         cann = f"CANN {seen.cann}{'' if seen.torch_npu_works else ', once torch_npu works'}"

@@ -21,7 +21,7 @@ STATUS = re.compile(r"\b(?:Client|Server) error '(\d{3})|^\w+: (\d{3}) |\((\d{3}
 
 
 def reachable(seen: Observations) -> Finding:
-    """Whether the Hub, or its mirror, answers."""
+    """Find whether the Hub, or its mirror, answers."""
     outcome, severe = seen.hub, problem if seen.source == "hub" else warning
     facts = {"endpoint": outcome.facts.get("endpoint"), "proxy": _proxy(outcome.facts.get("endpoint"))}
     unusable = unusable_urls(seen.environment)
@@ -64,7 +64,7 @@ def reachable(seen: Observations) -> Finding:
 
 
 def publisher(seen: Observations) -> Finding:
-    """`kernels` loads code of trusted publishers, and of repositories that are named to it."""
+    """Find whether `kernels` trusts the publisher: it loads other code only of repositories that are named to it."""
     facts = seen.hub.facts
     if "trusted" not in facts:
         reason = "offline, kernels does not ask either" if facts.get("offline") else "the Hub could not be asked"
@@ -85,7 +85,7 @@ def publisher(seen: Observations) -> Finding:
 
 
 def unusable_urls(environment: dict[str, str]) -> list[str]:
-    """Variables that are meant to be URLs. Their values are not told: a password may be what is wrong with one."""
+    """Find variables that are meant to be URLs and are none. Their values are not told: a password may be what is wrong with one."""
     names = [name for name in environment if name.upper() in ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")]
     return [name for name in names if environment[name] and not _is_url(environment[name])]
 
@@ -147,7 +147,7 @@ def _where(facts: dict) -> str:
 
 
 def _proxy(endpoint: str | None) -> str | None:
-    """The proxy that is used for an endpoint."""
+    """Return the proxy that is used for an endpoint."""
     parts = urlsplit(endpoint or "")
     if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
         return None

@@ -12,7 +12,7 @@ COPIES, CACHE = "verifying the kernels", "reading the Hub's cache"
 
 
 def probe(source: str, torch: str, cann: str | None, arch: str) -> None:
-    """Which variants there are, which one is taken here, and whether their files are intact."""
+    """Note which variants there are, which one is taken here, and whether their files are intact."""
     step("import kernels")
     from kernels_ext_npu import catalogue, sources
     from kernels_ext_npu.distribution import machines
@@ -67,7 +67,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _cached(name: str, machine: Any) -> dict[str, Any]:
-    """As `kernels` looks for it without a network: it wants a note of the commit and all files of it."""
+    """Look for a repository as `kernels` does without a network: it wants a note of the commit and all files of it."""
     from kernels_ext_npu import sources
     from kernels_ext_npu.distribution import hub_cache, machines, targets
     from kernels_ext_npu.distribution.bundle_archive import BundleError
@@ -95,7 +95,7 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
 
 
 def _offline(repo_id: str, folder: Path) -> Path:
-    """The folder that `kernels` would load from."""
+    """Return the folder that `kernels` would load from."""
     from huggingface_hub import HfApi
     from kernels._versions import resolve_version_spec_as_ref
     from kernels.resolver import _BYTECODE_IGNORE_PATTERNS

@@ -80,7 +80,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every norm, gated MLP, experts module, router, rotary function and rotary table: swapped, or kept and why.
+    """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU

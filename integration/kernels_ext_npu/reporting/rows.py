@@ -124,9 +124,10 @@ def _of_function(path: str, module: nn.Module, use: Use) -> Row:
 
 
 def _is_other(module: nn.Module, kind: Kind) -> bool:
-    """Whether no kernel in use is meant for it: it makes cos and sin, or routes, in another way, or none was wanted.
+    """Tell whether no kernel in use is meant for a module.
 
-    Of MLPs those that are only called so: what they multiply with is no pair of projections.
+    It makes cos and sin, or routes, in another way, or no kernel was wanted for it. Of MLPs it is so for those that are
+    only called so: what they multiply with is no pair of projections.
     """
     reference = find_reference(type(module))
     if reference is not None and refusals.left_out(reference.repository) is not None:

@@ -105,7 +105,10 @@ def _from_folder(folder: Path) -> KernelRepository:
 
 
 def _version(files: dict[str, bytes]) -> int:
-    """Return the version that the first metadata says; where others do not agree they are refused later, as is metadata without one."""
+    """Return the version that the first metadata says.
+
+    Where others do not agree they are refused later, as is metadata without one.
+    """
     for path, content in files.items():
         if path.endswith("/metadata.json"):
             try:

@@ -85,7 +85,10 @@ def publisher(seen: Observations) -> Finding:
 
 
 def unusable_urls(environment: dict[str, str]) -> list[str]:
-    """Find variables that are meant to be URLs and are none. Their values are not told: a password may be what is wrong with one."""
+    """Find variables that are meant to be URLs and are none.
+
+    Their values are not told: a password may be what is wrong with one.
+    """
     names = [name for name in environment if name.upper() in ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")]
     return [name for name in names if environment[name] and not _is_url(environment[name])]
 

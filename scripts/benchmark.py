@@ -46,6 +46,8 @@ COMMANDS = ("coverage", "inspect {235B}", "inspect {235B} --tp 4", "inspect {235
 def main() -> None:
     """Print a table for each kind of work, as soon as it is measured."""
     console = Console(highlight=False)
+    if not console.is_terminal:  # then nothing says how wide it is
+        console.width = max(console.width, 100)
     kernels_ext_npu.register()
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")

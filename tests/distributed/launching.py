@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,6 @@ class Launch(NamedTuple):
 
     code: int
     output: str
-    seconds: float
     left: list[str]  # command lines of the processes that are still there
 
 
@@ -34,7 +32,6 @@ def launch(*command: str, directory: Path, **environment: str) -> Launch:
         for name, value in os.environ.items()
         if not name.startswith(("ASCEND_", "SOFTNPU_", "GLOO_")) and name not in ("LOCAL_WORLD_SIZE", "MASTER_ADDR")
     }
-    start = time.monotonic()
     process = subprocess.run(
         command,
         cwd=directory,
@@ -44,11 +41,10 @@ def launch(*command: str, directory: Path, **environment: str) -> Launch:
         text=True,
         timeout=SECONDS,
     )
-    seconds = time.monotonic() - start
     left = processes_with(f"{MARK}={mark}")
     for pid in left:
         os.kill(pid, 9)
-    return Launch(process.returncode, process.stdout, seconds, list(left.values()))
+    return Launch(process.returncode, process.stdout, list(left.values()))
 
 
 def processes_with(variable: str) -> dict[int, str]:

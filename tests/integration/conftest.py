@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk."""
+"""Tiny checkpoints on disk, and which layers run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from tests.support import zoo
 
@@ -22,3 +23,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return saved[name]
 
     return save
+
+
+@pytest.fixture
+def layers_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The classes of the layers of Qwen3-MoE models, one for each call, as they run during the test."""
+    ran: list[str] = []
+    forward = Qwen3MoeDecoderLayer.forward
+
+    def run(self, *args, **kwargs):
+        ran.append(type(self).__name__)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3MoeDecoderLayer, "forward", run)
+    return ran

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -64,9 +63,8 @@ def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> 
 def test_a_hub_that_does_not_answer(monkeypatch, localhub: LocalHub, tmp_path: Path) -> None:
     monkeypatch.setattr(examination, "HUB_TIMEOUT", 0.5)
     localhub.faults.add("delay", seconds=60, times=99)
-    start = time.monotonic()
     late, publisher, asked = ask(monkeypatch, **localhub.environment(tmp_path / "home"))
-    assert time.monotonic() - start < 15
+    assert {request.status for request in localhub.requests} == {None}  # nobody waited for an answer
     assert late.summary == f"{localhub.url} does not answer in time"
     assert (late.verdict, publisher.verdict, asked.verdict) == (Verdict.WARNING, Verdict.NOT_CHECKED, Verdict.PROBLEM)
     dead, _, _ = ask(monkeypatch, HF_ENDPOINT="http://127.0.0.1:9")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -79,25 +80,31 @@ def test_a_delay_is_only_late(localhub: LocalHub, client: Client) -> None:
 
 
 def test_for_a_while_nobody_listens(localhub: LocalHub, client: Client) -> None:
-    localhub.faults.add("refuse", path="*/refs", seconds=0.8)
+    localhub.faults.add("refuse", path="*/refs", seconds=60)
     with pytest.raises(LOST):
         client.list_repo_refs()
-    with pytest.raises(httpx2.ConnectError):
+    for _ in range(2):
+        with pytest.raises(httpx2.ConnectError):
+            client.list_repo_refs()
+
+
+def test_then_it_listens_again(localhub: LocalHub, client: Client) -> None:
+    localhub.faults.add("refuse", path="*/refs", seconds=0.2)
+    with pytest.raises(LOST):
         client.list_repo_refs()
-    time.sleep(0.5)
-    with pytest.raises(httpx2.ConnectError):
-        client.list_repo_refs()
-    time.sleep(0.5)
-    assert len(client.list_repo_refs().branches) == 1
+    while True:
+        with contextlib.suppress(httpx2.ConnectError):
+            assert len(client.list_repo_refs().branches) == 1
+            break
 
 
 def test_a_server_that_is_away_can_be_stopped(tmp_path: Path) -> None:
-    start = time.monotonic()
+    away, start = 60, time.monotonic()
     with LocalHub(tmp_path) as hub:
-        hub.faults.add("refuse", seconds=60)
+        hub.faults.add("refuse", seconds=away)
         with pytest.raises(ConnectionResetError):
             get(hub, "/api/whoami-v2")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < away
 
 
 @pytest.mark.parametrize("kind", ["refuse", "cut", "lose", "status"])

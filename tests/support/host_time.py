@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+import softnpu
 from softnpu import aten_kernels as aten
 from softnpu.aten_missing_on_cpu import FORMULAS as OF_ATEN
 from softnpu.formulas import FORMULAS as OF_NPU
@@ -24,7 +25,10 @@ _in_kernels = 0.0
 
 @contextmanager
 def stopped_clock() -> Iterator[None]:
-    """Clock the kernels of the software device while the context is open."""
+    """Within it the kernels of the software device are clocked; those of a card run beside the host."""
+    if not softnpu.is_software():
+        yield
+        return
     libraries = [torch.library.Library(namespace, "IMPL") for namespace in ("aten", "npu")]
     try:
         for name in aten._registered("PrivateUse1"):
@@ -44,13 +48,19 @@ def stopped_clock() -> Iterator[None]:
             library._destroy()
 
 
-def host_times(calls: dict[str, Callable[[], object]], turns: int, repeats: int = 20) -> dict[str, float]:
-    """Return the seconds of the host for each of some calls, which take turns of some repeats.
+def host_times(
+    calls: dict[str, Callable[[], object]],
+    turns: int,
+    repeats: int = 20,
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Measure the seconds of the host for each of some calls, which take turns of some repeats.
 
     Whatever else the machine does only adds to a time, so that the least is the nearest; but one in twenty is taken,
-    since the clock has steps too.
+    since the clock has steps too. ``prepare`` runs before each call, and is not measured.
     """
     for call in calls.values():
+        prepare()
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
@@ -58,14 +68,15 @@ def host_times(calls: dict[str, Callable[[], object]], turns: int, repeats: int 
     try:
         for _ in range(turns):
             for name, call in calls.items():
-                times[name] += [_host_time(call) for _ in range(repeats)]
+                times[name] += [_host_time(call, prepare) for _ in range(repeats)]
     finally:
         gc.enable()
     return {name: sorted(measured)[len(measured) // 20] for name, measured in times.items()}
 
 
-def _host_time(call: Callable[[], object]) -> float:
+def _host_time(call: Callable[[], object], prepare: Callable[[], object]) -> float:
     global _in_kernels
+    prepare()
     _in_kernels = 0.0
     start = perf_counter()
     call()

@@ -1,0 +1,97 @@
+"""What register(), kernelize(), report() and restore() ask of the host: imports, sources, calls.
+
+`make benchmark` measures how long they take on a machine, and asserts nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch._subclasses import FakeTensorMode
+from transformers import PreTrainedModel
+
+import kernels_ext_npu
+from tests.support.host_calls import function_calls
+from tests.support.kernelizing import STEPS, dense, qwen3_235b_a22b
+
+pytestmark = pytest.mark.slow
+
+FIRST = """
+import inspect, sys
+import softnpu, torch, transformers
+from transformers import PreTrainedModel
+sources = []
+original = inspect.getsource
+
+def getsource(of):
+    sources.append(of)
+    return original(of)
+
+inspect.getsource = getsource
+known = set(sys.modules)
+import kernels_ext_npu
+kernels_ext_npu.register()
+new = sorted(set(sys.modules) - known)
+"""
+REGISTERED = "print(len(sources), *new)"
+KERNELIZED = """
+from tests.support.kernelizing import qwen3_235b_a22b
+kernels_ext_npu.kernelize(qwen3_235b_a22b({layers}))
+first = len(sources)
+kernels_ext_npu.report(kernels_ext_npu.kernelize(qwen3_235b_a22b({layers})))
+print(first, len(sources))
+"""
+
+
+def test_sources_are_read_once_a_class_and_for_models_only(run_forks) -> None:
+    """However many layers there are, and none by register(), which imports nothing else but this package."""
+    registered, *kernelized = run_forks(FIRST, [REGISTERED, *(KERNELIZED.format(layers=n) for n in (2, 94))])
+    read, *modules = registered.stdout.split()
+    assert read == "0"
+    assert {name.partition(".")[0] for name in modules} <= {"kernels_ext_npu", "packaging"}
+    # what classes are compared with, before there is a model
+    assert not [name for name in modules if name.startswith(("kernels_ext_npu.references", "kernels_ext_npu.matching"))]
+    few, many = ([int(word) for word in result.stdout.split()] for result in kernelized)
+    print(f"register() imports {len(modules)} modules; kernelize() reads {few[0]} sources, then {few[1] - few[0]}")
+    assert few == many
+    assert few[0] == few[1] > 0  # of another model of the same classes
+
+
+def test_register_looks_at_no_model(registered) -> None:
+    def again() -> None:
+        kernels_ext_npu.unregister()
+        kernels_ext_npu.register()
+
+    again()
+    before = function_calls(again)
+    model = kernels_ext_npu.kernelize(qwen3_235b_a22b(2))
+    again()
+    assert function_calls(again) == before
+    kernels_ext_npu.restore(model)
+
+
+def test_94_layers_on_meta_are_kernelized(registered) -> None:
+    model = qwen3_235b_a22b(94).train()
+    for name, step in STEPS.items():
+        result = step(model)
+        if name == "report()":
+            assert all(row.swapped for row in result)
+            assert len(result) == 94 * 7 + 2  # four norms, a router, experts and a rotary call each; a norm, a table
+
+
+@pytest.mark.parametrize("build", [qwen3_235b_a22b, dense])
+def test_every_layer_costs_the_same(registered, build) -> None:
+    """Calls of Python functions: 12 layers more are 12 times one more, to a tenth."""
+
+    def calls(step, model: PreTrainedModel) -> int:
+        return function_calls(partial(step, model))[0]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        kernels_ext_npu.restore(kernels_ext_npu.kernelize(build(1)))  # what is done once
+        models = [build(layers).train() for layers in (12, 24, 94)]
+        for name, step in STEPS.items():
+            few, more, many = (calls(step, model) for model in models)
+            each, each_later = (more - few) / 12, (many - more) / 70
+            print(f"{build.__name__}, {name}: {each:.0f} calls a layer, later {each_later:.0f}")
+            assert each_later <= 1.1 * each

@@ -20,9 +20,9 @@ MORE_OF_ONE = 2.0  # of a single parameter, where the chance of a few roundings 
 # through some hundred of them; a step moves weights by about a hundredth of what they are.
 TOLERANCES_BFLOAT16 = {"loss": 1 * 2**-8, "gradients": 16 * 2**-8, "weights": 1 * 2**-8}
 
-# A difference that was recorded on one machine is another one where products add up in another order: up to three times
-# with SSE 4.1 in place of AVX-512. Losses of about 5 differ by whole roundings, of 2⁻²¹. What is recorded is rounded up to
-# one digit, to twice itself at most.
+# A difference that was recorded on one machine is another one where products add up in another order: up to three
+# times with SSE 4.1 in place of AVX-512. Losses of about 5 differ by whole roundings, of 2⁻²¹. What is recorded is
+# rounded up to one digit, to twice itself at most.
 AS_RECORDED = 3.0
 ROUNDING = 2**-21
 

@@ -153,9 +153,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delitem(sys.modules, "modeling_written", raising=False)
         return importlib.import_module("modeling_written")
 
-    yield write
-    kernels_ext_npu.unregister()
-    sys.modules.pop("modeling_written", None)
+    return write
 
 
 @pytest.mark.parametrize(

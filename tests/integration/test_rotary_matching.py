@@ -153,7 +153,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delitem(sys.modules, "modeling_written", raising=False)
         return importlib.import_module("modeling_written")
 
-    return write
+    yield write
+    sys.modules.pop("modeling_written", None)
 
 
 @pytest.mark.parametrize(

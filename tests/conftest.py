@@ -108,14 +108,20 @@ def run_forks(run_python, tmp_path: Path) -> Callable[..., list[subprocess.Compl
     return run
 
 
+@pytest.fixture(autouse=True)
+def _unregistered() -> Iterator[None]:
+    """Ends the registration that a test made, if it made one: also where it fails, for the tests behind it."""
+    yield
+    if package := sys.modules.get("kernels_ext_npu"):
+        package.unregister()
+
+
 @pytest.fixture
-def registered() -> Iterator[None]:
-    """A registration that ends with the test."""
+def registered() -> None:
+    """A registration, which ends with the test as every one does."""
     import kernels_ext_npu
 
     kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 RECORD = Path(__file__).resolve().parents[1] / "data" / "same_numbers.json"
+RECORDS = bool(os.environ.get("UPDATE"))  # whether this run writes the record, so that the old one says nothing
 
 TOLERANCE = 1e-5  # float32: losses are about 5, the largest gradient of each parameter between 0.01 and 0.8
 
@@ -19,6 +21,12 @@ MORE_OF_ONE = 2.0  # of a single parameter, where the chance of a few roundings 
 # For both, in units of the rounding of bfloat16, 2⁻⁸: losses are means, in which roundings cancel; gradients pass
 # through some hundred of them; a step moves weights by about a hundredth of what they are.
 TOLERANCES_BFLOAT16 = {"loss": 1 * 2**-8, "gradients": 16 * 2**-8, "weights": 1 * 2**-8}
+
+# A difference that was recorded on one machine is another one where products add up in another order: up to three
+# times with SSE 4.1 in place of AVX-512. Losses of about 5 differ by whole roundings, of 2⁻²¹. What is recorded is
+# rounded up to one digit, to twice itself at most.
+AS_RECORDED = 3.0
+ROUNDING = 2**-21
 
 DENSE = ("Qwen3", "Llama", "Gemma 3")
 MIXTURES = ("Qwen3-MoE", "gpt-oss")
@@ -104,6 +112,15 @@ def read() -> dict[tuple[str, str, str], Row]:
     """What was recorded."""
     rows = [Row(**row) for row in json.loads(RECORD.read_text("utf-8"))] if RECORD.is_file() else []
     return {row.key: row for row in rows}
+
+
+def assert_as_recorded(row: Row) -> None:
+    """Raise where what was measured just now is not what the documents say, neither much more nor much less."""
+    recorded = read()[row.key]
+    for kind in ("loss", "gradients", "weights"):
+        found, said = (max(getattr(one, kind), ROUNDING) for one in (row, recorded))
+        message = f"{kind} differ by {found:.1e}, docs/parallel.md says {said:.0e}: make test-distributed UPDATE=1"
+        assert said / (2 * AS_RECORDED) <= found <= said * AS_RECORDED, f"{row.key}: {message}"
 
 
 def write(rows: dict[tuple[str, str, str], Row]) -> None:

@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
+import softnpu
 from kernels_ext_npu import sources
-from tests.distributed import modules
+from tests.distributed import engines, modules
 from tests.distributed.modules import SIZE, Along, Holder, normal
 from tests.distributed.parallel import assert_right, compare, largest_difference, mesh
 
@@ -203,19 +204,25 @@ def test_experts_do_not_guess_what_part_of_a_whole_a_tensor_is(two_ranks) -> Non
         )
 
 
-def collectives_of_a_norm(layer: bool) -> dict[str, int]:
+def collectives_of_a_norm(layer: bool) -> tuple[dict[str, int], int]:
+    """Collectives by name, and how often the fused operator was called."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     module = Holder(Qwen3RMSNorm(SIZE)).to("npu")
     parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=False)})
-    if layer:
-        kernels_ext_npu.kernelize(module)
-    x = DTensor.from_local(torch.randn(2, 3, SIZE, device="npu"), mesh(), [Shard(1)], run_check=False)
-    with CommDebugMode() as communication:
-        module(x.requires_grad_()).sum().backward()
-    kernels_ext_npu.unregister()
-    return {str(name): number for name, number in communication.get_comm_counts().items()}
+    with engines.registered(layer):
+        if layer:
+            kernels_ext_npu.kernelize(module)
+        x = DTensor.from_local(torch.randn(2, 3, SIZE, device="npu"), mesh(), [Shard(1)], run_check=False)
+        softnpu.reset_counters()
+        with CommDebugMode() as communication:
+            module(x.requires_grad_()).sum().backward()
+    sent = {str(name): number for name, number in communication.get_comm_counts().items()}
+    return sent, softnpu.counters().get("npu_rms_norm", 0)
 
 
 def test_a_divided_norm_adds_no_collective(two_ranks) -> None:
-    assert two_ranks.run(collectives_of_a_norm, True) == two_ranks.run(collectives_of_a_norm, False)
+    with_kernel, without = (two_ranks.run(collectives_of_a_norm, layer) for layer in (True, False))
+    assert [calls for _, calls in with_kernel] == [1, 1]
+    assert [calls for _, calls in without] == [0, 0]
+    assert [sent for sent, _ in with_kernel] == [sent for sent, _ in without]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,12 +42,17 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def record() -> Iterator[dict[tuple[str, str, str], Row]]:
-    """Rows that `make test-distributed UPDATE=1` writes; of what is not run the recorded ones stay."""
+def record() -> Iterator[Callable[[Row], None]]:
+    """Takes what was measured: it has to be what was recorded, or `make test-distributed UPDATE=1` records it.
+
+    Of what is not run the recorded rows stay.
+    """
+    if not matrix.RECORDS:
+        yield matrix.assert_as_recorded
+        return
     rows: dict[tuple[str, str, str], Row] = {}
-    yield rows
-    if os.environ.get("UPDATE"):
-        matrix.write(matrix.read() | rows)
+    yield lambda row: rows.update({row.key: row})
+    matrix.write(matrix.read() | rows)
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +101,13 @@ def test_loss_gradients_and_weights_are_those_of_one_process(engine, model, resu
     """Losses and gradients of two steps, and the weights behind them."""
     if ENGINES[engine].is_bfloat16:
         for checkpointing in matrix.checkpointings(engine, model):
-            record[engine, model, checkpointing] = _bfloat16(engine, model, checkpointing, results)
+            record(_bfloat16(engine, model, checkpointing, results))
         return
     for checkpointing, ranks in results(engine, model).kernels.items():
         largest = {kind: max(rank.largest[kind] for rank in ranks) for kind in ("loss", "gradients", "weights")}
         for kind, (difference, where) in largest.items():
             assert difference < matrix.TOLERANCE, f"{checkpointing}: {kind} differ by {difference:.1e} in {where}"
-        row = Row(engine, model, checkpointing, **{kind: value for kind, (value, _) in largest.items()})
-        record[row.key] = row
+        record(Row(engine, model, checkpointing, **{kind: value for kind, (value, _) in largest.items()}))
 
 
 @pytest.mark.parametrize(("engine", "model"), EVERYTHING)

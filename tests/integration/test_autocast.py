@@ -47,11 +47,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 def test_dtypes_are_the_originals_and_values_as_near(name: str, dtype: torch.dtype) -> None:
     logits, _, gradients = run(zoo.build(name), name, None)
     without, dtypes, gradients_without = run(zoo.build(name).to("npu"), name, dtype)
-    kernels_ext_npu.register()
-    try:
-        found, found_dtypes, found_gradients = run(kernels_ext_npu.kernelize(zoo.build(name).to("npu")), name, dtype)
-    finally:
-        kernels_ext_npu.unregister()
+    found, found_dtypes, found_gradients = run(kernels_ext_npu.kernelize(zoo.build(name).to("npu")), name, dtype)
     assert found_dtypes == dtypes
     assert found.dtype == without.dtype == dtype
     assert distance([found.float()], [logits]) <= SLACK * distance([without.float()], [logits])

@@ -19,12 +19,6 @@ from kernels_ext_npu import cli, sources
 from kernels_ext_npu.demo import models, run
 
 
-@pytest.fixture(autouse=True)
-def _unregistered():
-    yield
-    kernels_ext_npu.unregister()
-
-
 def invoke(*arguments: str):
     return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80"})
 

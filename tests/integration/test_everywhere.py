@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Iterator
 from types import MethodType
 
 import pytest
@@ -24,10 +23,8 @@ WAITS = "swapped in when the model is first called on the NPU"
 
 
 @pytest.fixture(autouse=True)
-def everywhere() -> Iterator[None]:
+def everywhere() -> None:
     kernels_ext_npu.register(everywhere=True)
-    yield
-    kernels_ext_npu.unregister()
 
 
 INPUTS = zoo.inputs("qwen3", zoo.build("qwen3"))
@@ -132,15 +129,16 @@ def test_unregister_ends_it_for_models_that_wait_and_for_copies_of_them() -> Non
         assert not model._forward_pre_hooks
 
 
-def test_unregister_leaves_the_wrapper_of_somebody_else_and_is_without_effect_below(monkeypatch) -> None:
+def test_unregister_leaves_the_wrapper_of_somebody_else_and_is_without_effect_below() -> None:
     ours = PreTrainedModel.__init__
-    monkeypatch.setattr(PreTrainedModel, "__init__", functools.wraps(ours)(lambda *args, **kw: ours(*args, **kw)))
-    theirs = PreTrainedModel.__init__
-    kernels_ext_npu.unregister()
-    assert PreTrainedModel.__init__ is theirs
-    assert not zoo.build("qwen3")._forward_pre_hooks
-    monkeypatch.undo()
-    PreTrainedModel.__init__ = ours.__wrapped__
+    theirs = functools.wraps(ours)(lambda *args, **kw: ours(*args, **kw))
+    PreTrainedModel.__init__ = theirs
+    try:
+        kernels_ext_npu.unregister()
+        assert PreTrainedModel.__init__ is theirs
+        assert not zoo.build("qwen3")._forward_pre_hooks
+    finally:  # what stood there before ours: a fixture would put ours back
+        PreTrainedModel.__init__ = ours.__wrapped__
 
 
 def test_without_it_nothing_waits() -> None:

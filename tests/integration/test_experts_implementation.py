@@ -96,16 +96,13 @@ def test_what_is_named_later_counts_for_swapped_modules_too(registered, checkpoi
 def test_a_model_that_was_loaded_before_takes_it_when_it_is_kernelized(checkpoint) -> None:
     model = load(checkpoint("qwen3_moe"))
     assert model.config._experts_implementation == "grouped_mm"
-    try:
-        kernels_ext_npu.kernelize(model)
-        assert all(row.swapped for row in rows(model))
-        assert grouped_products(model) == 4
-        kernels_ext_npu.restore(model)
-        assert model.config._experts_implementation == "grouped_mm"
-        assert grouped_products(model) == 0
-        assert not any(hasattr(module, "_fused_moe_gate") for module in model.modules())
-    finally:
-        kernels_ext_npu.unregister()
+    kernels_ext_npu.kernelize(model)
+    assert all(row.swapped for row in rows(model))
+    assert grouped_products(model) == 4
+    kernels_ext_npu.restore(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    assert grouped_products(model) == 0
+    assert not any(hasattr(module, "_fused_moe_gate") for module in model.modules())
 
 
 def test_unregister_takes_it_out_and_gives_the_default_back(checkpoint) -> None:
@@ -200,11 +197,8 @@ def test_a_model_without_experts_is_told_so(registered) -> None:
 
 def test_strict_takes_no_for_an_answer_from_nobody(checkpoint) -> None:
     kernels_ext_npu.register(strict=True)
-    try:
-        with pytest.raises(RuntimeError, match="the experts implementation eager was asked for"):
-            load(checkpoint("qwen3_moe"), use_kernels=True, experts_implementation="eager")
-    finally:
-        kernels_ext_npu.unregister()
+    with pytest.raises(RuntimeError, match="the experts implementation eager was asked for"):
+        load(checkpoint("qwen3_moe"), use_kernels=True, experts_implementation="eager")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -288,15 +282,12 @@ def test_tensors_may_be_made_on_the_npu_by_default(registered) -> None:
 def test_a_report_needs_no_kernel_that_cannot_be_loaded(checkpoint) -> None:
     """Offline, with nothing in the cache: what is wrong is said by the forward."""
     kernels_ext_npu.register(source="hub")
-    try:
-        model = load(checkpoint("qwen3_moe"))
-        assert all(row.swapped for row in rows(model))
-        with pytest.raises(ValueError, match="not available in the local cache"):
-            grouped_products(model)
-        kernels_ext_npu.restore(model)
-        assert grouped_products(model) == 0
-    finally:
-        kernels_ext_npu.unregister()
+    model = load(checkpoint("qwen3_moe"))
+    assert all(row.swapped for row in rows(model))
+    with pytest.raises(ValueError, match="not available in the local cache"):
+        grouped_products(model)
+    kernels_ext_npu.restore(model)
+    assert grouped_products(model) == 0
 
 
 def test_a_kernel_that_was_loaded_twice_serves_all_the_same(registered) -> None:

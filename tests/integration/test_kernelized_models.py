@@ -10,12 +10,25 @@ from tests.support.agreement import assert_agrees
 
 pytestmark = pytest.mark.slow
 
+# layer norms and MLPs without a gate, positions that are added: on the device these are the models that
+# tests/softnpu/test_models.py compares
+ORIGINAL = {
+    *("gpt2", "bloom", "opt", "mpt", "rwkv", "blip-2"),
+    *("bert", "roberta", "albert", "deberta-v2", "electra", "distilbert"),
+    *("bart", "mbart", "pegasus", "marian"),
+    *("vit", "beit", "dinov2", "swin", "convnext", "clip", "siglip", "siglip2"),
+    *("whisper", "wav2vec2", "hubert"),
+}
+
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 # padded caches of hybrids
 @pytest.mark.filterwarnings("ignore:npu_fusion_attention_v3. atten_mask leaves a row nothing")
 def test_logits_gradients_and_tokens_are_the_originals(registered, name: str) -> None:
     model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
-    assert_agrees(name, model)
-    for row in kernels_ext_npu.report(model):
-        assert row.swapped or row.reason
+    rows = list(kernels_ext_npu.report(model))
+    assert not [row for row in rows if not (row.swapped or row.reason)]
+    swapped = [row for row in rows if row.swapped]
+    assert bool(swapped) == (name not in ORIGINAL)
+    if swapped:
+        assert_agrees(name, model)

@@ -160,7 +160,6 @@ def test_registering_twice_takes_the_second_source(checkpoint) -> None:
     entry = hub_kernels.get_kernel_mapping_transformers()["RMSNorm"]["npu"]
     assert str(ROOT / "RMSNorm") in str(entry)
     assert counts(load(checkpoint("qwen3"))) == (9, 9)
-    kernels_ext_npu.unregister()
 
 
 def test_the_hub_is_named_as_the_source_without_a_request() -> None:
@@ -168,7 +167,6 @@ def test_the_hub_is_named_as_the_source_without_a_request() -> None:
     entry = hub_kernels.get_kernel_mapping_transformers()["RMSNormGated"]["npu"]
     assert (entry._repo_id, entry._version, entry.layer_name) == ("kernels-ext-npu/RMSNorm", 1, "RMSNormGated")
     assert entry._trust_remote_code == ["kernels-ext-npu/RMSNorm"]
-    kernels_ext_npu.unregister()
 
 
 def test_kernelize_a_model_that_is_already_loaded(checkpoint) -> None:
@@ -177,7 +175,6 @@ def test_kernelize_a_model_that_is_already_loaded(checkpoint) -> None:
     assert counts(model) == (13, 13)
     model.train()
     assert counts(model) == (13, 13)
-    kernels_ext_npu.unregister()
 
 
 def test_kernelize_a_module_that_contains_a_model(registered, checkpoint) -> None:
@@ -293,7 +290,6 @@ def test_strict_names_what_is_kept(checkpoint) -> None:
         RuntimeError, match=r"3 modules and functions stay as they were\n.*mamba.norm \(Zamba2RMSNormGated\): no kernel"
     ):
         load(checkpoint("zamba2"))
-    kernels_ext_npu.unregister()
 
 
 def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:

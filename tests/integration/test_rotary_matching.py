@@ -156,7 +156,6 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return importlib.import_module("modeling_written")
 
     yield write
-    kernels_ext_npu.unregister()
     sys.modules.pop("modeling_written", None)
 
 

@@ -122,12 +122,21 @@ def test_each_gets_its_own_gradient(kernel: ModuleType, contiguous, needs, used)
             assert (found.cpu() - truth).norm() <= 1e-6 * truth.norm()
 
 
-def test_results_can_be_written_to(kernel: ModuleType) -> None:
-    q, k, cos, sin = moved(draw())
-    q.requires_grad_()
-    for given in (q, k), (q.contiguous(), k.contiguous()):
-        a, b = kernel.apply_rotary_pos_emb(*given, cos, sin)
-        (a.mul_(2).sum() + b.mul_(2).sum()).backward()
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_results_can_be_written_to(kernel: ModuleType, contiguous: bool) -> None:
+    """The gradient is that of what was written, and q and k are as before."""
+    q, k, cos, sin = draw()
+    q, k = (t.contiguous() if contiguous else t for t in (q, k))
+    leaf, other, direction = q.npu().requires_grad_(), k.npu(), torch.randn(q.shape)
+    a, b = kernel.apply_rotary_pos_emb(leaf, other, cos.npu(), sin.npu())
+    (a.mul_(2) * direction.npu()).sum().backward()
+    b.mul_(2)
+    assert_rotated((a / 2, b / 2), q, k, cos, sin)
+    assert torch.equal(leaf.detach().cpu(), q)
+    assert torch.equal(other.cpu(), k)
+    truth = q.clone().requires_grad_()
+    (2 * expected(truth, k, cos, sin)[0] * direction).sum().backward()
+    assert (leaf.grad.cpu() - truth.grad).norm() <= 1e-6 * truth.grad.norm()
 
 
 def test_no_hidden_work_for_what_needs_none(kernel: ModuleType) -> None:

@@ -16,11 +16,15 @@ import torch
 from kernels import get_local_kernel
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.backends import CANN, CPU
+from kernels.layer.layer import _create_func_module, _validate_layer
 from kernels.variants import _resolve_variant_for_system, parse_variant
 from packaging.version import Version
+from torch import nn
 
+from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
 from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 from publishing import trial
 from strict import Strict, strict_variants
 
@@ -323,15 +327,26 @@ def test_the_check_finds_calls_that_do_not_fit() -> None:
     assert "no parameters" in misfit(RELEASES["2.6.0"]["npu_rotary_mul"], 3, {"rotate"})
 
 
+def replaced() -> dict[str, list[type[nn.Module]]]:
+    """The classes whose forward each layer takes over, by layer; a function is a class to `kernels`."""
+    found: dict[str, list[type[nn.Module]]] = {}
+    for reference in REFERENCES:
+        for layer in reference.layers:
+            found.setdefault(layer, []).append(reference.module)
+    for reference in FUNCTION_REFERENCES:
+        found.setdefault(reference.layer, []).append(_create_func_module(reference.function))
+    return found
+
+
 @pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
 def test_layers_pass_kernels_own_validation(repository: Path) -> None:
-    """Of a class that has the parameters which the layer's forward has."""
-    from kernels.layer.layer import _validate_layer
-
-    layers = get_local_kernel(repository).layers
-    for name, layer in vars(layers).items():
-        if isinstance(layer, type) and hasattr(layer, "has_backward"):
-            _validate_layer(check_cls=layer, cls=layer, repo=name)
+    """As `kernels` checks them before it swaps them in: against each class that they serve."""
+    layers, classes = get_local_kernel(repository).layers, replaced()
+    held = {name for name, layer in vars(layers).items() if hasattr(layer, "has_backward") and name[0] != "_"}
+    assert held == {layer for layer, name in LAYERS.items() if name == repository.name}
+    for name in held:
+        for cls in classes[name]:
+            _validate_layer(check_cls=cls, cls=getattr(layers, name), repo=name)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import tempfile
@@ -96,5 +97,5 @@ def _largest(cases: list[ET.Element]) -> dict[str, float]:
     largest: dict[str, float] = {}
     for each in (element for case in cases for element in case.iter("property")):
         name, value = each.get("name", ""), float(each.get("value", "nan"))
-        largest[name] = max(largest.get(name, 0.0), value)
+        largest[name] = max(largest.get(name, 0.0), math.inf if math.isnan(value) else value)
     return largest

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import kernels_ext_npu
-from kernels_ext_npu import sources
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.cli import app
 from tests.distributed import matrix
 
@@ -117,20 +117,20 @@ def test_devices_and_engines_are_those_of_the_tests() -> None:
 
 def test_what_is_here_is_served_and_what_is_not_is_said_to_be_missing() -> None:
     served, missing = _ours("Operators, of those that are here"), _ours("What they have and this has not")
-    assert sources.REPOSITORIES
+    assert REPOSITORIES
     for name, words in (SERVED | LACKING).items():
         cells = served if name in SERVED else missing
         assert [word.lower() in cell.lower() for word, cell in zip(words, cells)] == [
-            (name in sources.REPOSITORIES) == (name in SERVED)
+            (name in REPOSITORIES) == (name in SERVED)
         ] * 2, name
-    assert not set(sources.REPOSITORIES) - SERVED.keys(), "the table says nothing of what they compute"
+    assert not set(REPOSITORIES) - SERVED.keys(), "the table says nothing of what they compute"
 
 
 def test_every_kernel_is_compiled_by_its_tests_as_the_table_says() -> None:
     """A call of torch.compile in the tests of each repository has the arguments that stand there."""
     for cell in _ours("`torch.compile`"):
         assert re.findall(r"`([^`]+)`", cell) == ["fullgraph=True", "aot_eager"]
-    for repository in sources.REPOSITORIES:
+    for repository in REPOSITORIES:
         (package,) = [path.name for path in (ROOT / repository / "torch-ext").iterdir() if path.is_dir()]
         calls = [
             {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

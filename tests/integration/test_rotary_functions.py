@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.swapping import rotary_uses
+from kernels_ext_npu.swapping import rotary, rotary_uses
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.rotary_functions import calls, forward, kernelized
@@ -103,7 +103,7 @@ def test_a_decoder_layer_launches_two_and_nothing_else_for_it(registered) -> Non
         softnpu.reset_counters()
         forward(model, "qwen3")
         counts.append(softnpu.counters())
-        kernels_ext_npu.functions.restore(model)
+        rotary.restore(model)
     found, before = counts
     layers = model.config.num_hidden_layers
     assert found["npu_rotary_mul"] == 2 * layers

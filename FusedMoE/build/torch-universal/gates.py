@@ -94,7 +94,7 @@ def activation_of(experts: nn.Module) -> Activation:
     """Return what an experts module of transformers does between its products.
 
     The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was:
-    whoever changes an attribute that the gate reads calls :func:`forget`.
+    whoever changes what the gate reads calls :func:`forget`, and :func:`is_current` tells whether anybody has.
     While a graph is captured there is no time for that: a module that is seen there first computes its gate in torch.
 
     Args:
@@ -108,14 +108,28 @@ def activation_of(experts: nn.Module) -> Activation:
         return experts.act_fn
     known = getattr(experts, _KNOWN, None)
     if known is None and not torch.compiler.is_compiling():
-        known = tuple(_recognise(experts) or ())  # no class of ours: the module may be saved as a whole
+        known = _read_by_gate(experts), tuple(_recognise(experts) or ())  # the module may be saved as a whole: no class
         setattr(experts, _KNOWN, known)
-    return Gate(*known) if known else experts._apply_gate
+    return Gate(*known[1]) if known and known[1] else experts._apply_gate
+
+
+def is_current(experts: nn.Module) -> bool:
+    """Tell whether a module is as it was when :func:`activation_of` found out what its gate does, or did not yet."""
+    known = getattr(experts, _KNOWN, None)
+    return known is None or known[0] == _read_by_gate(experts)
 
 
 def forget(experts: nn.Module) -> None:
     """Take away from a module what :func:`activation_of` found its gate to be, so that it looks again."""
     vars(experts).pop(_KNOWN, None)
+
+
+def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
+    """Return what a gate can read: plain values of the module, its activation, and the gate itself."""
+    plain = {name: value for name, value in vars(experts).items() if isinstance(value, (float, int, str))}
+    plain.pop("training", None)
+    gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
+    return (*sorted(plain.items()), repr(getattr(experts, "act_fn", None)), repr(gate))
 
 
 def _recognise(experts: nn.Module) -> Gate | None:

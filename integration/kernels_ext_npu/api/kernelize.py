@@ -76,6 +76,8 @@ def restore(model: Model) -> Model:
         >>> kernels_ext_npu.report(model).summary()
         '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables'
     """
+    if not vars(model).get("_use_kernels"):  # a part of a model, which looks at all of its parts again
+        state.restored.update(model.modules())
     packing.unpack(model)
     experts.restore(model)
     for module in model.modules():

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import classes, experts, experts_interface, packing, rotary, state, table
+from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, packing, rotary, state, table
 from kernels_ext_npu.swapping.devices import on_its_way
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -38,6 +38,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     assert registration is not None
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
+    changes.take_out(model)
     classes.mark(registration, model)
     kept = rotary.mark(registration, model) if state.uses(rotary.REPOSITORY) else {}
     try:
@@ -58,6 +59,8 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     Raises:
         RuntimeError: as `run` does.
     """
+
+    state.restored.difference_update(model.modules())
 
     def take(mode: kernels.Mode) -> None:
         table.hand_over()

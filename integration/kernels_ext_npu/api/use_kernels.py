@@ -37,6 +37,8 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
     from kernels_ext_npu.swapping import table
     from kernels_ext_npu.swapping.devices import device_of, on_its_way
 
+    if not model.use_kernels:  # train() and eval() look again where it is on already
+        state.restored.difference_update(model.modules())
     with on_its_way(model) as without_weights:
         is_here = model.device.type == "npu"
         is_offloaded = not is_here and not without_weights and device_of(model) == "npu"

@@ -12,6 +12,7 @@ from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
+    changes,
     experts,
     experts_choice,
     experts_interface,
@@ -95,6 +96,8 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     name, counted_as = type(module).__name__, kind.in_models
     forward = kernel_forward(module)
     if forward is not None and (layer := loaded.layer_name(forward)) is not None:
+        if (reason := changes.since_swapped(module)) is not None:
+            return Row(path, name, layer, False, refusals.changed(reason), kind=counted_as)
         apart = packing.separate(module)
         reason = f"two products, since {apart}" if apart else experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
@@ -102,6 +105,8 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     if forward is not None:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     if experts.is_called_by_name(module):
+        if (reason := changes.since_swapped(module)) is not None:
+            return Row(path, name, experts_interface.LAYER, False, refusals.changed(reason), kind=counted_as)
         reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
         return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
     reference = find_reference(type(module))
@@ -130,7 +135,7 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
     only called so: what they multiply with is no pair of projections.
     """
     reference = find_reference(type(module))
-    if reference is not None and refusals.left_out(reference.repository) is not None:
+    if module in state.restored or (reference is not None and refusals.left_out(reference.repository) is not None):
         return True
     if kind is ROUTERS:
         return reference is None

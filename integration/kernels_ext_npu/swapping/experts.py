@@ -29,6 +29,19 @@ def choose(model: nn.Module) -> None:
             kernel.gates.activation_of(module)
 
 
+def look_again(model: nn.Module) -> None:
+    """Let the kernel forget the gates of experts that have changed since it looked at them."""
+    for module in _experts_of(model):
+        if (kernel := _kernel(module)) is not None and not kernel.gates.is_current(module):
+            kernel.gates.forget(module)
+
+
+def has_changed(module: nn.Module) -> bool:
+    """Tell whether the kernel computes the experts of a module with a gate that is not theirs any more."""
+    kernel = _kernel(module) if experts_choice.is_experts(module) else None
+    return kernel is not None and not kernel.gates.is_current(module)
+
+
 def restore(model: nn.Module) -> None:
     """Give a model the default and its weights' memory back."""
     for module in _experts_of(model):

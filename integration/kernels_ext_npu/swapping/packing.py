@@ -46,6 +46,13 @@ def unpack(model: nn.Module) -> None:
         pair.unpack()
 
 
+def unpack_pair(module: nn.Module) -> None:
+    """Give the projections of one swapped MLP storages of their own again."""
+    pair = _pair(module)
+    if pair is not None and pair.separate() is None:
+        pair.unpack()
+
+
 def separate(module: nn.Module) -> str | None:
     """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
     pair = _pair(module)

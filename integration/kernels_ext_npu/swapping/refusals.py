@@ -11,6 +11,7 @@ from types import FunctionType, MethodType
 from torch import nn
 
 from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.references import Reference
 from kernels_ext_npu.swapping import experts_choice, forwards, loaded, state
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 
@@ -22,6 +23,7 @@ NOT_ASKED_FOR_BY_ANY = (
 NO_RMS_NORM = "not an RMS norm"
 FORWARD_UNKNOWN = "no kernel computes what its forward computes"
 FUNCTION_UNKNOWN = "no kernel computes what it computes"
+RESTORED = "restore() was called for this part of the model: kernelize() swaps kernels into it again"
 AT_FIRST_CALL = "swapped in when the model is first called on the NPU"
 
 
@@ -33,12 +35,19 @@ def refusal(module: nn.Module) -> str | None:
         return FORWARD_UNKNOWN if stranger is None else f"another library replaced its forward: {stranger}"
     if is_elsewhere(module):
         return elsewhere(module)
-    return (
-        left_out(reference.repository)
-        or forwards.refuse_wrapper(module)
-        or _other_experts(module)
-        or reference.refuse(module)
-    )
+    return forwards.refuse_wrapper(module) or of_instance(module, reference)
+
+
+def of_instance(module: nn.Module, reference: Reference) -> str | None:
+    """Return why the kernel for what a class computes is not for this instance, wherever it is; None if it is."""
+    if module in state.restored:
+        return RESTORED
+    return left_out(reference.repository) or _other_experts(module) or reference.refuse(module)
+
+
+def changed(reason: str) -> str:
+    """Say of a kernel that is in place that it no longer fits, until kernels are looked at again."""
+    return f"changed since it was swapped in: {reason}; kernelize(model) takes the kernel out"
 
 
 def left_out(repository: str) -> str | None:

@@ -46,6 +46,8 @@ class Registration:
 
 
 current: Registration | None = None
+# the modules of parts of a model that restore() was called for: they stay as they are while the rest is looked at again
+restored: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def uses(repository: str) -> bool:

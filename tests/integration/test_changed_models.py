@@ -1,0 +1,139 @@
+"""What decided on a swap changes later: the kernel is taken out at the next look, and until then the report says so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import kernels_ext_npu
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
+
+
+class DoubledNorm(Qwen3RMSNorm):
+    """A norm with another forward."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden_states)
+
+
+def modules(model: nn.Module, name: str) -> list[Any]:
+    return [module for module in model.modules() if name in type(module).__name__]
+
+
+def relu(model: nn.Module, name: str = "MLP") -> None:
+    for mlp in modules(model, name):
+        mlp.act_fn = ACT2FN["relu"]
+
+
+def gelu(model: nn.Module) -> None:
+    for mlp in modules(model, "MLP"):
+        mlp.act_fn = ACT2FN["gelu_pytorch_tanh"]
+
+
+def other_experts_activation(model: nn.Module) -> None:
+    relu(model, "Experts")
+
+
+def other_alpha(model: nn.Module) -> None:
+    for experts in modules(model, "Experts"):
+        experts.alpha = 0.5
+
+
+def other_limit(model: nn.Module) -> None:
+    for experts in modules(model, "Experts"):
+        experts.limit = 0.01
+
+
+def scaled_tables(model: nn.Module) -> None:
+    for table in modules(model, "RotaryEmbedding"):
+        table.attention_scaling = 1.5
+
+
+def other_class(model: nn.Module) -> None:
+    for norm in modules(model, "Qwen3RMSNorm"):
+        norm.__class__ = DoubledNorm
+
+
+# the change, a model, and the kind of what it is about
+CHANGES = [
+    pytest.param(relu, "qwen3", "gated MLPs", id="activation that no kernel has"),
+    pytest.param(gelu, "qwen3", "gated MLPs", id="activation of another kernel"),
+    pytest.param(other_experts_activation, "qwen3_moe", "experts", id="activation of experts"),
+    pytest.param(other_alpha, "gpt_oss", "experts", id="alpha of experts"),
+    pytest.param(other_limit, "gpt_oss", "experts", id="limit of experts"),
+    pytest.param(scaled_tables, "qwen3", "rotary tables", id="scale of tables"),
+    pytest.param(other_class, "qwen3", "norms", id="class"),
+]
+LOOKS = {"kernelize": kernels_ext_npu.kernelize, "train": lambda model: model.train()}
+
+
+def outputs(model: nn.Module, name: str) -> torch.Tensor:
+    device = next(model.parameters()).device
+    inputs = {key: value.to(device) for key, value in zoo.inputs(name, model).items()}
+    with torch.no_grad():
+        return model(**inputs).logits.cpu()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(("change", "name", "kind"), CHANGES)
+def test_a_change_is_seen_at_the_next_look(
+    registered, change: Callable[[nn.Module], None], name: str, kind: str, look: str
+) -> None:
+    original = zoo.build(name)
+    model = copy.deepcopy(original).to("npu")
+    model.set_use_kernels(True)
+    unchanged = outputs(model, name)
+    change(original)
+    change(model)
+    before = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
+    assert not any(row.swapped for row in before)
+    assert all("changed since it was swapped in" in row.reason for row in before)
+    LOOKS[look](model)
+    nn.Module.train(model, False)  # no dropout; transformers' own would look again
+    expected, found = outputs(original.eval(), name), outputs(model, name)
+    assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    rows = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
+    assert not [row for row in rows if row.reason and "changed since" in row.reason]
+
+
+def test_a_kernel_that_is_left_out_now_is_taken_out(registered) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu"))
+    kernels_ext_npu.register(kernels=["RMSNorm"])
+    kernels_ext_npu.kernelize(model)
+    swapped = {row.kind for row in kernels_ext_npu.report(model) if row.swapped}
+    assert swapped == {"norms"}
+
+
+def test_a_part_that_was_restored_stays_so_until_it_is_asked_for(registered) -> None:
+    model = zoo.build("qwen3").to("npu")
+    model.set_use_kernels(True)
+    layer = model.model.layers[0]
+
+    def swapped() -> set[bool]:
+        return {row.swapped for row in kernels_ext_npu.report(layer) if row.kind in ("norms", "gated MLPs")}
+
+    kernels_ext_npu.restore(layer)
+    for look in (model.train, model.eval):
+        look()
+        assert swapped() == {False}
+    rows = [row for row in kernels_ext_npu.report(model) if row.path.startswith("model.layers.0.mlp")]
+    assert [row.reason for row in rows] == [
+        "restore() was called for this part of the model: kernelize() swaps kernels into it again"
+    ]
+    kernels_ext_npu.kernelize(layer)
+    assert swapped() == {True}
+    kernels_ext_npu.restore(model.model)  # a transformers model in another
+    model.train()
+    assert swapped() == {False}
+    model.use_kernels = False
+    model.use_kernels = True  # asks for all of it
+    assert swapped() == {True}

@@ -107,8 +107,8 @@ def run_patched(source: Path, run_python) -> Callable[..., str]:
 
 
 def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub, tmp_path: Path) -> None:
-    """Each agrees with the CPU, in forward, gradients and generated tokens, in both modes: see patched_models.py."""
-    script = str(Path(__file__).with_name("patched_models.py"))
+    """Each agrees with the CPU in forward, gradients, tokens, and both modes: see tests/support/patched_models.py."""
+    script = str(ROOT / "tests" / "support" / "patched_models.py")
     answer = json.loads(run_patched(None, "-m", "softnpu", script, str(tmp_path), **hub.environment(tmp_path / "home")))
     models = {name: result["layers"] for name, result in answer["models"].items()}
     norm, rotation = "RMSNormCastLast", {"rotary_pos_emb": "RotaryPosEmbCastBack"}

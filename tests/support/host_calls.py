@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -55,22 +56,18 @@ def host_calls(call: Callable[[], object], prepare: Callable[[], object] = lambd
         >>> host_calls(lambda: torch.ones(3, device="npu").numel())
         HostCalls(python=1, c=2, torch=2)
     """
-    gc.disable()
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            for _ in range(2):
-                prepare()
-                call()
+    with _no_collection(), torch.autograd.set_multithreading_enabled(False):
+        for _ in range(2):
             prepare()
-            python, functions = function_calls(call)
-            prepare()
-            with _Attributes() as attributes:
-                call()
-            prepare()
-            with profile() as profiled:
-                call()
-    finally:
-        gc.enable()
+            call()
+        prepare()
+        python, functions = function_calls(call)
+        prepare()
+        with _Attributes() as attributes:
+            call()
+        prepare()
+        with profile() as profiled:
+            call()
     events = profiled.kineto_results.experimental_event_tree()
     return HostCalls(python, functions + attributes.reads, sum(map(_asked, events)))
 
@@ -94,12 +91,25 @@ def function_calls(call: Callable[[], object]) -> tuple[int, int]:
             c += 1
 
     before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    with _no_collection():
+        sys.setprofile(count)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
     return python, c
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector, and the Python that it calls for what it finds, out of a count."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Attributes(TorchFunctionMode):

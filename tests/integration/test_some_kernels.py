@@ -1,4 +1,4 @@
-"""``register(kernels=...)``: some of the four kernels, so that one can look for the one that makes a difference."""
+"""``register(kernels=...)``: some of the kernels, so that one can look for the one that makes a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The four kernels of the project: published by the command, and loaded by the real clients in fresh processes."""
+"""The kernels of the project: published by the command, and loaded by the real clients in fresh processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_all_four_are_published_loaded_and_used(localhub, environment, run_pytho
 def test_the_token_is_nowhere(localhub, environment, run_python, tmp_path) -> None:
     """In nothing that is printed or written, whether it works, is refused, or the server repeats what it was sent.
 
-    What is published here, loaded and run is one of the four, as `make test-slow` does with all of them.
+    What is published here, loaded and run is one of them, as `make test-slow` does with all of them.
     """
     outputs = []
     for arguments in (["SwiGLU", "--json"], ["SwiGLU", "--dry-run"], ["SwiGLU", "--variant", "missing"]):

@@ -176,7 +176,7 @@ def _refuse_parallel(block: DeepseekV2MoE) -> str | None:
 
 
 def _list(module: type[nn.Module], layer: str, refuse: Callable = _refuse) -> Reference:
-    return Reference(module, (layer,), refuse, lambda block: None if refuse(block) else layer)
+    return Reference(module, (layer,), refuse, lambda block: None if refuse(block) else layer, sees_changes=True)
 
 
 EXPERT_LISTS = (

@@ -19,12 +19,14 @@ class Reference:
         layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
         refuse: why no layer can serve an instance, or None if one can: what the syntax tree does not show.
         choose: the layer for an instance, None for one that is refused.
+        sees_changes: whether the layer looks in every forward at what `refuse` looks at, and computes what is right.
     """
 
     module: type[nn.Module]
     layers: tuple[str, ...]
     refuse: Callable[[nn.Module], str | None]
     choose: Callable[[nn.Module], str | None]
+    sees_changes: bool = False
 
     @property
     def repository(self) -> str:

@@ -22,6 +22,8 @@ def since_swapped(module: nn.Module) -> str | None:
     reference = find_reference(type(module))
     if reference is None:
         return refusals.FORWARD_UNKNOWN
+    if reference.sees_changes:
+        return refusals.not_wanted(module, reference)
     reason = refusals.of_instance(module, reference)
     if reason is None and reference.layer(module) != layer:
         return f"it is for {reference.layer(module)} now, and has {layer}"

@@ -40,9 +40,14 @@ def refusal(module: nn.Module) -> str | None:
 
 def of_instance(module: nn.Module, reference: Reference) -> str | None:
     """Return why the kernel for what a class computes is not for this instance, wherever it is; None if it is."""
+    return not_wanted(module, reference) or reference.refuse(module)
+
+
+def not_wanted(module: nn.Module, reference: Reference) -> str | None:
+    """Return why somebody does not want the kernel for an instance; None if nobody said so."""
     if module in state.restored:
         return RESTORED
-    return left_out(reference.repository) or _other_experts(module) or reference.refuse(module)
+    return left_out(reference.repository) or _other_experts(module)
 
 
 def changed(reason: str) -> str:

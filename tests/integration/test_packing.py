@@ -238,6 +238,41 @@ def test_a_deep_copy_is_right_and_independent() -> None:
     assert_equal_logits(other, llama())
 
 
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded before", "loaded inside"])
+def test_what_is_moved_in_inference_mode_is_what_it_was(tmp_path: Path, loaded: bool) -> None:
+    """Parameters can be trained if they could before: packed, saved, unpacked and packed again."""
+    original = llama()
+    with torch.inference_mode(not loaded):
+        model = copy.deepcopy(original).to("npu")
+    with torch.inference_mode():
+        kernels_ext_npu.kernelize(model)
+        model.save_pretrained(tmp_path)
+        kernels_ext_npu.kernelize(kernels_ext_npu.restore(model))
+        assert_equal_logits(model, original)
+    assert {parameter.is_inference() for parameter in model.parameters()} == {not loaded}
+    assert reasons(model) == {None}
+    if loaded:
+        for found, expected in zip(train(model), train(original), strict=True):
+            assert (found.cpu() - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("act", ["save", "restore"])
+def test_weights_that_lie_in_an_optimizers_buffer_stay_there(tmp_path: Path, act: str) -> None:
+    """As apex's and flat optimizers lay them: what is written into the buffer reaches the model."""
+    model = llama().to("npu")
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.nn.utils.vector_to_parameters(flat, model.parameters())
+    kernels_ext_npu.kernelize(model)
+    if act == "save":
+        model.save_pretrained(tmp_path)
+    else:
+        kernels_ext_npu.restore(model)
+    flat.mul_(2)
+    for parameter, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        assert storage(parameter) == storage(flat)
+        assert torch.equal(parameter.detach().flatten(), part)
+
+
 def test_restore_gives_each_weight_its_own_storage() -> None:
     model = kernels_ext_npu.restore(kernelized(mlp_bias=True))
     for parameter in model.parameters():

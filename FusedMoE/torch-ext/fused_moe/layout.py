@@ -26,7 +26,8 @@ def store_transposed(weight: Tensor) -> None:
     """
     _check("store_transposed", weight)
     if not weight.mT.is_contiguous():
-        weight.data = weight.detach().mT.contiguous().mT
+        with torch.inference_mode(weight.is_inference()):  # what is made in inference mode cannot be trained
+            weight.data = weight.detach().mT.contiguous().mT
 
 
 def store_contiguous(weight: Tensor) -> None:
@@ -40,7 +41,8 @@ def store_contiguous(weight: Tensor) -> None:
     """
     _check("store_contiguous", weight)
     if not weight.is_contiguous():
-        weight.data = weight.detach().contiguous()
+        with torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().contiguous()
 
 
 def _check(name: str, weight: Tensor) -> None:

@@ -80,24 +80,29 @@ def pack(gate: nn.Module, up: nn.Module) -> str | None:
                     return "a weight is part of a larger storage"
     for a, b in _pairs(gate, up):
         if not are_neighbours(a, b):
-            both = torch.empty((2 * a.shape[0], *a.shape[1:]), dtype=a.dtype, device=a.device)
-            for parameter, place in zip((a, b), both.chunk(2)):
-                place.copy_(parameter.detach())
-                parameter.data = place
+            with torch.inference_mode(a.is_inference()):  # what is made in inference mode cannot be trained
+                both = torch.empty((2 * a.shape[0], *a.shape[1:]), dtype=a.dtype, device=a.device)
+                for parameter, place in zip((a, b), both.chunk(2)):
+                    place.copy_(parameter.detach())
+                    parameter.data = place
     return None
 
 
 def unpack(gate: nn.Module, up: nn.Module) -> None:
-    """Give the weights of two linear layers storages of their own again.
+    """Give the weights of two linear layers storages of their own again, where nothing but the two is in one.
+
+    Neighbours in somebody else's buffer, such as that of an optimizer, stay there.
 
     Args:
         gate: a linear layer, packed or not.
         up: the other one.
     """
-    for module in (gate, up):
-        for parameter in module.parameters(recurse=False):
-            if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
-                parameter.data = parameter.detach().clone()
+    for a, b in _pairs(gate, up):
+        sizes = [parameter.numel() * parameter.element_size() for parameter in (a, b)]
+        if are_neighbours(a, b) and a.untyped_storage().nbytes() == sum(sizes):
+            for parameter in (a, b):
+                with torch.inference_mode(parameter.is_inference()):
+                    parameter.data = parameter.detach().clone()
 
 
 def separate(gate: nn.Module, up: nn.Module) -> str | None:

@@ -125,11 +125,13 @@ def forget(experts: nn.Module) -> None:
 
 
 def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
-    """Return what a gate can read: plain values of the module, its activation, and the gate itself."""
-    plain = {name: value for name, value in vars(experts).items() if isinstance(value, (float, int, str))}
-    plain.pop("training", None)
+    """Return what decides on a gate: the numbers that it may have, its activation, and the function itself.
+
+    Integers and flags are for those who shard and wrap modules, and no gate has any.
+    """
+    floats = sorted((name, value) for name, value in vars(experts).items() if isinstance(value, float))
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
-    return (*sorted(plain.items()), repr(getattr(experts, "act_fn", None)), repr(gate))
+    return (*floats, repr(getattr(experts, "act_fn", None)), repr(gate))
 
 
 def _recognise(experts: nn.Module) -> Gate | None:

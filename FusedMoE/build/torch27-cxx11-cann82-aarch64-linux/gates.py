@@ -127,7 +127,7 @@ def forget(experts: nn.Module) -> None:
 def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
     """Return what decides on a gate: the numbers that it may have, its activation, and the function itself.
 
-    Integers and flags are for those who shard and wrap modules, and no gate has any.
+    Integers and flags are left out: those who shard modules set them, and no gate that one launch computes has any.
     """
     floats = sorted((name, value) for name, value in vars(experts).items() if isinstance(value, float))
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)

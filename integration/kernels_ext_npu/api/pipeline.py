@@ -59,7 +59,6 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     Raises:
         RuntimeError: as `run` does.
     """
-
     state.restored.difference_update(model.modules())
 
     def take(mode: kernels.Mode) -> None:

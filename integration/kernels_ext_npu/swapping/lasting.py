@@ -7,7 +7,8 @@ other libraries in train() and eval(), nor weights when they are saved:
 - ``PreTrainedModel.save_pretrained`` and accelerate's ``clean_state_dict_for_safetensors`` write packed weights as two
   tensors (saving.py).
 
-Both do nothing for a model that has no kernels of ours.
+For a model that has no kernels of ours they change nothing, but for one thing: weights that share a storage without
+sharing a byte are written each for itself by accelerate too, whoever laid them so.
 """
 
 from __future__ import annotations

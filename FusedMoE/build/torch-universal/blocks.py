@@ -11,6 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
@@ -188,6 +194,10 @@ def _is_watched(module: nn.Module) -> bool:
         or members["_forward_pre_hooks"]
         or members["_backward_hooks"]
         or members["_backward_pre_hooks"]
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .clipped import clipped_swiglu_gradient, launch_clipped_swiglu
 
@@ -33,20 +35,34 @@ class GatedUnit(NamedTuple):
         forward: computes the value, and what ``backward`` wants besides.
         backward: computes the gradient from that of the value, the input, and the rest of what ``forward`` gave.
         backward_wants_forward: whether there is such a rest.
+        activation: what the gate goes through before it is multiplied with up.
+        activations: the classes of activations that were met, and whether each of them computes that.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
     backward_wants_forward: bool
+    activation: Callable[[Tensor], Tensor]
+    activations: dict[type, bool]
+
+    def in_torch(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute the value of gate and up, ``[..., I]`` each, differentiable as often as one likes."""
+        return self.activation(gate) * up
 
 
 SWIGLU = GatedUnit(
     lambda x: (torch.ops.npu.npu_swiglu(x, -1),),
     lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
     backward_wants_forward=False,
+    activation=F.silu,
+    activations={nn.SiLU: True},
 )
 GEGLU = GatedUnit(
-    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT), _geglu_grad, backward_wants_forward=True
+    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),
+    _geglu_grad,
+    backward_wants_forward=True,
+    activation=partial(F.gelu, approximate="tanh"),
+    activations={},
 )
 
 

@@ -3,7 +3,8 @@
 Node by node an MLP keeps the product of gate and up, and what the unit makes of it for the gradient of the down
 projection: SwiGLU three times its inner size a token, GeGLU four times. One node keeps the product and computes the
 rest again, but for the MLP that ran last: its gradient comes first, when nothing else has grown yet. Weight gradients
-come out contiguous, so that autograd takes them as they are instead of copying them.
+come out contiguous, so that autograd takes them as they are instead of copying them. Whoever differentiates a gradient
+gets that of the same formula, node by node.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ class PackedMLP(torch.autograd.Function):
         computed = unit.forward(product)
         ctx.unit, ctx.computed = unit, Latest(computed)
         ctx.save_for_backward(x, product, gate, up, down)
+        ctx.biases = gate_bias, up_bias, down_bias  # the gradient asks whose it is, never for their values
         return F.linear(computed[0], down, down_bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, product, gate, up, down = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable_gradients(ctx, grad, product, x, gate, up, down, *ctx.biases)
         _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
         grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
         known = ctx.computed.take() or (ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ())
@@ -76,3 +79,15 @@ class PackedMLP(torch.autograd.Function):
         if needs_down and d_down is None:
             d_down = grad.t() @ ctx.unit.forward(product)[0]
         return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias
+
+
+def _differentiable_gradients(ctx, grad: Tensor, product: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of :class:`PackedMLP` as functions of ``grad`` and of its inputs behind the unit."""
+    x, gate, up, down, gate_bias, up_bias, down_bias = inputs
+    halves = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+    # a bias may have been changed since: the values are those of the forward
+    halves = [half + (then - half).detach() for half, then in zip(halves, product.chunk(2, -1))]
+    y = F.linear(ctx.unit.in_torch(*halves), down, down_bias)
+    wanted = [each for each, needed in zip(inputs, ctx.needs_input_grad[1:]) if needed]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])

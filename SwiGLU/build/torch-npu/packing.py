@@ -22,7 +22,9 @@ from torch.nn.modules.module import (
 
 from .memory import immovable, neighbours_in
 from .neighbours import are_neighbours
-from .projecting import project_with
+from .projecting import project
+
+__all__ = ["obstacle", "pack", "project", "projections", "separate"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate and up in one, down
@@ -47,21 +49,6 @@ def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = THREE_PROJE
             return tuple([modules[name] for name in group])  # type: ignore[misc]
     expected = " or ".join(", ".join(group) for group in names)
     raise AttributeError(f"{type(mlp).__name__} has none of the projections that this layer reads: {expected}")
-
-
-def project(gate: nn.Module, up: nn.Module, x: Tensor) -> Tensor:
-    """Multiply with the weights of two packed layers at once, and add their biases. Differentiable.
-
-    Args:
-        gate: a linear layer ``[H] -> [I]``.
-        up: another one. Of both :func:`separate` has to say None, which is not looked at here.
-        x: ``[..., H]``, of the dtype of the weights.
-
-    Returns:
-        ``[..., 2·I]``, the gate first.
-    """
-    a, b = gate._parameters, up._parameters
-    return project_with(x, a["weight"], b["weight"], a["bias"], b["bias"])
 
 
 def pack(gate: nn.Module, up: nn.Module) -> str | None:

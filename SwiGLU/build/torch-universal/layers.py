@@ -11,7 +11,8 @@ from .activations import passed_over
 from .distributed import is_distributed
 from .functional import geglu_of, swiglu_of
 from .operators import GEGLU, SWIGLU, GatedUnit
-from .packing import TWO_PROJECTIONS, project, projections, separate
+from .packing import TWO_PROJECTIONS, projections, separate
+from .projecting import project
 from .training import PackedMLP, trains_whole
 
 

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .neighbours import as_one, joined
+from .neighbours import joined, with_neighbour
 
 
-def project_with(x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Tensor:
-    """Multiply with two weights ``[I, H]`` at once, and add their biases: ``[..., H]`` to ``[..., 2·I]``.
+def project(gate: nn.Module, up: nn.Module, x: Tensor) -> Tensor:
+    """Multiply with the weights of two packed layers at once, and add their biases. Differentiable.
 
-    Weights are neighbours, and so are biases. Autocast casts all of them, as it does for ``F.linear``.
+    Autocast casts what it casts for ``F.linear``.
+
+    Args:
+        gate: a linear layer ``[H] -> [I]``.
+        up: another one. Of both :func:`.packing.separate` has to say None, which is not looked at here.
+        x: ``[..., H]``, of the dtype of the weights.
+
+    Returns:
+        ``[..., 2·I]``, the gate first.
     """
-    if torch.is_grad_enabled() and (
-        x.requires_grad or gate.requires_grad or up.requires_grad or _any(gate_bias, up_bias)
-    ):
+    a, b = gate._parameters, up._parameters
+    weights, biases = (a["weight"], b["weight"]), (a["bias"], b["bias"])
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *weights, *biases)):
         if torch.is_autocast_enabled("npu"):
             x = x.to(torch.get_autocast_dtype("npu"))
-        return _Projected.apply(x, gate, up, gate_bias, up_bias)
-    return F.linear(x, as_one(gate, up), None if gate_bias is None else as_one(gate_bias, up_bias))
-
-
-def _any(gate_bias: Tensor | None, up_bias: Tensor | None) -> bool:
-    """Tell whether one of two biases needs a gradient."""
-    return gate_bias is not None and (gate_bias.requires_grad or up_bias.requires_grad)
+        return _Projected.apply(x, *weights, *biases)
+    return F.linear(x, with_neighbour(weights[0]), None if biases[0] is None else with_neighbour(biases[0]))
 
 
 class _Projected(torch.autograd.Function):
@@ -36,7 +39,7 @@ class _Projected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Tensor:
-        weight, bias = as_one(gate, up), None if gate_bias is None else as_one(gate_bias, up_bias)
+        weight, bias = with_neighbour(gate), None if gate_bias is None else with_neighbour(gate_bias)
         cast = None
         if weight.dtype is not x.dtype and torch.is_autocast_enabled("npu"):
             weight = cast = weight.to(x.dtype)

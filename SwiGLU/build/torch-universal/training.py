@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .functional import is_aligned, is_fused_dtype
 from .latest import Latest
-from .neighbours import as_one, joined
+from .neighbours import joined, with_neighbour
 from .operators import GatedUnit
 from .packing import unfit
 
@@ -51,8 +51,8 @@ class PackedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, unit: GatedUnit, x: Tensor, *parameters: Tensor | None) -> Tensor:
         gate, up, down, gate_bias, up_bias, down_bias = parameters
-        bias = None if gate_bias is None else as_one(gate_bias, up_bias)
-        product = F.linear(x, as_one(gate, up), bias)
+        bias = None if gate_bias is None else with_neighbour(gate_bias)
+        product = F.linear(x, with_neighbour(gate), bias)
         computed = unit.forward(product)
         ctx.unit, ctx.computed = unit, Latest(computed)
         ctx.save_for_backward(x, product, gate, up, down)

@@ -35,7 +35,7 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
     kind = type(activation)
     if kind not in kinds and not torch.compiler.is_compiling():
         kinds[kind] = _has_values_of(unit, activation)
-    members = vars(activation)
+    members = activation.__dict__
     if (
         (kind in kinds and not kinds[kind])
         or members["_forward_hooks"]

@@ -33,12 +33,15 @@ def neighbours_in(both: Tensor) -> tuple[Tensor, Tensor]:
 
 def _with_own_storage(part: Tensor) -> Tensor:
     """Return a tensor in the memory of a part of another, with a storage that keeps that other one's alive."""
-    from torch_npu import _C
+    import torch_npu  # there is nothing to pack where it is not installed
 
-    if hasattr(_C, "_npu_from_dlpack"):
-        storage = _C._npu_from_dlpack(_C._npu_to_dlpack(part)).untyped_storage()
+    native = torch_npu._C
+    if hasattr(native, "_npu_from_dlpack"):
+        storage = native._npu_from_dlpack(native._npu_to_dlpack(part)).untyped_storage()
     else:
-        storage = _C._construct_storage_from_data_pointer(part.data_ptr(), part.device, part.nbytes)
+        storage = native._construct_storage_from_data_pointer(part.data_ptr(), part.device, part.nbytes)
         storage._memory = part.untyped_storage()  # an attribute lives as long as the storage, whoever holds it
     form = {"dtype": part.dtype, "size": tuple(part.shape), "stride": part.stride(), "storage_offset": 0}
-    return _C._construct_NPU_Tensor_From_Storage_And_Metadata(form, storage)  # says of the storage how it is laid out
+    return native._construct_NPU_Tensor_From_Storage_And_Metadata(
+        form, storage
+    )  # says of the storage how it is laid out

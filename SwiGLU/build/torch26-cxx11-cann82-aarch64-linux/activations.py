@@ -10,7 +10,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .operators import GatedUnit
@@ -44,6 +49,8 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
         or members["_backward_pre_hooks"]
         or _global_forward_hooks
         or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
     ):
         return activation
     return None
@@ -56,7 +63,7 @@ def _has_values_of(unit: GatedUnit, activation: nn.Module) -> bool:
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         grid = torch.linspace(-9, 9, 181, device="cpu")
         try:
-            values = activation(grid.clone())
+            values = activation.forward(grid.clone())  # not its hooks
         except Exception:  # it wants something else than one tensor on the CPU
             return False
         # float32 leaves 1e-6 between two ways to compute tanh; the next of kin, quick gelu, is 2e-2 away

@@ -12,6 +12,7 @@ from .functional import geglu_of, swiglu_of
 from .operators import GEGLU, SWIGLU, GatedUnit
 from .packing import TWO_PROJECTIONS, project, projections, separate
 from .training import PackedMLP, trains_whole
+from .transforms import is_transformed
 
 
 class _Layer(nn.Module):
@@ -58,9 +59,9 @@ class FusedGeGLUMLP(_Layer):
 def _gated(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Compute an MLP with three projections: as one node of autograd, with one product, or with two."""
     gate, up, down = projections(mlp)
-    if torch.compiler.is_compiling() or is_distributed(x) or separate(gate, up) is not None:
+    if torch.compiler.is_compiling() or is_transformed() or is_distributed(x) or separate(gate, up) is not None:
         return down(function(gate(x), up(x)))
     if trains_whole(gate, up, down, x):
         a, b, c = gate._parameters, up._parameters, down._parameters
         return PackedMLP.apply(unit, x, a["weight"], b["weight"], c["weight"], a["bias"], b["bias"], c["bias"])
-    return down(function(project(gate, up, x)))
+    return down(function(project(gate, up, x), is_plain=True))

@@ -1,4 +1,7 @@
-"""Products and experts in torch, group by group: for the CPU, and for what the operators do not take."""
+"""Products and experts in torch, group by group: for the CPU, and for what the operators do not take.
+
+Products are ``mm`` and ``bmm``: ``matmul`` has derivatives of torch_npu's own, of which the third is zero.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def product_in_torch(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | N
         if group == len(sizes):
             parts.append(x.new_zeros(rows.shape[0], weight.shape[2]))
         elif rows.shape[0]:
-            part = rows @ weight[group]
+            part = rows.mm(weight[group])
             parts.append(part if bias is None else part + bias[group].to(part.dtype))
     return torch.cat(parts)
 
@@ -76,8 +79,9 @@ def _every_expert(
     numbers = torch.arange(down.shape[0], device=top_k_index.device).view(-1, 1, 1)
     chosen = top_k_index == numbers
     rows = torch.where(chosen.any(-1, keepdim=True), hidden_states, 0)
-    rows = rows @ gate_up if gate_up_bias is None else rows @ gate_up + gate_up_bias.unsqueeze(1).to(rows.dtype)
-    rows = activation(rows.flatten(0, 1)).unflatten(0, chosen.shape[:2]) @ down
+    rows = rows.bmm(gate_up)
+    rows = rows if gate_up_bias is None else rows + gate_up_bias.unsqueeze(1).to(rows.dtype)
+    rows = activation(rows.flatten(0, 1)).unflatten(0, chosen.shape[:2]).bmm(down)
     rows = rows if down_bias is None else rows + down_bias.unsqueeze(1).to(rows.dtype)
     rows = rows if post_expert_norm is None else post_expert_norm(rows.flatten(0, 1)).view_as(rows)
     weights = torch.where(chosen, top_k_weights, 0).sum(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
-T, H, I, E, K = 6, 32, 16, 4, 2  # tokens, hidden size, inner size, experts, choices
+T, H, INNER, E, K = 6, 32, 16, 4, 2  # tokens, hidden and inner size, experts, choices
 INDEX = torch.tensor([[0, 1], [3, 1], [2, 0], [1, 3], [3, 0], [1, 0]])
 LIMIT = 0.75  # of the clipped SwiGLU: some values are beyond it
 
@@ -26,13 +26,13 @@ class Case(NamedTuple):
         ours: takes tensors on the NPU.
         formula: takes tensors on the CPU, in float64.
         shapes: of the tensors.
-        batched: which of the tensors have tokens or a batch first, each row of which is computed alone; none where rows
-            are not.
+        is_node: whether it is a node of autograd, which torch.func and forward derivatives do not take.
     """
 
     ours: Callable[..., Tensor]
     formula: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
+    is_node: bool = False
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Draw tensors on the CPU, with values that the dtype has."""
@@ -150,7 +150,9 @@ def our_clipped_experts(*tensors: Tensor) -> Tensor:
 def our_listed_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_packed: bool) -> Tensor:
     blocks = kernel("FusedMoE").blocks
     both = gate_up.contiguous()  # an expert's gate and up lie side by side
-    gates, ups, downs = (list(part) for part in ((e[:I] for e in both), (e[I:] for e in both), down.contiguous()))
+    gates, ups, downs = (
+        list(part) for part in ((e[:INNER] for e in both), (e[INNER:] for e in both), down.contiguous())
+    )
     listed = blocks.ListedExperts(gates, ups, downs, (False,) * 3, is_packed, is_packed, F.silu)
     return blocks.fused_listed_experts(listed, x, INDEX.to(x.device), weights)
 
@@ -164,7 +166,22 @@ def our_softmax_top_k(logits: Tensor, renormalise: bool) -> Tensor:
     return kernel("FusedMoE").softmax_top_k(logits, K, renormalise)[0]
 
 
-TOKENS, MATRICES = (T, H), ((E, 2 * I, H), (E, H, I))
+def routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Let tokens choose their experts, by which they are weighed."""
+    weights, index = torch.softmax(x @ router, -1).topk(K, -1)
+    rows = swiglu(torch.einsum("th,enh->etn", x, gate_up))
+    one_hot = (index.unsqueeze(-1) == torch.arange(E, device=x.device)).to(x.dtype)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.einsum("tk,tke,eth->th", weights, one_hot, torch.einsum("eti,ehi->eth", rows, down))
+
+
+def our_routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    moe = kernel("FusedMoE")
+    weights, index = moe.softmax_top_k(x.mm(router), K)
+    return moe.fused_experts(x, index, weights, gate_up, down)
+
+
+TOKENS, MATRICES = (T, H), ((E, 2 * INNER, H), (E, H, INNER))
 MIXTURE = (TOKENS, (T, K), *MATRICES)
 CASES: dict[str, Case] = {
     "rms_norm": Case(lambda x, w: kernel("RMSNorm").rms_norm(x, w, 1e-6), rms_norm, (TOKENS, (H,))),
@@ -175,9 +192,7 @@ CASES: dict[str, Case] = {
         (TOKENS, TOKENS, (H,)),
     ),
     "swiglu": Case(lambda x: kernel("SwiGLU").swiglu(x), swiglu, (TOKENS,)),
-    "swiglu of two": Case(
-        lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)
-    ),
+    "swiglu of two": Case(lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)),
     "geglu": Case(lambda x: kernel("SwiGLU").geglu(x), geglu, (TOKENS,)),
     "clipped_swiglu": Case(
         lambda x: kernel("SwiGLU").clipped_swiglu(x, limit=LIMIT), partial(clipped, interleaved=True), (TOKENS,)
@@ -187,21 +202,22 @@ CASES: dict[str, Case] = {
         partial(rotate_one, interleaved=True), partial(rotated, interleaved=True), ((2, 3, 4, H),)
     ),
     "apply_rotary_pos_emb": Case(rotate_both, both_rotated, ((2, 3, 4, H), (2, 2, 4, H))),
-    "grouped_matmul": Case(our_products, products, (TOKENS, (E, H, I), (E, I))),
-    "HybridGmmFunction": Case(our_listed_products, products, (TOKENS, (E, H, I), (E, I))),
+    "grouped_matmul": Case(our_products, products, (TOKENS, (E, H, INNER), (E, INNER))),
+    "HybridGmmFunction": Case(our_listed_products, products, (TOKENS, (E, H, INNER), (E, INNER)), is_node=True),
     "fused_experts": Case(our_experts, experts, MIXTURE),
-    "fused_experts, some elsewhere": Case(
-        partial(our_experts, present=3), partial(experts, present=3), MIXTURE
-    ),
+    "fused_experts, some elsewhere": Case(partial(our_experts, present=3), partial(experts, present=3), MIXTURE),
     "fused_experts, clipped": Case(
-        our_clipped_experts, partial(experts, gate=partial(clipped, interleaved=True)), (*MIXTURE, (E, 2 * I), (E, H))
+        our_clipped_experts,
+        partial(experts, gate=partial(clipped, interleaved=True)),
+        (*MIXTURE, (E, 2 * INNER), (E, H)),
     ),
     "fused_experts, normed": Case(
         partial(our_experts, post_expert_norm=rms_norm), partial(experts, norm=rms_norm), MIXTURE
     ),
     "fused_experts, GeGLU": Case(partial(our_experts, activation=geglu), partial(experts, gate=geglu), MIXTURE),
-    "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE),
-    "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE),
+    "routed experts": Case(our_routed, routed, (TOKENS, (H, E), *MATRICES)),
+    "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE, is_node=True),
+    "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE, is_node=True),
     "softmax_top_k": Case(
         partial(our_softmax_top_k, renormalise=True), partial(softmax_top_k, renormalise=True), ((T, 8),)
     ),

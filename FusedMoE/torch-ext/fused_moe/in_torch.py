@@ -92,4 +92,4 @@ def _is_vmapped() -> bool:
     """Tell whether a ``vmap`` of torch.func runs."""
     if not torch._C._are_functorch_transforms_active():
         return False
-    return any(level.key() is TransformType.Vmap for level in torch._C._functorch.get_interpreter_stack() or ())
+    return any(level.key() == TransformType.Vmap for level in torch._C._functorch.get_interpreter_stack() or ())

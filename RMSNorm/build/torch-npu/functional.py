@@ -108,7 +108,7 @@ def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float)
     return (x if weight is None else x * weight.float()).to(hidden_states.dtype)
 
 
-def register_second_derivative() -> None:
+def register_derivative_of_rms_norm() -> None:
     """Let the gradient of ``npu_rms_norm`` be differentiated, where torch_npu is there."""
     if hasattr(torch.ops.npu, "npu_rms_norm_backward"):
         let_differentiate(torch.ops.npu.npu_rms_norm_backward.default, _gradient_in_torch)

@@ -2,8 +2,8 @@
 
 from . import layers, packing
 from .functional import clipped_swiglu, geglu, swiglu
-from .operators import register_second_derivative
+from .operators import register_derivative_of_swiglu
 
 __all__ = ["clipped_swiglu", "geglu", "layers", "packing", "swiglu"]
 
-register_second_derivative()
+register_derivative_of_swiglu()

@@ -53,7 +53,7 @@ GEGLU = GatedUnit(
 )
 
 
-def register_second_derivative() -> None:
+def register_derivative_of_swiglu() -> None:
     """Let the gradient of ``npu_swiglu`` be differentiated, where torch_npu is there."""
     if hasattr(torch.ops.npu, "npu_swiglu_backward"):
         let_differentiate(torch.ops.npu.npu_swiglu_backward.default, _swiglu_gradient_in_torch)

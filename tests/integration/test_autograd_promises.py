@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
-from tests.support import zoo
-from tests.support.differentiated import CASES, Case
+from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
+from tests.support import list_blocks, zoo
+from tests.support.differentiated import CASES, Case, kernel
 
 # float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;
 # bfloat16 rounds to 2^-9, up to sixteen times on the way to a second derivative
@@ -227,6 +228,16 @@ def test_weights_that_change_before_the_backward_of_experts_are_refused(number: 
         inputs[number].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_block_with_a_list_of_experts_has_the_originals_forward_where_something_is_transformed() -> None:
+    blocks = kernel("FusedMoE").blocks
+    block, x = list_blocks.bound(kernel("FusedMoE"), list_blocks.block(Qwen3MoeSparseMoeBlock)), torch.zeros(2, 32)
+    x = x.to("npu")
+    assert blocks.experts_of(block, x, 2) is not None
+    with forward_ad.dual_level():
+        assert blocks.experts_of(block, x, 2) is None
+    assert not vmap(lambda row: row + (blocks.experts_of(block, x, 2) is not None))(x).any()
 
 
 # attention in torch: that of torch_npu looks into storages, which torch.func has none of

@@ -89,7 +89,9 @@ def _every_expert(
 
 
 def _is_vmapped() -> bool:
-    """Tell whether a ``vmap`` of torch.func runs."""
+    """Tell whether a ``vmap`` of torch.func runs; a compiler, which does not see which transforms do, takes it so."""
     if not torch._C._are_functorch_transforms_active():
         return False
+    if torch.compiler.is_compiling():
+        return True
     return any(level.key() == TransformType.Vmap for level in torch._C._functorch.get_interpreter_stack() or ())

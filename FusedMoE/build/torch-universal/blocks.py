@@ -19,6 +19,7 @@ from .gates import SWIGLU
 from .listed_products import HybridGmmFunction
 from .listed_training import ListedExpertsFunction
 from .neighbours import are_neighbours
+from .transforms import is_transformed
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 
@@ -64,9 +65,10 @@ def unfit(block: nn.Module) -> str | None:
 def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> ListedExperts | None:
     """Return the experts of a block that sends each token to ``top_k``; None where they are computed one by one.
 
-    The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
+    The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, the CPU, and
+    that torch transforms what runs: transforms.py.
     """
-    if hidden_states.device.type != "npu" or is_distributed(hidden_states):
+    if hidden_states.device.type != "npu" or is_transformed() or is_distributed(hidden_states):
         return None
     if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:
         return None

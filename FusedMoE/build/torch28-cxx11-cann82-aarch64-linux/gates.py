@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipped_swiglu, launch_clipped_swiglu
+from .derivatives import gradients
 
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
@@ -88,9 +89,11 @@ class GateFunction(torch.autograd.Function):
         return gate.forward(gate_up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.gate.backward(grad.contiguous(), *ctx.saved_tensors)
+        (gate_up,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return None, gradients(ctx.gate, (gate_up,), (True,), grad)[0]  # type: ignore[return-value]
+        return None, ctx.gate.backward(grad.contiguous(), gate_up)
 
 
 Activation = Gate | Callable[[Tensor], Tensor]

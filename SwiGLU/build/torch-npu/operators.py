@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .clipped import clipped_swiglu_gradient, launch_clipped_swiglu
+from .derivatives import gradients
+from .second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
 _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
@@ -66,6 +68,28 @@ GEGLU = GatedUnit(
 )
 
 
+def register_derivative_of_swiglu() -> None:
+    """Let the gradient of ``npu_swiglu`` be differentiated, where torch_npu is there."""
+    if hasattr(torch.ops.npu, "npu_swiglu_backward"):
+        let_differentiate(torch.ops.npu.npu_swiglu_backward.default, _swiglu_gradient_in_torch)
+
+
+def _swiglu_gradient_in_torch(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    """Compute what ``npu_swiglu_backward`` does."""
+
+    def swiglu(x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim)
+        return F.silu(gate) * up
+
+    return gradients(swiglu, (x,), (True,), grad)[0]  # type: ignore[return-value]
+
+
+def _geglu_in_torch(x: Tensor) -> Tensor:
+    """Compute what ``npu_geglu`` does, in float32."""
+    gate, up = x.float().chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class _GeGLU(torch.autograd.Function):
     """Launches ``npu_geglu``, and for its gradient the operator that has a meta kernel which works."""
 
@@ -77,7 +101,10 @@ class _GeGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        return GEGLU.backward(grad.contiguous(), *ctx.saved_tensors)
+        x, gelu = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return gradients(_geglu_in_torch, (x,), (True,), grad)[0]  # type: ignore[return-value]
+        return GEGLU.backward(grad.contiguous(), x, gelu)
 
 
 def geglu_fused(x: Tensor) -> Tensor:
@@ -88,7 +115,7 @@ def geglu_fused(x: Tensor) -> Tensor:
 
 
 class _ClippedSwiGLU(torch.autograd.Function):
-    """Launches the clipped SwiGLU, whose operator has no derivative, and is differentiable once."""
+    """Launches the clipped SwiGLU, whose operator has no derivative."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, *options: float | bool) -> Tensor:
@@ -97,13 +124,13 @@ class _ClippedSwiGLU(torch.autograd.Function):
         return launch_clipped_swiglu(gate_up, *options)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return clipped_swiglu_gradient(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        (gate_up,) = ctx.saved_tensors
+        return clipped_swiglu_gradient(grad, gate_up, *ctx.options), None, None, None, None
 
 
 def clipped_swiglu_fused(gate_up: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
-    """Compute the clipped SwiGLU in one launch, differentiable once: ``[..., 2·I]`` to ``[..., I]``."""
+    """Compute the clipped SwiGLU in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _ClippedSwiGLU.apply(gate_up, alpha, limit, offset, interleaved)
     return launch_clipped_swiglu(gate_up, alpha, limit, offset, interleaved)

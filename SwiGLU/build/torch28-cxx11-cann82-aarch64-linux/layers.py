@@ -14,6 +14,7 @@ from .operators import GEGLU, SWIGLU, GatedUnit
 from .packing import TWO_PROJECTIONS, projections, separate
 from .projecting import project
 from .training import PackedMLP, trains_whole
+from .transforms import is_transformed
 
 
 class _Layer(nn.Module):
@@ -69,9 +70,9 @@ def _gated(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: 
     gate, up, down = projections(mlp)
     if (activation := passed_over(mlp, unit)) is not None:
         return down(activation(gate(x)) * up(x))
-    if torch.compiler.is_compiling() or is_distributed(x) or separate(gate, up) is not None:
+    if torch.compiler.is_compiling() or is_transformed() or is_distributed(x) or separate(gate, up) is not None:
         return down(function(gate(x), up(x)))
     if trains_whole(gate, up, down, x):
         a, b, c = gate._parameters, up._parameters, down._parameters
         return PackedMLP.apply(unit, x, a["weight"], b["weight"], c["weight"], a["bias"], b["bias"], c["bias"])
-    return down(function(project(gate, up, x)))
+    return down(function(project(gate, up, x), is_plain=True))

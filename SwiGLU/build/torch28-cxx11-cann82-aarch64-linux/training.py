@@ -9,10 +9,13 @@ gets that of the same formula, node by node.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .derivatives import gradients
 from .functional import is_aligned, is_fused_dtype
 from .latest import Latest
 from .neighbours import joined, with_neighbour
@@ -63,7 +66,9 @@ class PackedMLP(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, product, gate, up, down = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable_gradients(ctx, grad, product, x, gate, up, down, *ctx.biases)
+            function = partial(_in_torch, ctx.unit, product)
+            inputs = x, gate, up, down, *ctx.biases
+            return None, *gradients(function, inputs, ctx.needs_input_grad[1:], grad)
         _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
         grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
         known = ctx.computed.take() or (ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ())
@@ -81,13 +86,9 @@ class PackedMLP(torch.autograd.Function):
         return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias
 
 
-def _differentiable_gradients(ctx, grad: Tensor, product: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of :class:`PackedMLP` as functions of ``grad`` and of its inputs behind the unit."""
-    x, gate, up, down, gate_bias, up_bias, down_bias = inputs
+def _in_torch(unit: GatedUnit, product: Tensor, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """Compute an MLP whose gate and up gave ``product``: a bias may have been changed since."""
+    gate, up, down, gate_bias, up_bias, down_bias = parameters
     halves = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
-    # a bias may have been changed since: the values are those of the forward
     halves = [half + (then - half).detach() for half, then in zip(halves, product.chunk(2, -1))]
-    y = F.linear(ctx.unit.in_torch(*halves), down, down_bias)
-    wanted = [each for each, needed in zip(inputs, ctx.needs_input_grad[1:]) if needed]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-    return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])
+    return F.linear(unit.in_torch(*halves), down, down_bias)

@@ -304,7 +304,7 @@ def test_an_ensemble_of_stacked_models_computes_what_each_does(registered) -> No
         assert (found[number] - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3"])  # of a packed MLP other tests speak
+@pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_of_a_gradient_penalty_is_the_originals(registered, name: str) -> None:
     found = []
     for model, ids in ((build(name), tokens()), (kernels_ext_npu.kernelize(build(name).to("npu")), tokens().to("npu"))):

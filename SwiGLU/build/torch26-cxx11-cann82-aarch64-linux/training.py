@@ -66,7 +66,7 @@ class PackedMLP(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, product, gate, up, down = ctx.saved_tensors
         if torch.is_grad_enabled():
-            function = partial(_in_torch, ctx.unit, product)
+            function = partial(_mlp_in_torch, ctx.unit, product)
             inputs = x, gate, up, down, *ctx.biases
             return None, *gradients(function, inputs, ctx.needs_input_grad[1:], grad)
         _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
@@ -86,7 +86,7 @@ class PackedMLP(torch.autograd.Function):
         return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias
 
 
-def _in_torch(unit: GatedUnit, product: Tensor, x: Tensor, *parameters: Tensor | None) -> Tensor:
+def _mlp_in_torch(unit: GatedUnit, product: Tensor, x: Tensor, *parameters: Tensor | None) -> Tensor:
     """Compute an MLP whose gate and up gave ``product``: a bias may have been changed since."""
     gate, up, down, gate_bias, up_bias, down_bias = parameters
     halves = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)

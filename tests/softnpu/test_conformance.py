@@ -19,6 +19,7 @@ RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3"}
 # operators whose meta kernel raises
 BROKEN_META = {
     "baddbmm.dtype",  # torch's own takes out_dtype for beta
+    "npu_fusion_attention_grad_v2",  # torch_npu's makes tensors like the list [0]
     "npu_geglu_grad",  # torch_npu's has no defaults for dim and approximate, and returns two tensors for one
 }
 
@@ -77,6 +78,8 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     ],
     "npu_fusion_attention": [attention(), attention(HALF), attention(d_v=4), attention(scale=0.5, keep_prob=0.5)],
     "npu_fusion_attention_grad": [attention_backward(), attention_backward(scale_value=0.5)],
+    "npu_fusion_attention_v2": [attention(), attention(HALF), attention(sink=rows(4))],
+    "npu_fusion_attention_grad_v2": [attention_backward(), attention_backward(sink=rows(4))],
     "npu_fusion_attention_v3": [attention(), attention(HALF), attention(d_v=4), attention(sink=rows(4))],
     "npu_fusion_attention_grad_v3": [attention_backward(), attention_backward(sink=rows(4))],
     "npu_swiglu": [((x,), {}) for x in (rows(8), rows(2, 3, 8), rows(2, 8, dtype=HALF))] + [((rows(4, 3), 0), {})],

@@ -72,6 +72,35 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     + [((rows(2, 8, dtype=HALF), rows(2, 8, dtype=HALF), rows(8), rows(2, 1)), {})],
     "npu_gemma_rms_norm": [(norms(d, 2, 3, 8), {}) for d in (torch.float32, HALF)],
     "npu_add_rms_norm": [((x, x, gamma), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_add_rms_norm_cast": [((x, x, gamma), {}) for x, gamma in (norms(HALF, 2, 8), norms(torch.half, 2, 3, 8))],
+    "npu_add_rms_norm_v2": [((x, x, gamma), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_add_rms_norm_v2_functional": [((x, x, gamma), {}) for x, gamma in (norms(HALF, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_add_layer_norm": [((x, x, g, g), {}) for x, g in (norms(HALF, 2, 8), (rows(2, 3, 8, dtype=HALF), rows(8)))],
+    "npu_add_layer_norm_backward": [((rows(2, 8), rows(2, 8), rows(2, 8), rows(2, 1), rows(2, 1), rows(8), None), {})],
+    "npu_deep_norm": [((x, x, g, g), {}) for x, g in (norms(HALF, 2, 8), (rows(2, 3, 8), rows(3, 8)))],
+    "npu_deep_norm_backward": [((rows(2, 8), rows(2, 8), rows(2, 8), rows(8), rows(2, 1), rows(2, 1)), {})],
+    "npu_group_norm_silu": [
+        ((rows(2, 4, 3), rows(4), rows(4), 2), {}),
+        ((rows(2, 4, 3, 3, dtype=HALF), rows(4), rows(4), 2), {}),
+        ((rows(2, 4, dtype=HALF), None, None, 2), {}),
+    ],
+    "npu_cross_entropy_loss": [
+        ((rows(3, 5), IDS[:3]), {}),
+        ((rows(3, 5, dtype=HALF), IDS[:3], rows(5), "none"), {"label_smoothing": 0.1}),
+    ],
+    "npu_cross_entropy_loss_backward": [
+        ((rows(1), rows(3, 5), IDS[:3]), {}),
+        ((rows(3, dtype=HALF), rows(3, 5, dtype=HALF), IDS[:3], rows(5)), {"reduction": "none"}),
+    ],
+    "npu_silu": [((x,), {}) for x in (rows(8), rows(4, 3).t())],
+    "npu_silu_": [((rows(8),), {})],
+    "npu_silu_backward": [((rows(4, 3), rows(4, 3), rows(4, 3)), {})],
+    "npu_gelu": [((rows(8),), {}), ((rows(4, 3, dtype=HALF).t(),), {"approximate": "tanh"})],
+    "npu_gelu_backward": [((rows(8), rows(8)), {}), ((rows(4, 3, dtype=HALF), rows(4, 3, dtype=HALF)), {})],
+    "npu_gelu_mul": [((rows(2, 8),), {}), ((rows(2, 3, 4, dtype=HALF),), {"approximate": "tanh"})],
+    "npu_fast_gelu": [((x,), {}) for x in (rows(8), rows(4, 3, dtype=HALF).t())],
+    "fast_gelu": [((rows(8),), {})],
+    "npu_fast_gelu_backward": [((rows(4, 3), rows(4, 3)), {})],
     "npu_rotary_mul": [
         (rotary((2, 3, 4, 16), (2, 3, 1, 16)), {}),
         (rotary((2, 3, 4, 32), (1, 1, 4, 32), HALF), {}),
@@ -236,6 +265,10 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "_thnn_fused_lstm_cell_backward_impl": [((rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 12), True), {})],
     "_copy_from_and_resize": [],  # from the CPU to the device: test_host_execution.py
 }
+# operators whose meta kernel gives other shapes than op-plugin allocates
+OTHER_SHAPES = {
+    "npu_cross_entropy_loss",  # zloss and what its gradient needs, where op-plugin makes them empty
+}
 ALL = {**{name: f"npu::{name}" for name in NPU}, **{name: f"aten::{name}" for name in ATEN}}
 
 
@@ -270,7 +303,7 @@ def test_results_have_the_shapes_and_dtypes_of_the_meta_kernel(name: str) -> Non
         assert all(t.device.type == "npu" for t in tensors(found)) or name in RETURNS_HOST_TENSORS
         if has_meta:
             expected = op(*move(args, "meta"), **move(kwargs, "meta"))
-            assert described(found) == described(expected)
+            assert (described(found) == described(expected)) is (name not in OTHER_SHAPES)
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN_META))

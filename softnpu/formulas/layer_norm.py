@@ -13,7 +13,7 @@ from torch import Tensor, float32
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
 
-_WITH_PARAMETERS = {(d, d, p, p) for d in FLOATING for p in (d, float32)}
+_WITH_PARAMETERS: set[tuple[torch.dtype, ...]] = {(d, d, p, p) for d in FLOATING for p in (d, float32)}
 
 
 @formula

@@ -106,6 +106,21 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         (rotary((2, 3, 4, 32), (1, 1, 4, 32), HALF), {}),
         ((*rotary((6, 4, 16), (6, 1, 16)), "interleave"), {}),
     ],
+    "npu_apply_rotary_pos_emb": [((rows(2, 3, 4, 64), rows(2, 3, 2, 64), rows(2, 3, 1, 64), rows(2, 3, 1, 64)), {})],
+    "npu_interleave_rope": [
+        ((rows(2, 4, 3, 64, dtype=HALF), rows(2, 1, 1, 64, dtype=HALF), rows(2, 1, 1, 64, dtype=HALF)), {})
+    ],
+    "npu_mrope": [((IDS, rows(4, 128), rows(4, 64), rows(3, 32), 64), {"rotary_mode": "interleaved"})],
+    "npu_kv_rmsnorm_rope_cache": [
+        (
+            (
+                *(rows(*s, dtype=HALF) for s in ((1, 1, 2, 576), (512,), (1, 1, 2, 64), (1, 1, 2, 64))),
+                torch.tensor([[2, 0]]),
+                *(rows(*s, dtype=HALF) for s in ((1, 1, 3, 64), (1, 1, 3, 512))),
+            ),
+            {},
+        )
+    ],
     "npu_rotary_mul_backward": [
         ((rows(2, 3, 4, 16), *rotary((2, 3, 4, 16), (2, 3, 1, 16))), {}),
         ((rows(6, 4, 16, dtype=HALF), *rotary((6, 4, 16), (6, 1, 16), HALF), "interleave"), {}),

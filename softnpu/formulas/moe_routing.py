@@ -29,6 +29,33 @@ BY_COLUMNS, PADDED = (0, 1), (1, 3)  # drop_pad_mode
 
 
 @formula
+def npu_moe_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first ``min(T, active_num) · K`` rows of x [T, H] in the stable order of ``expert_idx [T, K]``, where
+    every token and slot went, and the sorted experts.
+
+    row_idx [T, K] numbers the slots, ``j · T + t``; the row of a number is its remainder by T.
+    """
+    operator = "npu_moe_init_routing"
+    require_dtypes(operator, {(d, int32, int32) for d in FLOATING}, x=x, row_idx=row_idx, expert_idx=expert_idx)
+    fits = x.dim() == expert_idx.dim() == 2 and len(x) == len(expert_idx) and row_idx.shape == expert_idx.shape
+    given = f"x {describe(x)}, row_idx {describe(row_idx)} and expert_idx {describe(expert_idx)}"
+    require(fits, operator, f"needs [T, H], [T, K] and [T, K], got {given}")
+    require(max(x.shape) < 2**24, operator, f"the sizes of x must be below 2^24, got {describe(x)}")
+    require(active_num >= 0, operator, f"active_num must not be negative, got {active_num}")
+    count = expert_idx.numel()
+    numbers = torch.equal(row_idx.flatten().sort().values, torch.arange(count, dtype=int32))
+    require(numbers, operator, f"row_idx must hold every number below {count} once")
+    experts, order = expert_idx.flatten().sort(stable=True)
+    source = row_idx.flatten()[order].long()
+    places = torch.empty(count, dtype=int32)
+    places[source] = torch.arange(count, dtype=int32)
+    active = min(active_num, len(x)) * expert_idx.shape[1]
+    return x[source[:active] % len(x)], places, experts
+
+
+@formula
 def npu_moe_init_routing_v2(
     x: Tensor,
     expert_idx: Tensor,

@@ -63,6 +63,11 @@ HALF = torch.bfloat16
 IDS = torch.tensor([0, 2, 2, 1])
 EXPERTS = torch.tensor([[0, 2], [2, 1]])
 SLOTS = torch.tensor([0, 2, 3, 1], dtype=torch.int32)
+SLOTS6 = torch.tensor([0, 3, 1, 4, 2, 5], dtype=torch.int32)
+EXPERTS6 = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)
+MAP = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
+MAPPED = torch.tensor([0, 2, 3, 4, 1, 5], dtype=torch.int32)
+MAPPED_PADDED = torch.tensor([0, 2, 0, 1, 1, 0, 2, 0], dtype=torch.int32)
 SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_rms_norm": [(norms(d, *s), {}) for d in (torch.float32, HALF) for s in ((2, 8), (2, 3, 4, 8))]
     + [((rows(2, 3, 8, dtype=HALF), rows(8)), {}), ((rows(2, 3, 4, 8), rows(4, 8), 1e-5), {})],
@@ -239,6 +244,23 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_moe_gating_top_k_backward": [  # has no meta kernel
         ((rows(3, 8), rows(3, 2, dtype=HALF), torch.tensor([[0, 1]] * 3, dtype=torch.int32)), {"norm_type": 1})
     ],
+    "npu_moe_token_permute_with_routing_map": [
+        ((rows(3, 8), MAP), {"num_out_tokens": 6}),
+        ((rows(3, 8, dtype=HALF), MAP), {"num_out_tokens": 9, "probs": rows(3, 4), "drop_and_pad": True}),
+    ],
+    "npu_moe_token_permute_with_routing_map_grad": [
+        ((rows(6, 8), None, MAPPED, MAP, 4, 3, False), {}),
+        ((rows(8, 8), rows(8), MAPPED_PADDED, MAP, 4, 3, True), {}),
+    ],
+    "_npu_moe_token_unpermute_with_routing_map": [
+        ((rows(6, 8), MAPPED, [3, 8]), {"routing_map": MAP}),
+        ((rows(8, 8), MAPPED_PADDED, [3, 8]), {"probs": rows(3, 4), "routing_map": MAP, "drop_and_pad": True}),
+    ],
+    "npu_moe_token_unpermute_with_routing_map_grad": [
+        ((rows(3, 8), MAPPED, MAPPED, MAP, rows(6, 8), rows(3, 4), False, [3, 8]), {}),
+        ((rows(3, 8), MAPPED, MAPPED, MAP, None, None, False, [3, 8]), {}),
+    ],
+    "npu_moe_init_routing": [((rows(3, 8), SLOTS6.view(3, 2), EXPERTS6, n), {}) for n in (2, 5)],
     "npu_moe_init_routing_v2": [
         (
             (rows(2, 8, dtype=HALF), EXPERTS.int()),

@@ -274,6 +274,35 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(3, 2, 8, dtype=HALF), None, None, None, rows(2, 2), SLOTS, None), {"drop_pad_mode": 3}),
     ],
     "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
+    "npu_linear": [((rows(3, 8), rows(4, 8), rows(4)), {}), ((rows(3, 8).half(), rows(4, 8).half()), {})],
+    "npu_linear_backward": [((rows(3, 4), rows(3, 8), rows(4, 8)), {})],
+    "npu_transpose_batchmatmul": [
+        ((rows(2, 3, 16), rows(2, 16, 32)), {}),
+        ((rows(3, 2, 16, dtype=HALF), rows(2, 16, 32, dtype=HALF)), {"perm_x1": [1, 0, 2], "batch_split_factor": 2}),
+    ],
+    "npu_ffn": [
+        ((rows(2, 3, 8, dtype=HALF), rows(8, 16, dtype=HALF), rows(16, 8, dtype=HALF), "silu"), {}),
+        ((rows(5, 8).half(), rows(2, 8, 4).half(), rows(2, 4, 8).half(), "relu"), {"expert_tokens": [2, 3]}),
+    ],
+    "npu_scaled_masked_softmax": [((rows(2, 1, 32, 64, dtype=HALF), torch.zeros(32, 64, dtype=torch.bool), 0.5), {})],
+    "npu_scaled_masked_softmax_backward": [
+        ((rows(2, 1, 32, 64), rows(2, 1, 32, 64), torch.zeros(32, 64, dtype=torch.bool), 0.5, False), {})
+    ],
+    "npu_apply_adam_w.out": [
+        ((0.9, 0.9, 0.1, 0.1, 0.9, 0.9, 0.1, rows(4), None, None, None), {"out": [rows(4), rows(4), rows(4)]})
+    ],
+    "npu_one_hot": [((IDS,), {"depth": 3})],
+    "npu_scatter_nd_update": [((rows(4, 5, 6), torch.tensor([[0, 1], [2, 3]]), rows(2, 6)), {})],
+    "npu_scatter_nd_update_": [((rows(4, 5, 6), torch.tensor([[0], [3]]), rows(2, 5, 6)), {})],
+    "npu_top_k_top_p": [((rows(3, 8, dtype=HALF), rows(3, dtype=HALF), SLOTS[1:]), {})],
+    "npu_ring_attention_update": [
+        ((rows(5, 2, 16), *[rows(2, 4, 5, 8)] * 2, rows(5, 2, 16), *[rows(2, 4, 5, 8)] * 2), {}),
+        (
+            (rows(5, 2, 16, dtype=HALF), *[rows(5, 2, 8)] * 2, rows(5, 2, 16, dtype=HALF), *[rows(5, 2, 8)] * 2),
+            {"actual_seq_qlen": torch.tensor([2, 5]), "input_layout": "TND", "input_softmax_layout": "TND"},
+        ),
+    ],
+    "_npu_dropout_gen_mask.Tensor": [((rows(3), [3, 50], 0.5, 1, 4), {})],
     "_npu_dropout": [((rows(3, 50), 0.5), {}), ((rows(2, dtype=HALF), 0.0), {})],
     "npu_dropout_backward": [((rows(2, 3), torch.zeros(16, dtype=torch.uint8), 0.5), {})],
     "npu_dtype_cast": [((rows(3), 15), {}), ((rows(3, dtype=HALF), 6), {"input_dtype": 15})],

@@ -48,17 +48,21 @@ def npu_kv_rmsnorm_rope_cache(
         raise NotImplementedError(
             f"{operator}: the software device has the cache modes Norm, PA and PA_BNSD, without scales and v"
         )
-    dtypes = {(d,) * 6 for d in (float16, bfloat16)}
-    require_dtypes(operator, dtypes, kv=kv, gamma=gamma, cos=cos, sin=sin, k_cache=k_cache, ckv_cache=ckv_cache)
+    tensors = {"kv": kv, "gamma": gamma, "cos": cos, "sin": sin, "k_cache": k_cache, "ckv_cache": ckv_cache}
+    require_dtypes(operator, {(d,) * 6 for d in (float16, bfloat16)}, **tensors)
     fits = kv.dim() == 4 and kv.shape[1] == 1 and kv.shape[3] == LATENT + ROTARY
     require(fits, operator, f"kv must be [B, 1, S, {LATENT + ROTARY}], got {describe(kv)}")
     b, _, s, _ = kv.shape
     paged = cache_mode in PAGED
     require_dtypes(operator, {(int64,)}, index=index)
-    shapes = {"gamma": (gamma, (LATENT,)), "index": (index, (b * s,) if paged else (b, s))}
-    shapes |= {"cos": (cos, (b, 1, s, ROTARY)), "sin": (sin, (b, 1, s, ROTARY))}
-    for name, (tensor, shape) in shapes.items():
-        require(tensor.shape == shape, operator, f"{name} must be {list(shape)}, got {describe(tensor)}")
+    turn = [b, 1, s, ROTARY]
+    for name, tensor, shape in (
+        ("gamma", gamma, [LATENT]),
+        ("index", index, [b * s] if paged else [b, s]),
+        ("cos", cos, turn),
+        ("sin", sin, turn),
+    ):
+        require(list(tensor.shape) == shape, operator, f"{name} must be {shape}, got {describe(tensor)}")
     for name, cache, size in (("k_cache", k_cache, ROTARY), ("ckv_cache", ckv_cache, LATENT)):
         one = cache.dim() == 4 and cache.shape[2 if paged else 1] == 1
         fits = one and cache.shape[-1] == size and (paged or (cache.shape[0] == b and cache.shape[2] >= s))

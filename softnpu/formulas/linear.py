@@ -37,8 +37,8 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 @formula
 def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of input and weight."""
-    dtypes = {(d, d, d) for d in (float16, float32)}
-    require_dtypes("npu_linear_backward", dtypes, grad=grad, input=input, weight=weight)
+    tensors = {"grad": grad, "input": input, "weight": weight}
+    require_dtypes("npu_linear_backward", {(d, d, d) for d in (float16, float32)}, **tensors)
     g = grad.float()
     return (g @ weight.float()).to(grad.dtype), (g.T @ input.float()).to(grad.dtype).contiguous()
 
@@ -134,7 +134,8 @@ def npu_ffn(
     counts = _counts(operator, len(rows), len(weight1) if grouped else 1, expert_tokens, expert_tokens_index)
     parts = []
     for i, part in enumerate(rows.float().split(counts)):
-        w1, w2, b1, b2 = (t if t is None or not grouped else t[i] for t in (weight1, weight2, bias1, bias2))
+        w1, w2 = (t[i] if grouped else t for t in (weight1, weight2))
+        b1, b2 = (t if t is None or not grouped else t[i] for t in (bias1, bias2))
         hidden = part @ w1.float() + (0 if b1 is None else b1.float())
         hidden = ACTIVATIONS[activation](hidden.half().float() if precise else hidden).to(x.dtype).float()
         parts.append((hidden @ w2.float() + (0 if b2 is None else b2.float())).to(x.dtype))

@@ -288,6 +288,18 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_scaled_masked_softmax_backward": [
         ((rows(2, 1, 32, 64), rows(2, 1, 32, 64), torch.zeros(32, 64, dtype=torch.bool), 0.5, False), {})
     ],
+    "npu_dynamic_quant": [
+        ((rows(3, 8, dtype=HALF),), {}),
+        (
+            (rows(2, 2, 8, dtype=HALF),),
+            {"smooth_scales": rows(2, 8, dtype=HALF), "group_index": torch.tensor([1, 4], dtype=torch.int32)},
+        ),
+    ],
+    "npu_quant_matmul": [
+        ((rows(3, 8).char(), rows(8, 4).char(), rows(4)), options)
+        for options in ({}, {"output_dtype": 5}, {"output_dtype": 15, "pertoken_scale": rows(3), "bias": rows(4)})
+    ],
+    "npu_weight_quant_batchmatmul": [((rows(3, 8, dtype=HALF), rows(8, 4).char(), rows(1, 4, dtype=HALF)), {})],
     "npu_apply_adam_w.out": [
         ((0.9, 0.9, 0.1, 0.1, 0.9, 0.9, 0.1, rows(4), None, None, None), {"out": [rows(4), rows(4), rows(4)]})
     ],

@@ -266,7 +266,13 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
             (rows(2, 8, dtype=HALF), EXPERTS.int()),
             {"expert_num": 3, "expert_tokens_num_type": kind, "expert_tokens_num_flag": True} | options,
         )
-        for kind, options in ((1, {}), (1, {"active_expert_range": [1, 3], "row_idx_type": 1}), (2, {"active_num": 4}))
+        for kind, options in (
+            (1, {}),
+            (1, {"active_expert_range": [1, 3], "row_idx_type": 1}),
+            (2, {"active_num": 4}),
+            (1, {"quant_mode": 1, "scale": rows(1, 8)}),
+            (1, {"drop_pad_mode": 1, "expert_capacity": 1}),
+        )
     ],
     "npu_moe_finalize_routing": [
         ((rows(4, 8), None, None, None, None, SLOTS, None), {}),

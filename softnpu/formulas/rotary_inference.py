@@ -20,12 +20,12 @@ SECTIONS = ([16, 24, 24], [24, 20, 20], [8, 12, 12], [16, 16, 16, 16])
 def npu_apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``x · cos + [-x2, x1] · sin`` over query [B, S, N, D] and key, and return both.
+    """Compute ``x · cos + [-x2, x1] · sin`` over query [B, S, N, D], or [T, N, D], and key, and return both.
 
-    It writes to its arguments. float16 rounds both products and their sum, bfloat16 the sum only.
+    The layout BSH of older releases is BSND. It writes to its arguments. float16 rounds both products and their sum, bfloat16 the sum only.
     """
     operator = "npu_apply_rotary_pos_emb"
-    dims = {"BSND": 4, "TND": 3}
+    dims = {"BSND": 4, "BSH": 4, "TND": 3}
     require(layout in dims, operator, f"layout must be BSND or TND, got {layout!r}")
     require(rotary_mode == "half", operator, f"rotary_mode must be half, got {rotary_mode!r}")
     tensors = {"query": query, "key": key, "cos": cos, "sin": sin}

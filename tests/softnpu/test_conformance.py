@@ -256,6 +256,7 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(6, 8), MAPPED, [3, 8]), {"routing_map": MAP}),
         ((rows(8, 8), MAPPED_PADDED, [3, 8]), {"probs": rows(3, 4), "routing_map": MAP, "drop_and_pad": True}),
     ],
+    "npu_moe_token_unpermute_with_routing_map": [((rows(6, 8), MAPPED, [3, 8]), {"routing_map": MAP})],
     "npu_moe_token_unpermute_with_routing_map_grad": [
         ((rows(3, 8), MAPPED, MAPPED, MAP, rows(6, 8), rows(3, 4), False, [3, 8]), {}),
         ((rows(3, 8), MAPPED, MAPPED, MAP, None, None, False, [3, 8]), {}),

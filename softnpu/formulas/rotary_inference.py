@@ -22,7 +22,8 @@ def npu_apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``x · cos + [-x2, x1] · sin`` over query [B, S, N, D], or [T, N, D], and key, and return both.
 
-    The layout BSH of older releases is BSND. It writes to its arguments. float16 rounds both products and their sum, bfloat16 the sum only.
+    The layout BSH of older releases is BSND. It writes to its arguments. float16 rounds both products and their sum,
+    bfloat16 the sum only.
     """
     operator = "npu_apply_rotary_pos_emb"
     dims = {"BSND": 4, "BSH": 4, "TND": 3}

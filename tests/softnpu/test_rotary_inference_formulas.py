@@ -65,7 +65,13 @@ def test_interleave_rope(dtype, s) -> None:
 @pytest.mark.parametrize("mode", ["half", "interleaved"])
 @pytest.mark.parametrize(
     ("section", "cache_mode"),
-    [(None, "default"), ([8, 12, 12], "default"), ([8, 12, 12], "interleave"), ([16] * 4, "default")],
+    [
+        (None, "default"),
+        ([8, 12, 12], "default"),
+        ([8, 12, 12], "interleave"),
+        ([24, 20, 20], "interleave"),
+        ([16] * 4, "default"),
+    ],
 )
 def test_mrope(mode, section, cache_mode) -> None:
     size = 2 * sum(section) if section else 32

@@ -24,12 +24,34 @@ def formula(*names: str) -> Callable:
 
 @formula("matmul_backward")
 def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator."""
+    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator.
+
+    Where one factor is a matrix and the other a batch, its gradient is one product over rows of all the batch. Where
+    both are, it is a product for each of the batch, and what was broadcast autograd sums up.
+
+    Source: op-plugin, MatmulBackwardKernelNpuOpApi.cpp.
+    """
     left, right = as_matrices(self, other)
     grad = grad.reshape(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
-    grad_self = (grad @ right.mH).sum_to_size(left.shape).reshape(self.shape) if mask[0] else None
-    grad_other = (left.mH @ grad).sum_to_size(right.shape).reshape(other.shape) if mask[1] else None
-    return grad_self, grad_other
+    grad_self = _left_gradient(grad, left, right) if mask[0] else None
+    grad_other = _left_gradient(grad.mT, right.mT, left.mT) if mask[1] else None
+    return (
+        None if grad_self is None else _as_shaped(grad_self, self),
+        None if grad_other is None else _as_shaped(grad_other.mT, other),
+    )
+
+
+def _left_gradient(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``grad @ right^H``, for one matrix ``left`` as a single product with the batch beside the columns."""
+    if left.shape[:-2].numel() != 1:
+        return grad @ right.mH
+    columns = grad.movedim(-2, 0).reshape(left.shape[-2], -1)
+    return columns @ right.mH.reshape(-1, right.shape[-2])
+
+
+def _as_shaped(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Give a gradient its factor's shape, unless the factor was broadcast."""
+    return gradient.reshape(factor.shape) if gradient.numel() == factor.numel() else gradient.contiguous()
 
 
 def as_matrices(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

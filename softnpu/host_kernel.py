@@ -11,6 +11,7 @@ from torch._C import _AutoDispatchBelowAutograd
 
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
 from softnpu.dynamo_exclusion import untraced
+from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.randomness import default_generator, host_generator
 
@@ -31,6 +32,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
+    run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]

@@ -108,9 +108,7 @@ def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forks) ->
     """A server has eight, unless SOFTNPU_DEVICES says otherwise."""
     count = "os.environ |= {}; print(torch.npu.device_count(), torch.npu.is_available())"
     cases = {("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True", ("8", "16"): "1 True"}
-    calls = [
-        count.format({"ASCEND_RT_VISIBLE_DEVICES": visible, "SOFTNPU_DEVICES": there}) for visible, there in cases
-    ]
+    calls = [count.format({"ASCEND_RT_VISIBLE_DEVICES": visible, "SOFTNPU_DEVICES": there}) for visible, there in cases]
     results = run_forks("import os, softnpu, torch", calls)
     assert [result.stdout.splitlines()[-1] for result in results] == list(cases.values())
 
@@ -228,7 +226,9 @@ def test_an_import_loads_torch_and_torch_npu_and_nothing_else(run_python, tmp_pa
 
 
 def test_the_version_of_cann_can_be_chosen(run_python, tmp_path: Path) -> None:
-    code = "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version()); from torch_npu.npu import "
+    code = (
+        "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version()); from torch_npu.npu import "
+    )
     code += "utils; assert utils.get_cann_version() == torch_npu.utils.collect_env.get_cann_version(); assert "
     code += "utils._is_gte_cann_version('8.1.RC1') and not utils._is_gte_cann_version('9.9.0')"
     for version in ("8.2.RC1", ""):

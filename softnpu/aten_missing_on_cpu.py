@@ -45,8 +45,8 @@ def _left_gradient(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return ``grad @ right^H``, for one matrix ``left`` as a single product with the batch beside the columns."""
     if left.shape[:-2].numel() != 1:
         return grad @ right.mH
-    columns = grad.movedim(-2, 0).reshape(left.shape[-2], -1)
-    return columns @ right.mH.reshape(-1, right.shape[-2])
+    columns = grad.movedim(-2, 0).flatten(1)
+    return columns @ right.mH.flatten(0, -2)
 
 
 def _as_shaped(gradient: Tensor, factor: Tensor) -> Tensor:

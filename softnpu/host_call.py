@@ -21,8 +21,8 @@ class HostCall:
     """Hold the tensors of one operator call, on both sides.
 
     ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
-    tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor
-    with the same strides: operators whose schema says that they return views stay torch_npu's own.
+    tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor,
+    contiguous as op-plugin allocates it: operators whose schema says that they return views stay torch_npu's own.
     """
 
     __slots__ = ("device", "name", "originals", "storages")
@@ -88,7 +88,10 @@ class HostCall:
         if host.layout != torch.strided:
             return host.to(device)
         host = host.resolve_conj().resolve_neg()
-        fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+        if self.name in STRIDED:
+            fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+        else:
+            fresh = torch.empty(host.size(), dtype=host.dtype, device=device)
         if host.numel():
             HostCall(self.name).alias(fresh).copy_(host)
         return fresh
@@ -124,6 +127,9 @@ def _reshape(original: torch.Tensor, host: torch.Tensor) -> None:
     """Set the shape, not by ``as_strided_``: torch_npu 2.6 gives none back below autograd, and Python crashes."""
     original.set_(original.untyped_storage(), host.storage_offset(), host.size(), host.stride())
 
+
+# operators whose results have the strides of their argument: op-plugin calls at::empty_like (OnesLikeKernelNpuOpApi.cpp)
+STRIDED = {"ones_like"}
 
 # operators that exist to take tensors of two devices
 CROSS_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy"}

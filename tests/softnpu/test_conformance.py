@@ -6,6 +6,7 @@ The list of formulas is the registry of softnpu; a formula without samples here 
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -233,6 +234,21 @@ def test_results_have_the_shapes_and_dtypes_of_the_meta_kernel(name: str) -> Non
             assert described(found) == described(expected)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_results_are_contiguous_whatever_the_strides_of_the_arguments(name: str) -> None:
+    """op-plugin allocates them so. Meta kernels that report an argument's strides are wrong about the device."""
+    for args, kwargs in SAMPLES[name]:
+        own = [strided(t.to("npu")) for t in tensors((args, kwargs))]
+        rest = iter(own)
+        args, kwargs = tree_map(lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        try:
+            found = tensors(overload(name)(*args, **kwargs))
+        except RuntimeError as refusal:
+            assert re.search("contiguous|transposed", str(refusal))
+            continue
+        assert all(t.is_contiguous() for t in found if not any(t is mine for mine in own))
+
+
 @pytest.mark.parametrize("name", sorted(BROKEN_META))
 def test_broken_meta_kernels_are_still_broken(name: str) -> None:
     """One that is repaired belongs to the comparison above."""
@@ -247,6 +263,12 @@ def test_every_formula_has_samples() -> None:
 
 def move(values, device: str):
     return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, values)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay the same values out with the dimensions in the opposite order."""
+    order = range(tensor.dim() - 1, -1, -1)
+    return tensor.permute(*order).contiguous().permute(*order) if tensor.dim() > 1 else tensor
 
 
 def tensors(values) -> list[torch.Tensor]:

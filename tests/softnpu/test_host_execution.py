@@ -55,6 +55,14 @@ def test_writes_through_a_view_reach_the_tensor(view) -> None:
     torch.testing.assert_close(tensors[0].cpu(), tensors[1], rtol=0, atol=0)
 
 
+def test_results_are_contiguous_unless_torch_npu_keeps_the_strides() -> None:
+    x = torch.ones(2, 3, 4, device="npu").transpose(1, 2)
+    for result in (x + 1, x.clone(), x.exp(), torch.where(x > 0, x, x), torch._foreach_mul([x], 2)[0], x.softmax(-1)):
+        assert result.is_contiguous()
+    for result in (torch.empty_like(x), torch.zeros_like(x), torch.ones_like(x), x.half(), x.to("cpu")):
+        assert result.stride() == x.stride()
+
+
 def test_results_that_are_views_share_storage_and_version() -> None:
     x = torch.zeros(4, device="npu")
     y = x.unsqueeze(0)

@@ -5,23 +5,28 @@
  * returning garbage. softnpu/runtime.py builds this file once and gives it all the names torch_npu asks for. */
 #define _GNU_SOURCE
 #include <malloc.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 typedef int aclError;
-enum { ACL_SUCCESS = 0, ACL_ERROR_RT_INVALID_DEVICEID = 107001, ACL_ERROR_RT_MEMORY_ALLOCATION = 207001, ACL_ERROR_FAILURE = 500000 };
+enum { ACL_SUCCESS = 0, ACL_ERROR_RT_PARAM_INVALID = 107000, ACL_ERROR_RT_INVALID_DEVICEID = 107001, ACL_ERROR_RT_FEATURE_NOT_SUPPORT = 207000,
+       ACL_ERROR_RT_MEMORY_ALLOCATION = 207001, ACL_ERROR_FAILURE = 500000 };
 enum { MEMCPY_DEVICE_TO_HOST = 2 };
 enum { STREAM_COMPLETE = 0, EVENT_COMPLETE = 1, WAIT_COMPLETE = 0 };
 
 #define MAX_DEVICES 64
+#define SERVER_DEVICES 8            /* of an Atlas 800T A2: what a list of visible devices may name */
 #define DEVICE_MEMORY (64ull << 30) /* bytes a device, as on Atlas 800T A2 */
 
 static __thread int device = 0;
 static __thread void *context = (void *)0x1000;
+static int active[MAX_DEVICES]; /* which devices this process has set */
 static __thread char message[256]; /* of the last error, until it is asked for; only a launch has none */
 static uint64_t in_use[MAX_DEVICES];
 static uint64_t device_to_host_copies, stream_syncs;
@@ -31,31 +36,48 @@ static uint64_t device_to_host_copies, stream_syncs;
 /* device and context */
 aclError aclInit(const char *config) { return ACL_SUCCESS; }
 aclError aclFinalize(void) { return ACL_SUCCESS; }
-static int device_count(void) {
-    const char *visible = getenv("ASCEND_RT_VISIBLE_DEVICES"); /* a list, of those that this process may use */
-    if (visible && *visible) {
-        int count = 1;
-        for (; *visible; visible++) count += *visible == ',';
-        return count > MAX_DEVICES ? MAX_DEVICES : count;
+static int between(int least, int count) {
+    return count < least ? least : count > MAX_DEVICES ? MAX_DEVICES : count;
+}
+/* Count the devices of the list before the first one that is not there: CANN makes only those visible. */
+static int visible_devices(const char *list, int there) {
+    int count = 0;
+    for (char *end;; list = end + 1, count++) {
+        long id = strtol(list, &end, 10);
+        if (end == list || id < 0 || id >= there) return count;
+        if (*end != ',') return count + 1;
     }
-    const char *s = getenv("SOFTNPU_DEVICES");
-    if (!s) s = getenv("LOCAL_WORLD_SIZE"); /* torchrun starts a process for each device */
-    int count = s ? atoi(s) : 1;
-    return count < 1 ? 1 : count > MAX_DEVICES ? MAX_DEVICES : count;
+}
+static int device_count(void) {
+    const char *wanted = getenv("SOFTNPU_DEVICES"), *visible = getenv("ASCEND_RT_VISIBLE_DEVICES");
+    if (visible && *visible) return visible_devices(visible, wanted ? between(1, atoi(wanted)) : SERVER_DEVICES);
+    if (!wanted) wanted = getenv("LOCAL_WORLD_SIZE"); /* torchrun starts a process for each device */
+    return between(1, wanted ? atoi(wanted) : 1);
 }
 aclError aclrtGetDeviceCount(uint32_t *n) { *n = device_count(); return ACL_SUCCESS; }
 aclError aclrtSetDevice(int id) {
     int count = device_count();
     if (id < 0 || id >= count) {
-        snprintf(message, sizeof message, "There is no device %d: the software devices are 0 to %d. Set the environment "
-                 "variable SOFTNPU_DEVICES to how many you want, at most %d.", id, count - 1, MAX_DEVICES);
+        if (count)
+            snprintf(message, sizeof message, "There is no device %d: the software devices are 0 to %d. Set the environment "
+                     "variable SOFTNPU_DEVICES to how many you want, at most %d.", id, count - 1, MAX_DEVICES);
+        else
+            snprintf(message, sizeof message, "There is no device %d: ASCEND_RT_VISIBLE_DEVICES names none of those there "
+                     "are.", id);
         return ACL_ERROR_RT_INVALID_DEVICEID;
     }
     device = id;
+    active[id] = 1;
     context = (void *)(uintptr_t)(0x1000 + id);
     return ACL_SUCCESS;
 }
 aclError aclrtGetDevice(int *id) { *id = device; return ACL_SUCCESS; }
+aclError aclrtGetPrimaryCtxState(int id, uint32_t *flags, int *is_active) {
+    if (id < 0 || id >= MAX_DEVICES) return ACL_ERROR_RT_INVALID_DEVICEID;
+    if (flags) *flags = 0;
+    *is_active = active[id];
+    return ACL_SUCCESS;
+}
 aclError aclrtResetDevice(int id) { return ACL_SUCCESS; }
 aclError aclrtGetCurrentContext(void **c) { *c = context; return ACL_SUCCESS; }
 aclError aclrtSetCurrentContext(void *c) { context = c; return ACL_SUCCESS; }
@@ -66,6 +88,14 @@ aclError aclGetDeviceCapability(uint32_t d, int t, int64_t *v) { *v = 0; return 
 aclError aclrtGetVersion(int *a, int *b, int *c) { *a = 1; *b = 8; *c = 0; return ACL_SUCCESS; }
 aclError aclrtGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
 aclError aclrtCtxGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
+/* The version of CANN and its packages, from 8.1 on, which brought the first of these calls. There is no driver. */
+enum { PACKAGE_DRIVER = 7, VERSION_SIZE = 128 };
+aclError aclsysGetCANNVersion(int package, char *version /* the first member of aclCANNPackageVersion */) {
+    if (package == PACKAGE_DRIVER || strcmp(CANN_VERSION, "8.1") < 0) return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+    strncpy(version, CANN_VERSION, VERSION_SIZE - 1);
+    return ACL_SUCCESS;
+}
+aclError aclsysGetVersionStr(char *package, char *version) { return aclsysGetCANNVersion(0, version); }
 const char *aclGetRecentErrMsg(void) {
     static __thread char asked[sizeof message];
     strcpy(asked, *message ? message : "the software device has no kernel for this operator");
@@ -116,6 +146,68 @@ aclError aclrtMemcpyAsync(void *d, size_t max, const void *s, size_t n, int kind
     return aclrtMemcpy(d, max, s, n, kind);
 }
 
+/* Virtual memory, of which torch_npu's expandable segments are made: reserved addresses have no access until a piece of
+ * memory is mapped to them. A piece is a number of bytes of a device that nobody else may have; those it is mapped to are
+ * the host's, and are lost when it is unmapped. */
+struct range { char *start; size_t size; struct range *next; };
+static struct range *reserved, *mapped;
+static pthread_mutex_t ranges = PTHREAD_MUTEX_INITIALIZER;
+static void note(struct range **list, void *start, size_t size) {
+    struct range *r = malloc(sizeof *r);
+    pthread_mutex_lock(&ranges);
+    *r = (struct range){start, size, *list};
+    *list = r;
+    pthread_mutex_unlock(&ranges);
+}
+/* Take the range that starts there off the list, and return its size; 0 if there is none. */
+static size_t forget(struct range **list, void *start) {
+    size_t size = 0;
+    pthread_mutex_lock(&ranges);
+    while (*list && (*list)->start != start) list = &(*list)->next;
+    struct range *found = *list;
+    if (found) {
+        size = found->size;
+        *list = found->next;
+        free(found);
+    }
+    pthread_mutex_unlock(&ranges);
+    return size;
+}
+static void *without_access(void *start, size_t n, int fixed) {
+    return mmap(start, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
+}
+aclError aclrtReserveMemAddress(void **p, size_t n, size_t alignment, void *wanted, uint64_t flags) {
+    void *start = without_access(wanted, n, 0);
+    if (start == MAP_FAILED) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    note(&reserved, *p = start, n);
+    return ACL_SUCCESS;
+}
+aclError aclrtReleaseMemAddress(void *p) {
+    size_t n = forget(&reserved, p);
+    return n && !munmap(p, n) ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID;
+}
+aclError aclrtMallocPhysical(struct block **piece, size_t n, const void *properties, uint64_t flags) {
+    if (n > DEVICE_MEMORY - in_use[device] || !(*piece = malloc(sizeof **piece))) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    **piece = (struct block){n, device};
+    __atomic_fetch_add(&in_use[device], n, __ATOMIC_RELAXED);
+    return ACL_SUCCESS;
+}
+aclError aclrtFreePhysical(struct block *piece) {
+    __atomic_fetch_sub(&in_use[piece->device], piece->size, __ATOMIC_RELAXED);
+    free(piece);
+    return ACL_SUCCESS;
+}
+aclError aclrtMapMem(void *p, size_t n, size_t offset, struct block *piece, uint64_t flags) {
+    if (offset + n > piece->size) return ACL_ERROR_RT_PARAM_INVALID;
+    if (mprotect(p, n, PROT_READ | PROT_WRITE)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    note(&mapped, p, n);
+    return ACL_SUCCESS;
+}
+aclError aclrtUnmapMem(void *p) {
+    size_t n = forget(&mapped, p);
+    return n && without_access(p, n, MAP_FIXED) == p ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID;
+}
+
 /* streams and events */
 aclError aclrtCreateStream(void **s) { *s = malloc(8); return ACL_SUCCESS; }
 aclError aclrtCreateStreamWithConfig(void **s, uint32_t priority, uint32_t flag) { return aclrtCreateStream(s); }
@@ -148,20 +240,36 @@ ACCEPT(aclAppLog) ACCEPT(aclSetCompileopt) ACCEPT(aclrtSetDeviceSatMode) ACCEPT(
 ACCEPT(aclrtSetSysParamOpt) ACCEPT(aclrtCtxSetSysParamOpt) ACCEPT(aclrtDeviceEnablePeerAccess) ACCEPT(aclrtProcessReport)
 ACCEPT(aclmdlInitDump) ACCEPT(aclmdlSetDump) ACCEPT(aclmdlFinalizeDump)
 ACCEPT(MsprofGetHashId) ACCEPT(MsprofRegisterCallback) ACCEPT(MsprofReportAdditionalInfo) ACCEPT(MsprofReportApi)
-ACCEPT(MsprofReportCompactInfo) ACCEPT(MsprofSysCycleTime) ACCEPT(rtDevBinaryRegister) ACCEPT(rtFunctionRegister)
+ACCEPT(HcclSetConfig) ACCEPT(MsprofReportCompactInfo) ACCEPT(MsprofSysCycleTime) ACCEPT(rtDevBinaryRegister) ACCEPT(rtFunctionRegister)
 
-/* kernel launches and virtual memory: refused */
+/* kernel launches and memory that processes share: refused */
 #define REFUSE(name) aclError name(void) { return ACL_ERROR_FAILURE; }
-REFUSE(aclopCompileAndExecute) REFUSE(rtKernelLaunch) REFUSE(rtGetC2cCtrlAddr)
+REFUSE(rtKernelLaunch) REFUSE(rtGetC2cCtrlAddr)
 REFUSE(aclrtBinaryGetFunction) REFUSE(aclrtBinaryLoadFromData) REFUSE(aclrtGetFunctionAddr)
-REFUSE(aclrtMallocPhysical) REFUSE(aclrtFreePhysical) REFUSE(aclrtMapMem) REFUSE(aclrtUnmapMem) REFUSE(aclrtReserveMemAddress)
-REFUSE(aclrtReleaseMemAddress) REFUSE(aclrtMemExportToShareableHandle) REFUSE(aclrtMemImportFromShareableHandle)
+REFUSE(aclrtMemExportToShareableHandle) REFUSE(aclrtMemImportFromShareableHandle)
 REFUSE(aclrtMemSetPidToShareableHandle)
+
+/* One kernel is there: Identity, by which torch_npu casts between formats. Every format holds the bytes of ND, at the
+ * beginning of the larger memory that torch_npu allocates for it. */
+struct buffer { void *data; size_t size; };
+struct buffer *aclCreateDataBuffer(void *data, size_t size) {
+    struct buffer *b = malloc(sizeof *b);
+    if (b) *b = (struct buffer){data, size};
+    return b;
+}
+aclError aclDestroyDataBuffer(struct buffer *b) { free(b); return ACL_SUCCESS; }
+aclError aclopCompileAndExecute(const char *type, int inputs, void **input_descriptors, struct buffer **input, int outputs,
+                                void **output_descriptors, struct buffer **output) {
+    if (strcmp(type, "Identity") || inputs != 1 || outputs != 1) return ACL_ERROR_FAILURE;
+    size_t n = input[0]->size < output[0]->size ? input[0]->size : output[0]->size;
+    memmove(output[0]->data, input[0]->data, n);
+    return ACL_SUCCESS;
+}
 
 /* descriptors of a kernel launch that is going to be refused */
 #define NO_OBJECT(name) void *name(void) { return NULL; }
-NO_OBJECT(aclCreateDataBuffer) NO_OBJECT(aclCreateTensorDesc) NO_OBJECT(aclopCreateAttr)
-ACCEPT(aclDestroyDataBuffer) ACCEPT(aclDestroyTensorDesc) ACCEPT(aclopDestroyAttr) ACCEPT(aclGetTensorDescDimV2)
+NO_OBJECT(aclCreateTensorDesc) NO_OBJECT(aclopCreateAttr)
+ACCEPT(aclDestroyTensorDesc) ACCEPT(aclopDestroyAttr) ACCEPT(aclGetTensorDescDimV2)
 ACCEPT(aclGetTensorDescFormat) ACCEPT(aclGetTensorDescNumDims) ACCEPT(aclGetTensorDescType) ACCEPT(aclSetTensorDescName)
 ACCEPT(aclSetTensorFormat) ACCEPT(aclSetTensorPlaceMent) ACCEPT(aclSetTensorShape) ACCEPT(aclopSetAttrBool)
 ACCEPT(aclopSetAttrDataType) ACCEPT(aclopSetAttrFloat) ACCEPT(aclopSetAttrInt) ACCEPT(aclopSetAttrListBool)

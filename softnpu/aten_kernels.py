@@ -28,8 +28,8 @@ NATIVE = {
 # torch_npu runs these from the autograd key with kernels of its own, which need CANN. torch's own take their place.
 DIRECT = {
     "__ior__.Scalar", "__xor__.Scalar", "__xor__.Tensor", "conv_tbc_backward", "fill_diagonal_", "gru.input",
-    "lstm.data", "lstm.input", "lstm_cell", "max.out", "min.out", "multilabel_margin_loss",
-    "multilabel_margin_loss.out", "nanmean.out", "one_hot", "slogdet", "softmax.int",
+    "lstm.input", "lstm_cell", "max.out", "min.out", "multilabel_margin_loss",
+    "multilabel_margin_loss.out", "nanmean.out", "slogdet", "softmax.int",
 }  # fmt: skip
 
 
@@ -49,6 +49,9 @@ def install() -> None:
         replace_kernel(fsdp, name, kernel)
     for name in DIRECT & _registered("AutogradPrivateUse1"):
         replace_kernel(aten, name, _torchs_own(_overload(name)), "AutogradPrivateUse1")
+    for name, adapt in {"one_hot": _one_hot, "lstm.data": _padded_lstm}.items():
+        if name in _registered("AutogradPrivateUse1"):
+            replace_kernel(aten, name, adapt(_torchs_own(_overload(name))), "AutogradPrivateUse1")
     if prepares_masks_directly():
         replace_kernel(aten, "scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
@@ -63,6 +66,29 @@ def _copy_in(copy: Callable[..., Any]) -> Callable[..., Any]:
         return output.narrow(0, numel * rank, numel), output
 
     return kernel
+
+
+def _one_hot(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Take int32 too, which op-plugin gives back in int32 (OneHotKernelNpuOpApi.cpp)."""
+
+    def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        return own(self, num_classes) if self.dtype != torch.int32 else own(self.long(), num_classes).int()
+
+    return one_hot
+
+
+def _padded_lstm(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Take rows with padding between them, as the device packs them; torch's own LSTM takes none."""
+
+    def lstm(data: torch.Tensor, batch_sizes: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        largest = int(batch_sizes[0])
+        rows = torch.cat([torch.arange(int(n)) + step * largest for step, n in enumerate(batch_sizes)]).to(data.device)
+        if len(rows) == len(data):
+            return own(data, batch_sizes, *args, **kwargs)
+        output, *state = own(data[rows], batch_sizes, *args, **kwargs)
+        return output.new_zeros(len(data), output.shape[1]).index_copy(0, rows, output), *state
+
+    return lstm
 
 
 def _torchs_own(op: torch._ops.OpOverload) -> Callable[..., Any]:

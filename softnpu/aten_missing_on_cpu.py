@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from softnpu.argument_checks import require
 from softnpu.counting import count_wait
+from softnpu.host_call import OnHost
 
 FORMULAS: dict[str, Callable] = {}
 
@@ -24,12 +26,34 @@ def formula(*names: str) -> Callable:
 
 @formula("matmul_backward")
 def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator."""
+    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator.
+
+    Where one factor is a matrix and the other a batch, its gradient is one product over rows of all the batch. Where
+    both are, it is a product for each of the batch, and what was broadcast autograd sums up.
+
+    Source: op-plugin, MatmulBackwardKernelNpuOpApi.cpp.
+    """
     left, right = as_matrices(self, other)
     grad = grad.reshape(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
-    grad_self = (grad @ right.mH).sum_to_size(left.shape).reshape(self.shape) if mask[0] else None
-    grad_other = (left.mH @ grad).sum_to_size(right.shape).reshape(other.shape) if mask[1] else None
-    return grad_self, grad_other
+    grad_self = _left_gradient(grad, left, right) if mask[0] else None
+    grad_other = _left_gradient(grad.mT, right.mT, left.mT) if mask[1] else None
+    return (
+        None if grad_self is None else _as_shaped(grad_self, self),
+        None if grad_other is None else _as_shaped(grad_other.mT, other),
+    )
+
+
+def _left_gradient(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``grad @ right^H``, for one matrix ``left`` as a single product with the batch beside the columns."""
+    if left.shape[:-2].numel() != 1:
+        return grad @ right.mH
+    columns = grad.movedim(-2, 0).flatten(1)
+    return columns @ right.mH.flatten(0, -2)
+
+
+def _as_shaped(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Give a gradient its factor's shape, unless the factor was broadcast."""
+    return gradient.reshape(factor.shape) if gradient.numel() == factor.numel() else gradient.contiguous()
 
 
 def as_matrices(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,10 +79,75 @@ def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out:
     return result if out is None else out.resize_(result.shape).copy_(result)
 
 
+@formula("_softmax", "_softmax.out")
+def softmax(self: Tensor, dim: int, half_to_float: bool, *, out: Tensor | None = None) -> Tensor:
+    """Compute the softmax, with ``half_to_float`` of 16-bit numbers in float32."""
+    return _to_float32(torch.ops.aten._softmax, self, dim, half_to_float, out)
+
+
+@formula("_log_softmax", "_log_softmax.out")
+def log_softmax(self: Tensor, dim: int, half_to_float: bool, *, out: Tensor | None = None) -> Tensor:
+    """Compute the logarithm of the softmax, with ``half_to_float`` of 16-bit numbers in float32."""
+    return _to_float32(torch.ops.aten._log_softmax, self, dim, half_to_float, out)
+
+
+def _to_float32(op: Callable, self: Tensor, dim: int, half_to_float: bool, out: Tensor | None) -> Tensor:
+    """Round the result to the input's dtype unless it is to stay in float32, which aclnn takes of any dtype."""
+    result = op(self.float() if self.dtype in (torch.float16, torch.bfloat16) else self, dim, False)
+    result = result if half_to_float else result.to(self.dtype)
+    return result if out is None else out.resize_(result.shape).copy_(result)
+
+
+@formula("_softmax_backward_data", "_softmax_backward_data.out")
+def softmax_backward(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype, *, grad_input: Tensor | None = None
+) -> Tensor:
+    """Compute the gradient in float32 and round it to the dtype that the softmax was computed of."""
+    result = torch.ops.aten._softmax_backward_data(*_in_float32(grad_output, output), dim, torch.float32)
+    result = result.to(input_dtype)
+    return result if grad_input is None else grad_input.resize_(result.shape).copy_(result)
+
+
+@formula("_log_softmax_backward_data", "_log_softmax_backward_data.out")
+def log_softmax_backward(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
+    """Compute the gradient in float32, in the dtype of ``grad_output`` as op_plugin_functions.yaml allocates it."""
+    result = torch.ops.aten._log_softmax_backward_data(*_in_float32(grad_output, output), dim, torch.float32)
+    result = result.to(grad_output.dtype)
+    return result if out is None else out.resize_(result.shape).copy_(result)
+
+
+def _in_float32(*tensors: Tensor) -> list[Tensor]:
+    return [t.float() for t in tensors]
+
+
 @formula("_copy_from_and_resize")
 def copy_from_and_resize(self: Tensor, dst: Tensor) -> Tensor:
     """Copy a result into memory that fits it: torch's CPU fallback calls this where torch_npu registers no kernel."""
     return dst.resize_(self.size()).copy_(self)
+
+
+@formula("_pack_padded_sequence")
+def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, OnHost]:
+    """Return ``[T · B, ...]`` rows, time first: the padding up to the longest stays where it is.
+
+    The batch sizes are in the host's memory. Source: op-plugin, PackPaddedSequenceKernelNpuOpApi.cpp.
+    """
+    _, batch_sizes = torch.ops.aten._pack_padded_sequence(input, lengths, batch_first)
+    steps = input.transpose(0, 1) if batch_first else input
+    return steps[: len(batch_sizes)].flatten(0, 1), OnHost(batch_sizes)
+
+
+@formula("put_")
+def put_(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """Write, or add, to what the flattened tensor has at the indices. No bfloat16 is added up (aclnn_put.cpp)."""
+    require(
+        not (accumulate and self.dtype == torch.bfloat16),
+        "put_",
+        "self not implemented for DT_BFLOAT16, should be in dtype support list of aclnnInplacePut with accumulate",
+    )
+    return self.put_(index, source, accumulate)
 
 
 @formula("mm.dtype", "bmm.dtype")

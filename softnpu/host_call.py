@@ -21,14 +21,17 @@ class HostCall:
     """Hold the tensors of one operator call, on both sides.
 
     ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
-    tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor
-    with the same strides: operators whose schema says that they return views stay torch_npu's own.
+    tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor:
+    operators whose schema says that they return views stay torch_npu's own. A formula's results are contiguous, as
+    op-plugin allocates them. Those of the CPU's operators keep its strides, which are those of torch's meta kernels: a
+    compiled graph counts on them.
     """
 
-    __slots__ = ("device", "name", "originals", "storages")
+    __slots__ = ("contiguous", "device", "name", "originals", "storages")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, contiguous: bool = False) -> None:
         self.name = name
+        self.contiguous = contiguous
         self.device: torch.device | None = None
         self.storages: dict[int, torch.UntypedStorage] = {}  # address on the device -> the same bytes
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -61,8 +64,9 @@ class HostCall:
                 block = (ctypes.c_char * storage.nbytes()).from_address(address)
                 block.owner = storage  # type: ignore[attr-defined]  # work that outlives this call must not lose it
                 self.storages[address] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+            storage_of_host = _enlarged(self.storages[address], tensor)
             host = torch.empty(0, dtype=tensor.dtype)
-            host.set_(self.storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+            host.set_(storage_of_host, tensor.storage_offset(), tensor.size(), tensor.stride())
             _copy_lazy_bits(tensor, host)
         if tensor.requires_grad:
             host.needs_gradient = True  # type: ignore[attr-defined]
@@ -88,6 +92,7 @@ class HostCall:
         if host.layout != torch.strided:
             return host.to(device)
         host = host.resolve_conj().resolve_neg()
+        host = host.contiguous() if self.contiguous else host
         fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         if host.numel():
             HostCall(self.name).alias(fresh).copy_(host)
@@ -107,7 +112,11 @@ class HostCall:
             original.resize_(host.size())
             _reshape(original, host)
         if host.numel():
-            HostCall(self.name).alias(original).copy_(host)
+            call = HostCall(self.name)
+            target = call.alias(original)
+            if original.untyped_storage().nbytes() and target.untyped_storage().data_ptr() not in call.storages:
+                raise RuntimeError(f"{self.name}: the argument that it writes to ends behind its storage")
+            target.copy_(host)
 
     def stand_in(self, host: torch.Tensor, strided: bool) -> torch.Tensor:
         """Make memory to write to in place of an argument's, which ``write_back`` copies to the argument."""
@@ -140,6 +149,17 @@ def mixed_devices(name: str, first: torch.device | None, second: torch.device) -
 def needs_gradient(host: torch.Tensor) -> bool:
     """Tell whether the caller's tensor requires a gradient, which some operators ask."""
     return getattr(host, "needs_gradient", False)
+
+
+def _enlarged(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage or, if it was shrunk below what the tensor spans, a copy with NaN, or -1, behind its end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    if needed <= storage.nbytes():
+        return storage
+    larger = torch.full((needed,), 255, dtype=torch.uint8)
+    larger[: storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return larger.untyped_storage()
 
 
 def _copy_lazy_bits(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _AutoDispatchBelowAutograd
+from torch._C import DispatchKey, _AutoDispatchBelowAutograd
 
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
 from softnpu.dynamo_exclusion import untraced
+from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
+from softnpu.int64_indices import INDEX, with_int64_indices
 from softnpu.randomness import default_generator, host_generator
 
 # operators that take index, length or seed tensors of the CPU beside tensors of the device
@@ -29,8 +31,11 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
+    contiguous = run_host is not None
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
+    run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
+    run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
@@ -40,14 +45,19 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     waits_for_shape = _waits_for_shape(op, name)
     reads_data = torch.Tag.data_dependent_output in op.tags
 
+    several = name.startswith("_foreach_")
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other
+            with _AutoDispatchBelowAutograd():
+                return op._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         count(name)
         if reads_data or waits_for_shape(args, kwargs):
             count_wait(copies=reads_data)
         elif name == "copy_":
             _count_copy(*args)
         with _AutoDispatchBelowAutograd():
-            call = HostCall(name)
+            call = HostCall(name, contiguous)
             host_args = call.enter(args)
             host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
             if name not in HOST_ARGUMENTS:
@@ -116,6 +126,17 @@ def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.dim() and id(tensor) not in call.originals:
                 raise mixed_devices(call.name, call.device, tensor.device)
+
+
+def _devices(args: tuple) -> set[torch.device]:
+    """Return the devices of the tensors in lists."""
+    return {
+        tensor.device
+        for value in args
+        if isinstance(value, (list, tuple))
+        for tensor in value
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:

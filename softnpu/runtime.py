@@ -85,7 +85,7 @@ def _build(home: Path) -> None:
             "Set XDG_CACHE_HOME to a folder that you may write to."
         ) from error
     try:
-        _compile(compiler, fresh / RUNTIME, [str(SOURCE)])
+        _compile(compiler, fresh / RUNTIME, [f'-DCANN_VERSION="{cann_version()}"', str(SOURCE)])
         for name in OTHERS:
             _compile(compiler, fresh / name, ["-Wl,--no-as-needed", str(fresh / RUNTIME)])
         for folder in ("opp", "runtime", "compiler"):  # torch_npu checks that they exist

@@ -193,6 +193,7 @@ def _require_groups(
     require(1 <= k_group <= group_count, operator, f"k_group is {k_group} of {group_count} groups")
     require(1 <= k <= k_group * size, operator, f"k is {k}; there are {k_group} groups of {size} experts")
     require(group_select_mode in (MAX, TOP_2), operator, f"group_select_mode is {group_select_mode}; take 0 or 1")
+    # perGroupExpertCount_ < 2 in CANN's moe_gating_top_k_tiling.cpp: two are enough
     rule = f"groups of {size} expert cannot be compared by their two largest"
     require(group_select_mode == MAX or size >= 2, operator, rule)
     aligned = math.ceil(size / GROUP_ALIGNMENT) * GROUP_ALIGNMENT * group_count

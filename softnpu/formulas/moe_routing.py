@@ -96,6 +96,7 @@ def npu_moe_init_routing_v2(
     fits = x.dim() == 2 and expert_idx.dim() == 2 and len(x) == len(expert_idx)
     given = f"x {describe(x)} and expert_idx {describe(expert_idx)}"
     require(fits, operator, f"{given} must have 2 dimensions and the same number of rows")
+    # op-plugin would allocate the smaller of both; CANN's aclnnMoeInitRoutingV3.md: "must equal NUM_ROWS*K"
     rule = f"active_num is {active_num}; the device takes -1, 0 or all {expert_idx.numel()} rows"
     require(active_num in (-1, 0, expert_idx.numel()), operator, rule)
     kind = expert_tokens_num_type

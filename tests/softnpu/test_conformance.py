@@ -6,6 +6,7 @@ The list of formulas is the registry of softnpu; a formula without samples here 
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -348,6 +349,16 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "baddbmm.dtype": [((rows(2, 2, 4), rows(2, 2, 3, dtype=HALF), rows(2, 3, 4, dtype=HALF), torch.float32), {})],
     "_thnn_fused_lstm_cell": [((rows(2, 12), rows(2, 12), rows(2, 3), rows(12), rows(12)), {})],
     "_thnn_fused_lstm_cell_backward_impl": [((rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 12), True), {})],
+    "_softmax": [((rows(2, 3), 1, False), {}), ((rows(2, 3, dtype=HALF), 1, False), {})],
+    "_softmax.out": [((rows(2, 3), 1, False), {"out": torch.empty(2, 3)})],
+    "_log_softmax": [((rows(2, 3), 1, False), {}), ((rows(2, 3, dtype=HALF), 1, False), {})],
+    "_log_softmax.out": [((rows(2, 3), 1, False), {"out": torch.empty(2, 3)})],
+    "_softmax_backward_data": [((rows(2, 3), rows(2, 3), 1, torch.float32), {})],
+    "_softmax_backward_data.out": [((rows(2, 3), rows(2, 3), 1, torch.float32), {"grad_input": torch.empty(2, 3)})],
+    "_log_softmax_backward_data": [((rows(2, 3), rows(2, 3), 1, torch.float32), {})],
+    "_log_softmax_backward_data.out": [((rows(2, 3), rows(2, 3), 1, torch.float32), {"out": torch.empty(2, 3)})],
+    "_pack_padded_sequence": [],  # lengths of the CPU, an input of the device: test_host_execution.py
+    "put_": [((rows(2, 3), torch.tensor([0, 4]), rows(2)), {}), ((rows(2, 3), torch.tensor([4]), rows(1), True), {})],
     "_copy_from_and_resize": [],  # from the CPU to the device: test_host_execution.py
 }
 # operators whose meta kernel gives other shapes than op-plugin allocates
@@ -391,6 +402,21 @@ def test_results_have_the_shapes_and_dtypes_of_the_meta_kernel(name: str) -> Non
             assert (described(found) == described(expected)) is (name not in OTHER_SHAPES)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_results_are_contiguous_whatever_the_strides_of_the_arguments(name: str) -> None:
+    """op-plugin allocates them so. Meta kernels that report an argument's strides are wrong about the device."""
+    for args, kwargs in SAMPLES[name]:
+        args, kwargs = tree_map(lambda v: strided(v.to("npu")) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        own = {id(t) for t in tensors((args, kwargs))}
+        try:
+            found = tensors(overload(name)(*args, **kwargs))
+        except RuntimeError as refusal:
+            if re.search("contiguous|transposed", str(refusal)):
+                continue
+            raise
+        assert all(t.is_contiguous() for t in found if id(t) not in own)
+
+
 @pytest.mark.parametrize("name", sorted(BROKEN_META))
 def test_broken_meta_kernels_are_still_broken(name: str) -> None:
     """One that is repaired belongs to the comparison above."""
@@ -405,6 +431,12 @@ def test_every_formula_has_samples() -> None:
 
 def move(values, device: str):
     return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, values)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay the same values out with the dimensions in the opposite order."""
+    order = range(tensor.dim() - 1, -1, -1)
+    return tensor.permute(*order).contiguous().permute(*order) if tensor.dim() > 1 else tensor
 
 
 def tensors(values) -> list[torch.Tensor]:

@@ -302,3 +302,80 @@ def test_autocast_runs_products_in_bfloat16() -> None:
     with torch.autocast("npu", dtype=torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
     assert softnpu.is_software()
+
+
+INT32 = {
+    "one_hot": lambda x, i: F.one_hot(i, 4),
+    "nll_loss": lambda x, i: F.nll_loss(x, i),
+    "cross_entropy": lambda x, i: F.cross_entropy(x, i, label_smoothing=0.1),
+    "nll_loss2d": lambda x, i: F.nll_loss(x.t().view(1, 4, 3, 1), i.view(1, 3, 1)),
+    "multilabel_margin_loss": lambda x, i: F.multilabel_margin_loss(x[:, :3], i.expand(3, 3)),
+    "put_": lambda x, i: x.clone().put_(i, x[0, :3], accumulate=True),
+    "index_fill": lambda x, i: x.index_fill(0, i[:2], 7.0),
+    "index_copy": lambda x, i: x.index_copy(0, i, x.flip(0)),
+    "take": lambda x, i: x.take(i),
+}
+
+
+@pytest.mark.parametrize("name", INT32)
+def test_indices_and_targets_may_be_int32(name: str) -> None:
+    x, index = torch.arange(12.0).view(3, 4), torch.tensor([0, 2, 1])
+    found = INT32[name](x.to("npu"), index.int().to("npu"))
+    expected = INT32[name](x, index)
+    torch.testing.assert_close(found.cpu(), expected.int() if name == "one_hot" else expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_softmax_of_16_bits_may_stay_in_float32(dtype: torch.dtype) -> None:
+    """The tolerance is that of float32 for a sum of five numbers."""
+    x = torch.linspace(-3, 3, 10).view(2, 5).to(dtype)
+    for operator, own in ((torch.ops.aten._softmax, torch.softmax), (torch.ops.aten._log_softmax, torch.log_softmax)):
+        found = operator(x.to("npu"), 1, True)
+        torch.testing.assert_close(found.cpu(), own(x.double(), 1).float())
+        assert operator(x.to("npu"), 1, False).dtype == dtype
+    grad = torch.ops.aten._softmax_backward_data(found, found, 1, dtype)
+    assert grad.dtype == dtype
+
+
+def test_lists_on_several_devices_are_taken_one_after_the_other(run_python) -> None:
+    code = """
+import softnpu, torch
+lists = [torch.ones(2, device="npu:0"), torch.ones(3, device="npu:1")]
+torch._foreach_mul_(lists, 3.0)
+assert [t.device.index for t in torch._foreach_norm(lists)] == [0, 1]
+host = [torch.zeros(2), torch.zeros(3)]
+torch._foreach_copy_(host, lists)
+assert host[1].tolist() == [3.0] * 3
+torch._foreach_copy_(lists, [torch.ones(2), torch.ones(3)])
+assert lists[0].tolist() == [1.0] * 2
+try:
+    torch._foreach_add(lists, host)
+except RuntimeError as error:
+    assert "two devices, npu:0 and cpu" in str(error)
+else:
+    raise SystemExit("the device has read memory of the host")
+"""
+    run_python(code, SOFTNPU_DEVICES="2")
+
+
+def test_a_packed_sequence_keeps_its_padding_between_the_rows() -> None:
+    torch.manual_seed(0)
+    lstm, x, lengths = nn.LSTM(3, 4), torch.randn(5, 3, 3), torch.tensor([5, 3, 2])
+    packed = nn.utils.rnn.pack_padded_sequence(x.to("npu"), lengths)
+    assert torch.equal(packed.data.cpu(), x.flatten(0, 1))
+    assert packed.batch_sizes.tolist() == [3, 3, 2, 1, 1]
+    results = []
+    for device in ("cpu", "npu"):
+        output, state = lstm.to(device)(nn.utils.rnn.pack_padded_sequence(x.to(device), lengths))
+        results.append([t.cpu() for t in (nn.utils.rnn.pad_packed_sequence(output)[0], *state)])
+    torch.testing.assert_close(*results)
+
+
+def test_what_lies_behind_a_shrunk_storage_is_not_a_number_and_cannot_be_written() -> None:
+    x = torch.arange(4.0, device="npu")
+    x.untyped_storage().resize_(8)
+    copy = x.clone()
+    assert copy[:2].tolist() == [0.0, 1.0]
+    assert copy[2:].isnan().all()
+    with pytest.raises(RuntimeError, match="ends behind its storage"):
+        x.add_(1)

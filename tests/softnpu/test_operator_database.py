@@ -7,6 +7,7 @@ there that is no longer true fails.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def operators(check: str) -> list[Any]:
 def test_forward(op: OpInfo) -> None:
     for dtype in dtypes(op):
         for sample in samples(op, dtype):
-            agree(op, sample, call(op, on_npu(sample)), call(op, sample))
+            agree(op, sample, call(op, on_npu(sample)), call(op, sample), partial(call, op))
 
 
 @pytest.mark.parametrize("op", operators("backward"))
@@ -48,18 +49,18 @@ def test_backward(op: OpInfo) -> None:
         if not op.supports_autograd or dtype not in op.supported_backward_dtypes("cpu"):
             continue
         for sample in samples(op, dtype, requires_grad=True):
-            found, expected = gradients(op, on_npu(sample)), gradients(op, sample)
+            found, expected = gradients(op, dtype, on_npu(sample)), gradients(op, dtype, sample)
             assert [g is None for g in found] == [g is None for g in expected]
-            agree(op, sample, [g for g in found if g is not None], [g for g in expected if g is not None])
+            agree(op, sample, found, expected, partial(gradients, op, dtype))
 
 
-def gradients(op: OpInfo, sample: SampleInput) -> list[torch.Tensor | None]:
-    """Of all arguments that require one, for gradients of the results that do not depend on the device."""
+def gradients(op: OpInfo, dtype: torch.dtype, sample: SampleInput) -> list[torch.Tensor | None]:
+    """Of all arguments that require one, for gradients of the results that the dtype has, whatever the device."""
     arguments = differentiable((sample.input, sample.args, sample.kwargs))
     results = [r for r in differentiable(call(op, sample)) if r.is_floating_point() or r.is_complex()]
     if not arguments or not results:
         return []
-    ramps = [torch.linspace(-1, 1, r.numel()).reshape(r.shape).to(r) for r in results]
+    ramps = [torch.linspace(-1, 1, r.numel()).to(dtype).reshape(r.shape).to(r) for r in results]
     return list(torch.autograd.grad(results, arguments, ramps, allow_unused=True))
 
 
@@ -70,7 +71,7 @@ def test_in_place_writes_through_a_view(op: OpInfo) -> None:
             if not sample.broadcasts_input and isinstance(sample.input, torch.Tensor):
                 found, expected = (written_in_place(op, side) for side in (on_npu(sample), sample))
                 assert (found is None) == (expected is None)
-                agree(op, sample, found, expected)
+                agree(op, sample, found, expected, partial(written_in_place, op))
 
 
 def written_in_place(op: OpInfo, sample: SampleInput) -> torch.Tensor | None:
@@ -100,10 +101,10 @@ def test_out_writes_through_views_and_grows_empty_tensors(op: OpInfo) -> None:
             base = torch.zeros(*expected.shape, 2, dtype=expected.dtype, device="npu")
             moved.kwargs["out"] = base[..., 1]
             call(op, moved)
-            agree(op, sample, base[..., 1], expected)
+            agree(op, sample, base[..., 1], expected, partial(call, op))
             assert not base[..., 0].any()
             moved.kwargs["out"] = torch.empty(0, dtype=expected.dtype, device="npu")
-            agree(op, sample, call(op, moved), expected)
+            agree(op, sample, call(op, moved), expected, partial(call, op))
 
 
 def test_random_operators_follow_the_generator_of_the_device() -> None:

@@ -104,6 +104,44 @@ def test_a_process_may_see_some_of_the_devices(run_python) -> None:
     assert result.stdout.split("\n")[-2] == "2 npu:1"
 
 
+def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forks) -> None:
+    """A server has eight, unless SOFTNPU_DEVICES says otherwise."""
+    count = "os.environ |= {}; print(torch.npu.device_count(), torch.npu.is_available())"
+    cases = {("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True", ("8", "16"): "1 True"}
+    calls = [count.format({"ASCEND_RT_VISIBLE_DEVICES": visible, "SOFTNPU_DEVICES": there}) for visible, there in cases]
+    results = run_forks("import os, softnpu, torch", calls)
+    assert [result.stdout.splitlines()[-1] for result in results] == list(cases.values())
+
+
+def test_expandable_segments_grow_and_give_memory_back(run_python) -> None:
+    code = """
+import softnpu, torch
+x = torch.arange(30 << 20, device="npu", dtype=torch.int32)  # 120 MB and the padding behind it: seven pieces of 20 MB
+free = torch.npu.mem_get_info()[0]
+assert (x[-1] + 1).item() == 30 << 20
+del x
+torch.npu.empty_cache()
+assert torch.npu.mem_get_info()[0] == free + (140 << 20)
+assert torch.ones(60 << 20, device="npu", dtype=torch.uint8).sum().item() == 60 << 20
+try:
+    torch.empty(65 << 30, device="npu", dtype=torch.uint8)
+except torch.OutOfMemoryError:
+    assert (torch.ones(30, device="npu") + 1).sum().item() == 60
+"""
+    run_python(code, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+
+
+def test_a_device_has_a_context_of_its_own_once_it_is_used(run_python) -> None:
+    """What torch_npu asks the runtime when it is to behave as CUDA does."""
+    code = """
+import softnpu, torch, torch_npu
+torch_npu.npu.use_compatible_impl(True)
+assert (torch.ones(2, device="npu") + 1).sum().item() == 4
+assert torch.ones(2).pin_memory().npu(non_blocking=True).sum().item() == 2
+"""
+    run_python(code)
+
+
 def test_a_device_that_is_not_there_is_refused_with_the_variable_that_sets_how_many(run_python) -> None:
     code = """
 import softnpu, torch
@@ -188,7 +226,11 @@ def test_an_import_loads_torch_and_torch_npu_and_nothing_else(run_python, tmp_pa
 
 
 def test_the_version_of_cann_can_be_chosen(run_python, tmp_path: Path) -> None:
-    code = "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version())"
+    code = (
+        "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version()); from torch_npu.npu import "
+    )
+    code += "utils; assert utils.get_cann_version() == torch_npu.utils.collect_env.get_cann_version(); assert "
+    code += "utils._is_gte_cann_version('8.1.RC1') and not utils._is_gte_cann_version('9.9.0')"
     for version in ("8.2.RC1", ""):
         result = run_python(code, SOFTNPU_CANN=version, XDG_CACHE_HOME=str(tmp_path))
         assert result.stdout.splitlines()[-1] == (version or runtime.CANN_VERSION)

@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipped_swiglu, launch_clipped_swiglu
@@ -18,6 +24,12 @@ from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipp
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
 _UP_OFFSETS = (0.0, 1.0)
+_HOOKS_OF_ALL = (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+)
 
 
 class Gate(NamedTuple):
@@ -125,17 +137,28 @@ def forget(experts: nn.Module) -> None:
 
 
 def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
-    """Return what decides on a gate: the numbers that it may have, its activation, and the function itself.
+    """Return what decides on a gate: the numbers that it may have, its activation and who watches it, and the function.
 
     Integers and flags are left out: those who shard modules set them, and no gate that one launch computes has any.
     """
     floats = sorted((name, value) for name, value in vars(experts).items() if isinstance(value, float))
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
-    return (*floats, repr(getattr(experts, "act_fn", None)), repr(gate))
+    return (*floats, repr(getattr(experts, "act_fn", None)), _has_hooks(experts), repr(gate))
+
+
+def _has_hooks(experts: nn.Module) -> bool:
+    """Tell whether somebody watches the activation of experts, and sees it called by their own gate only."""
+    activation = getattr(experts, "act_fn", None)
+    if not isinstance(activation, nn.Module):
+        return False
+    own = activation._forward_hooks, activation._forward_pre_hooks
+    return any((*own, activation._backward_hooks, activation._backward_pre_hooks, *_HOOKS_OF_ALL))
 
 
 def _recognise(experts: nn.Module) -> Gate | None:
     """Return the gate that gives the values of a module's own ``_apply_gate``, None where there is none."""
+    if _has_hooks(experts):
+        return None
     floats = {value for value in vars(experts).values() if isinstance(value, float)}
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         far = torch.tensor([-1e6, -1e4, -100.0, -30.0, 30.0, 100.0, 1e4, 1e6], device="cpu")  # beyond any limit

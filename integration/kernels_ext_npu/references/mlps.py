@@ -8,6 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
@@ -154,6 +160,14 @@ _KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_HOOKS_OF_ALL = (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+)
+
+
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the activation of an instance, which transformers sets from the config.
 
@@ -190,11 +204,19 @@ def _fused_layer(module: nn.Module) -> str | None:
 
 
 def _refuse_activation(module: nn.Module) -> str | None:
+    activation = _activation(module)
+    if isinstance(activation, nn.Module) and _is_hooked(activation):
+        return "hooks watch its activation, and the kernel would pass them by"
     if _gated_layer(module) is None:
-        activation = _activation(module)
         name = getattr(activation, "__name__", type(activation).__name__)
         return f"its activation is {name}, the kernels have silu and gelu (tanh)"
     return None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Tell whether somebody watches the calls of a module, or of all modules."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(own) or any(_HOOKS_OF_ALL)
 
 
 def _refuse_gated(module: nn.Module) -> str | None:

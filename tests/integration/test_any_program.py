@@ -69,7 +69,7 @@ def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> Non
 
 @pytest.mark.slow
 def test_programs_of_a_few_acts() -> None:
-    run(200, 8)
+    run(200, 5)
 
 
 @pytest.mark.long

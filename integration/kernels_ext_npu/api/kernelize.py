@@ -83,5 +83,5 @@ def restore(model: Model) -> Model:
         waiting.forget(module)
         forwards.take_out(module)
     rotary.restore(model)
-    pipeline.swap_again_with_the_mode(model, False)
+    pipeline.swap_no_more(model)
     return model

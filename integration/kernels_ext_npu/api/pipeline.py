@@ -64,7 +64,7 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     def take(mode: kernels.Mode) -> None:
         table.hand_over()
         take_for_npu(model, mode)
-        swap_again_with_the_mode(model, True)
+        _swap_again_with_the_mode(model)
 
     run(model, mode, take)
 
@@ -77,15 +77,25 @@ def swap_in_at_first_call(model: nn.Module) -> None:
     logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
 
 
-def swap_again_with_the_mode(model: nn.Module, value: bool) -> None:
-    """Tell the outermost transformers models in a module whether ``train()`` and ``eval()`` swap kernels again."""
+def swap_no_more(model: nn.Module) -> None:
+    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module leave them without kernels."""
     for pretrained in _pretrained(model):
-        vars(pretrained)["_use_kernels"] = value
+        vars(pretrained)["_use_kernels"] = False
 
 
 def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
     """Let `kernels` take what is marked, for the NPU."""
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
+
+
+def _swap_again_with_the_mode(model: nn.Module) -> None:
+    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again.
+
+    Until unregister(): transformers alone would then take kernels of its own from the Hub.
+    """
+    assert state.current is not None
+    for pretrained in _pretrained(model):
+        state.current.patches.attribute(pretrained, "_use_kernels", True)
 
 
 def _take_otherwise_served(model: nn.Module, mode: kernels.Mode) -> None:

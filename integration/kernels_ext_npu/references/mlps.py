@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
+from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.references.reference import Reference
 
 
@@ -190,8 +191,10 @@ def _fused_layer(module: nn.Module) -> str | None:
 
 
 def _refuse_activation(module: nn.Module) -> str | None:
+    activation = _activation(module)
+    if has_hooks(activation):
+        return "hooks watch its activation, which the kernel does not call"
     if _gated_layer(module) is None:
-        activation = _activation(module)
         name = getattr(activation, "__name__", type(activation).__name__)
         return f"its activation is {name}, the kernels have silu and gelu (tanh)"
     return None

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import experts_choice, experts_interface, loaded
 from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
@@ -112,6 +113,8 @@ def _remark_on_gate(module: nn.Module) -> str | None:
     kernel = _kernel(module) if experts_choice.is_experts(module) else None
     if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
         return None
+    if has_hooks(getattr(module, "act_fn", None)):
+        return "what lies between its products is computed in torch, since hooks watch its activation"
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"
 
 

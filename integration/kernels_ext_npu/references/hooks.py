@@ -1,0 +1,21 @@
+"""Whether somebody watches the calls of a module, which a kernel that computes more than it would pass by."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+_OF_ALL = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
+
+
+def has_hooks(module: object) -> bool:
+    """Tell whether a module, or all modules, have hooks that its calls would run. A function has none."""
+    if not isinstance(module, nn.Module):
+        return False
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(own) or any(_OF_ALL)

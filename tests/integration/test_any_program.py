@@ -1,0 +1,108 @@
+"""Whatever a user does to a model with kernels, it computes what the model does without them.
+
+Random programs of acts (tests/support/programs/acts) are lived through by a kernelized model on the NPU and by its twin
+on the CPU. After each act both compute the same, the report is true, and the same tensors share memory.
+``SEED=7 PROGRAMS=20000 make test-slow ARGS=tests/integration/test_any_program.py`` runs others; a failure names the
+acts, which are an entry of `FOUND` then.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.support.programs.differences import DIFFERENCES
+from tests.support.programs.machine import Programs
+from tests.support.programs.program import Program
+from tests.support.programs.registry import ACTS
+from tests.support.programs.variants import VARIANTS
+
+SEED = int(os.environ.get("SEED", "0"))
+SAVERS = ("save_and_load_by_model", "save_and_load_by_hub", "save_and_load_by_accelerate")
+HOOKS = (
+    "hook_an_activation",
+    "hook_the_gradient_of_an_activation",
+    "hook_all_modules",
+    "hook_before_all_modules",
+    "hook_the_gradients_of_all_modules",
+)
+# what random programs have found, each to its shortest: the model, and the acts with their seeds
+FOUND: list[tuple[str, list[tuple[str, int]]]] = [
+    *((variant, [(act, 1)]) for act in HOOKS for variant in ("dense", "gate and up in one projection", "experts")),
+    *(("dense", [(act, 1)]) for act in SAVERS),
+    ("dense", [("unregister", 1), ("train", 1)]),
+    ("dense", [("take_a_state_dict", 1), ("restore", 1), ("write_through_the_state_dict", 1)]),
+    ("dense", [("restore", 1), ("take_a_state_dict", 1), ("kernelize", 1), ("write_through_the_state_dict", 1)]),
+    ("experts", [("take_a_state_dict", 1), ("transpose_experts", 1), ("write_through_the_state_dict", 1)]),
+    ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
+]
+
+
+def run(programs: int, acts: int) -> None:
+    """Run some programs of so many acts at most; a failure names its acts, and the seed repeats it."""
+    print(f"SEED={SEED} PROGRAMS={programs}")
+    profile = settings(
+        max_examples=programs,
+        stateful_step_count=acts,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    run_state_machine_as_test(seed(SEED)(Programs), settings=profile)
+
+
+def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> None:
+    program = Program(variant, folder)
+    try:
+        program.check()
+        for act, number in acts:
+            program.do(act, number)
+        assert not program.is_over
+    finally:
+        program.close()
+
+
+@pytest.mark.slow
+def test_programs_of_a_few_acts() -> None:
+    run(200, 5)
+
+
+@pytest.mark.long
+def test_many_programs_of_many_acts() -> None:
+    run(int(os.environ.get("PROGRAMS", "3000")), 20)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_model_is_served(tmp_path: Path, variant: str) -> None:
+    program = Program(variant, tmp_path)
+    try:
+        assert any(row.swapped for row in program.report())
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize(
+    ("variant", "acts"), FOUND, ids=[f"{variant}: {', '.join(act for act, _ in acts)}" for variant, acts in FOUND]
+)
+def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
+    live_through(tmp_path, variant, acts)
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        pytest.param(acts, marks=pytest.mark.xfail(reason=why, strict=True), id=", ".join(acts))
+        for acts, why in DIFFERENCES.items()
+    ],
+)
+def test_known_differences(tmp_path: Path, acts: tuple[str, ...]) -> None:
+    live_through(tmp_path, "dense", [(act, 1) for act in acts])
+
+
+def test_there_are_many_acts() -> None:
+    assert len(ACTS) >= 60

@@ -1,0 +1,29 @@
+"""The acts, by family; importing this enters all of them in the registry."""
+
+from tests.support.programs.acts import (
+    adapters,
+    devices,
+    errors,
+    hooks,
+    kernels,
+    modes,
+    modules,
+    parameters,
+    parametrizations,
+    saving,
+    training,
+)
+
+__all__ = [
+    "adapters",
+    "devices",
+    "errors",
+    "hooks",
+    "kernels",
+    "modes",
+    "modules",
+    "parameters",
+    "parametrizations",
+    "saving",
+    "training",
+]

@@ -1,0 +1,124 @@
+"""Acts that move a model: to other devices, dtypes and memory formats."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.programs.registry import act
+from tests.support.programs.side import Side
+
+
+def move(side: Side, module: nn.Module, device: str) -> None:
+    """Move a module to another device; of the twin, which is on the CPU already, all tensors become others, too."""
+    if side.home == "cpu":
+        module._apply(torch.clone)
+    else:
+        module.to(device)
+
+
+def is_home(side: Side) -> bool:
+    """Tell whether the model is where it was at the start."""
+    return not side.is_away
+
+
+@act(is_home)
+def move_to_the_cpu_and_back(side: Side, choice: Random) -> None:
+    move(side, side.model, "cpu")
+    move(side, side.model, side.home)
+
+
+@act(is_home)
+def move_to_the_cpu(side: Side, choice: Random) -> None:
+    move(side, side.model, "cpu")
+    side.is_away = True
+
+
+@act(lambda side: side.is_away)
+def move_home(side: Side, choice: Random) -> None:
+    move(side, side.model, side.home)
+    side.is_away = False
+
+
+@act(is_home)
+def move_a_part_to_the_cpu_and_back(side: Side, choice: Random) -> None:
+    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Linear", "Norm", "Experts"))
+    move(side, module, "cpu")
+    if choice.random() < 0.5 and side.home == "npu":
+        side.model.to(side.home)
+    else:
+        move(side, module, side.home)
+
+
+@act(is_home)
+def empty_and_load(side: Side, choice: Random) -> None:
+    """To meta and back, and what was there before is loaded."""
+    tensors = {name: tensor.detach().clone() for name, tensor in _tensors(side).items()}
+    side.model.to("meta")
+    side.model.to_empty(device=side.home)
+    with torch.no_grad():
+        for name, tensor in _tensors(side).items():
+            tensor.copy_(tensors[name])
+
+
+def _tensors(side: Side) -> dict[str, Any]:
+    model = side.model
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+@act()
+def cast_to_half_and_back(side: Side, choice: Random) -> None:
+    side.model.half().float()
+
+
+@act()
+def cast_to_bfloat16_and_back(side: Side, choice: Random) -> None:
+    side.model.to(torch.bfloat16)
+    side.model.to(torch.float32)
+
+
+@act()
+def cast_to_bfloat16(side: Side, choice: Random) -> None:
+    side.model.to(torch.bfloat16)
+
+
+@act()
+def cast_to_half(side: Side, choice: Random) -> None:
+    side.model.half()
+
+
+@act()
+def cast_to_float(side: Side, choice: Random) -> None:
+    side.model.float()
+
+
+@act()
+def cast_to_double_and_back(side: Side, choice: Random) -> None:
+    side.model.double().float()
+
+
+@act()
+def cast_norms(side: Side, choice: Random) -> None:
+    """RMS norms in float32 in a model of fewer bits, or the other way around."""
+    for _, module in side.named("RMSNorm"):
+        module.to(choice.choice([torch.float32, torch.bfloat16]))
+
+
+@act()
+def change_the_memory_format(side: Side, choice: Random) -> None:
+    side.model.to(memory_format=torch.channels_last)
+
+
+@act(is_home)
+def swap_parameters_in_conversions(side: Side, choice: Random) -> None:
+    """The way in which torch may convert parameters: by exchanging them with others."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        move(side, side.model, "cpu")
+        move(side, side.model, side.home)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

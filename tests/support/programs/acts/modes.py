@@ -1,0 +1,81 @@
+"""Acts on the mode of a model, and calls in one."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from tests.support.programs import variants
+from tests.support.programs.registry import act
+from tests.support.programs.side import Side
+
+
+def looks_at_ours(side: Side) -> bool:
+    """Tell whether a change of the mode, which swaps kernels again, does not take those of transformers from the Hub.
+
+    It does of a model that was asked for kernels by ``use_kernels``, or is a copy, once ours are unregistered.
+    """
+    return side.is_registered or not side.pretrained.use_kernels
+
+
+@act(looks_at_ours)
+def train(side: Side, choice: Random) -> None:
+    side.model.train()
+
+
+@act(looks_at_ours)
+def evaluate(side: Side, choice: Random) -> None:
+    side.model.eval()
+
+
+@act(looks_at_ours)
+def train_a_part(side: Side, choice: Random) -> None:
+    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Norm", "Layer"))
+    module.train(choice.random() < 0.5)
+
+
+@act()
+def call_without_gradients(side: Side, choice: Random) -> None:
+    with torch.no_grad():
+        side.show(side.run().logits)
+
+
+@act()
+def call_in_inference_mode(side: Side, choice: Random) -> None:
+    with torch.inference_mode():
+        side.show(side.run().logits)
+
+
+@act()
+def call_with_autocast(side: Side, choice: Random) -> None:
+    with torch.autocast(side.device.type, dtype=torch.bfloat16):
+        side.show(side.run().logits, torch.bfloat16)
+
+
+@act()
+def call_with_other_weights(side: Side, choice: Random) -> None:
+    """torch.func.functional_call with weights that the model does not have."""
+    weights = {name: p.detach() * 1.125 for name, p in side.parameters()}
+    called = torch.func.functional_call(side.model, weights, (), variants.inputs(side.device))
+    side.show(called.logits)
+
+
+@act()
+def generate(side: Side, choice: Random) -> None:
+    ids = variants.IDS.to(side.device)
+    found = side.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    side.show(found.logits[0])
+
+
+@act()
+def switch_checkpointing_on(side: Side, choice: Random) -> None:
+    side.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@act()
+def switch_checkpointing_off(side: Side, choice: Random) -> None:
+    side.pretrained.gradient_checkpointing_disable()

@@ -1,0 +1,233 @@
+"""Acts on modules: their members, what they are, copies of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+import kernels_ext_npu
+from tests.support.programs.acts.modes import looks_at_ours
+from tests.support.programs.registry import act
+from tests.support.programs.side import Side
+
+
+def _activated(side: Side) -> list:
+    names = ("act_fn", "activation_fn")
+    return [(m, n) for _, m in side.named("MLP", "Experts") for n in names if hasattr(m, n)]
+
+
+@act(lambda side: bool(_activated(side)))
+def change_an_activation(side: Side, choice: Random) -> None:
+    module, name = choice.choice(_activated(side))
+    setattr(module, name, ACT2FN[choice.choice(["relu", "gelu_pytorch_tanh", "silu", "gelu"])])
+
+
+@act()
+def change_an_epsilon(side: Side, choice: Random) -> None:
+    _, norm = choice.choice(side.named("Norm"))
+    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+    setattr(norm, name, choice.choice([0.1, 1e-2]))
+
+
+@act()
+def copy_deeply(side: Side, choice: Random) -> None:
+    side.model = copy.deepcopy(side.model)
+
+
+@act(lambda side: bool(side.named("Experts")))
+def change_alpha_or_limit(side: Side, choice: Random) -> None:
+    for _, experts in side.named("Experts"):
+        if hasattr(experts, "alpha"):
+            setattr(experts, choice.choice(["alpha", "limit"]), choice.choice([0.5, 0.01, 3.0]))
+
+
+@act(lambda side: bool(side.named("Router")))
+def change_the_router(side: Side, choice: Random) -> None:
+    for _, router in side.named("Router"):
+        if hasattr(router, "norm_topk_prob") and choice.random() < 0.5:
+            router.norm_topk_prob = not router.norm_topk_prob
+        else:
+            router.top_k = choice.choice([1, 2, 3])
+
+
+@act()
+def change_the_scale_of_tables(side: Side, choice: Random) -> None:
+    for _, table in side.named("RotaryEmbedding"):
+        table.attention_scaling = choice.choice([1.5, 1.0])
+
+
+@act()
+def change_frequencies(side: Side, choice: Random) -> None:
+    for _, table in side.named("RotaryEmbedding"):
+        table.inv_freq.mul_(0.5)
+
+
+class _Scaled:
+    """What makes a class of one whose forward gives more."""
+
+    made: ClassVar[dict[type, type]] = {}
+
+    @classmethod
+    def of(cls, base: type) -> type:
+        """Return the class, always the same one."""
+        if base not in cls.made:
+
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return 1.25 * base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+            cls.made[base] = type(f"Scaled{base.__name__}", (base,), {"forward": forward, "__module__": __name__})
+        return cls.made[base]
+
+
+def __getattr__(name: str) -> type:
+    """Find a class again by its name: pickles of models need it."""
+    for made in _Scaled.made.values():
+        if made.__name__ == name:
+            return made
+    raise AttributeError(name)
+
+
+@act()
+def change_a_class(side: Side, choice: Random) -> None:
+    _, module = choice.choice(side.named("MLP", "Norm"))
+    module.__class__ = _Scaled.of(type(module))
+
+
+@act()
+def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
+    """For all its instances, as patches of frameworks do; both sides have one class, which is changed once."""
+    _, module = choice.choice(side.named("MLP", "Norm"))
+    cls = type(module)
+    original = cls.forward
+    if "scaled" in original.__name__ or cls in _Scaled.made.values():
+        return
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return 1.25 * original(self, *args, **kwargs)
+
+    cls.forward = scaled
+    side.cleanups.append(lambda: setattr(cls, "forward", original))
+
+
+@act()
+def wrap_a_forward(side: Side, choice: Random) -> None:
+    _, module = choice.choice(side.named("MLP", "Norm", "Linear"))
+    original = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return 1.25 * original(*args, **kwargs)
+
+    module.forward = wrapped
+
+
+@act()
+def replace_a_forward(side: Side, choice: Random) -> None:
+    _, module = choice.choice(side.named("MLP", "Norm"))
+    module.forward = lambda x, *rest: 0.5 * x
+
+
+@act()
+def replace_a_module_by_a_copy(side: Side, choice: Random) -> None:
+    path, module = choice.choice(side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer"))
+    side.put(path, copy.deepcopy(module))
+
+
+@act()
+def replace_a_module_by_a_new_one(side: Side, choice: Random) -> None:
+    """A layer of another size inside, or one that was trained elsewhere."""
+    path, module = choice.choice([(p, m) for p, m in side.named("Linear") if type(m) is nn.Linear] or [("", None)])
+    if module is not None:
+        new = nn.Linear(
+            module.in_features, module.out_features, bias=True, device=side.device, dtype=module.weight.dtype
+        )
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in new.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 6)
+        side.put(path, new)
+
+
+@act()
+def replace_a_norm_by_another_kind(side: Side, choice: Random) -> None:
+    path, norm = choice.choice(side.named("Norm"))
+    size = getattr(norm, "weight", None)
+    if isinstance(size, torch.Tensor) and size.dim() == 1:
+        side.put(path, nn.RMSNorm(size.shape[0], eps=1e-5).to(size.device, size.dtype))
+
+
+@act(lambda side: len(side.named("MLP")) > 1)
+def share_an_mlp(side: Side, choice: Random) -> None:
+    (_, first), (path, _) = side.named("MLP")[:2]
+    side.put(path, first)
+
+
+@act(lambda side: len(side.named("DecoderLayer")) > 1)
+def share_a_layer(side: Side, choice: Random) -> None:
+    (_, first), (path, _) = side.named("DecoderLayer")[:2]
+    side.put(path, first)
+
+
+@act(lambda side: len(side.named("DecoderLayer")) > 1)
+def exchange_layers(side: Side, choice: Random) -> None:
+    (first, a), (second, b) = side.named("DecoderLayer")[:2]
+    side.put(first, b)
+    side.put(second, a)
+
+
+@act(lambda side: bool(_projected(side)))
+def narrow_an_mlp(side: Side, choice: Random) -> None:
+    """Take some of its inner features away, as pruning by structure does."""
+    mlp = choice.choice(_projected(side))
+    kept = mlp.gate_proj.weight.shape[0] - 8
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight.detach()[:kept].clone())
+        if linear.bias is not None:
+            linear.bias = nn.Parameter(linear.bias.detach()[:kept].clone())
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach()[:, :kept].clone())
+
+
+def _projected(side: Side) -> list[Any]:
+    mlps = [m for _, m in side.named("MLP") if hasattr(m, "gate_proj")]
+    linears = [(m.gate_proj, m.up_proj, m.down_proj) for m in mlps]
+    return [
+        mlp
+        for mlp, parts in zip(mlps, linears)
+        if all(type(part) is nn.Linear and "weight" in part._parameters for part in parts)
+        and parts[0].weight.shape == parts[1].weight.shape
+        and parts[0].weight.shape[0] > 16
+    ]
+
+
+@act()
+def copy_shallowly(side: Side, choice: Random) -> None:
+    side.model = copy.copy(side.model)
+
+
+@act()
+def copy_deeply_and_drop_the_kernels_of_the_first(side: Side, choice: Random) -> None:
+    first = side.model
+    side.model = copy.deepcopy(first)
+    if side.has_kernels:
+        kernels_ext_npu.restore(first)
+
+
+@act(looks_at_ours)
+def train_a_copy(side: Side, choice: Random) -> None:
+    """The model that was copied stays as it is."""
+    other = copy.deepcopy(side.model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    other.train()
+
+
+@act()
+def pickle_it(side: Side, choice: Random) -> None:
+    """The twin is copied: Python cannot pickle the rotary functions that `kernels` decorates, and ours lets it."""
+    side.model = pickle.loads(pickle.dumps(side.model)) if side.home == "npu" else copy.deepcopy(side.model)

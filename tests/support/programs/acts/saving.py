@@ -1,0 +1,136 @@
+"""Acts that save a model and go on with what was loaded: whole, as a state dict, by each library."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import accelerate
+import torch
+from huggingface_hub import load_torch_model, save_torch_model
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+from tests.support.programs.registry import act
+from tests.support.programs.side import Side
+
+
+def _path(side: Side, name: str) -> Path:
+    side.held["files"] = side.held.get("files", 0) + 1
+    return side.folder / f"{side.held['files']}{name}"
+
+
+def is_plain(side: Side) -> bool:
+    """Tell whether the model is one of transformers."""
+    return not side.is_adapted
+
+
+@act()
+def save_and_load_the_whole_model(side: Side, choice: Random) -> None:
+    """The twin is copied: see pickle_it."""
+    path = _path(side, ".pt")
+    if side.home == "cpu":
+        side.model = copy.deepcopy(side.model)
+    else:
+        torch.save(side.model, path)
+        side.model = torch.load(path, weights_only=False)
+
+
+@act()
+def save_and_load_a_state_dict(side: Side, choice: Random) -> None:
+    path = _path(side, ".pt")
+    torch.save(side.model.state_dict(), path)
+    side.model.load_state_dict(torch.load(path))
+
+
+@act()
+def save_and_assign_a_state_dict(side: Side, choice: Random) -> None:
+    path = _path(side, ".pt")
+    torch.save(side.model.state_dict(), path)
+    side.model.load_state_dict(torch.load(path), assign=True)
+
+
+@act()
+def save_and_load_by_file(side: Side, choice: Random) -> None:
+    path = _path(side, ".safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in side.model.state_dict().items()}, path)
+    side.model.load_state_dict(load_file(path, device=str(side.device)), assign=choice.random() < 0.5)
+
+
+@act()
+def save_and_load_by_model(side: Side, choice: Random) -> None:
+    path = str(_path(side, ".safetensors"))
+    save_model(side.model, path)
+    load_model(side.model, path)
+
+
+@act()
+def save_by_pretrained(side: Side, choice: Random) -> None:
+    folder = _path(side, "")
+    side.model.save_pretrained(folder)  # type: ignore[operator]
+    _show(side, load_file(next(folder.glob("*.safetensors"))))
+
+
+def _load_by_pretrained(side: Side, use_kernels: bool) -> None:
+    folder, model = _path(side, ""), side.pretrained
+    is_training, dtype = model.training, next(model.parameters()).dtype
+    model.save_pretrained(folder)
+    options: dict[str, Any] = {"use_kernels": True} if use_kernels and side.has_kernels else {}
+    if side.is_experts and not side.has_kernels:
+        options["experts_implementation"] = "eager"
+    device = str(side.device)
+    side.model = type(model).from_pretrained(folder, device_map=device, dtype=dtype, **options).train(is_training)
+
+
+def is_unchanged(side: Side) -> bool:
+    """Tell whether a new model of the config would have the same parts."""
+    return is_plain(side) and list(side.model.state_dict()) == side.names
+
+
+@act(is_unchanged)
+def save_and_load_by_pretrained(side: Side, choice: Random) -> None:
+    _load_by_pretrained(side, use_kernels=False)
+
+
+@act(lambda side: is_unchanged(side) and side.is_registered)
+def save_and_load_by_pretrained_with_kernels(side: Side, choice: Random) -> None:
+    _load_by_pretrained(side, use_kernels=True)
+
+
+@act()
+def save_and_load_by_accelerate(side: Side, choice: Random) -> None:
+    folder = _path(side, "")
+    accelerator = _accelerator(side)
+    prepared = accelerator.prepare_model(side.model)
+    accelerator.save_state(str(folder), safe_serialization=choice.random() < 0.5)
+    accelerator.load_state(str(folder))
+    accelerator.free_memory()
+    side.model = accelerator.unwrap_model(prepared)
+
+
+@act()
+def save_by_accelerate(side: Side, choice: Random) -> None:
+    folder = _path(side, "")
+    _accelerator(side).save_model(side.model, str(folder))
+    _show(side, load_file(folder / "model.safetensors"))
+
+
+def _accelerator(side: Side) -> accelerate.Accelerator:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    side.cleanups.append(lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True))
+    return accelerate.Accelerator(cpu=side.device.type == "cpu")
+
+
+@act()
+def save_and_load_by_hub(side: Side, choice: Random) -> None:
+    folder = _path(side, "")
+    save_torch_model(side.model, folder)
+    load_torch_model(side.model, folder, strict=False)
+
+
+def _show(side: Side, state: dict[str, torch.Tensor]) -> None:
+    """Compare the files of both sides: the names and every value."""
+    for name in sorted(state):
+        side.show(torch.tensor([float(ord(letter)) for letter in name]))
+        side.show(state[name].float())

@@ -1,0 +1,130 @@
+"""What holds after every act: both sides compute the same, the report is true, and the same tensors share memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.agreement import TOLERANCE
+from tests.support.programs.side import Side
+
+# Of a norm, relative. float32: tests/support/agreement.py. Below it every product and sum on the way is rounded, on
+# both sides: some steps of 2^-8 in bfloat16 and of 2^-11 in half, and as many again in gradients.
+TOLERANCES = {torch.float64: TOLERANCE, torch.float32: TOLERANCE, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
+
+
+class Computed(NamedTuple):
+    """What a model computes, on the CPU."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    is_clear: bool
+
+
+def tolerance(side: Side) -> float:
+    """Return how far apart the sides may be: that of the coarsest dtype in the model."""
+    return max(TOLERANCES[p.dtype] for _, p in side.parameters())
+
+
+def computed(side: Side, margin: float) -> Computed:
+    """Call a model, and differentiate its loss by whatever takes a gradient.
+
+    `is_clear` says whether every router had its choice by more than a margin: otherwise rounding decides.
+    """
+    named = [(n, p) for n, p in side.model.named_parameters() if p.requires_grad]
+    with _margins(side) as margins:
+        result = side.run()
+    gradients = {}
+    if named and result.loss.requires_grad:
+        found = torch.autograd.grad(result.loss, [p for _, p in named], allow_unused=True)
+        gradients = {n: g.detach().cpu().double() for (n, _), g in zip(named, found) if g is not None}
+    logits, loss = (tensor.detach().cpu().double() for tensor in (result.logits, result.loss))
+    return Computed(logits, loss, gradients, all(m > margin for m in margins.found))
+
+
+class _margins:  # noqa: N801  a context
+    """Notes by how much routers prefer the experts that they choose."""
+
+    def __init__(self, side: Side) -> None:
+        self.routers = [m for _, m in side.named("Router")] if side.home == "cpu" else []
+        self.found: list[float] = []
+
+    def __enter__(self) -> _margins:
+        self.handles = [router.register_forward_pre_hook(self._note) for router in self.routers]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _note(self, router: Any, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            bias = getattr(router, "bias", None)
+            x = args[0].reshape(-1, args[0].shape[-1]).to(router.weight.dtype)
+            logits = nn.functional.linear(x, router.weight, bias).float().sort(-1, descending=True).values
+            if router.top_k < logits.shape[-1]:
+                gap = logits[:, router.top_k - 1] - logits[:, router.top_k]
+                self.found.append((gap.min() / logits.abs().max().clamp(min=1e-30)).item())
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to that of what is expected."""
+    found, expected = found.cpu().double(), expected.cpu().double()
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def assert_equal_computed(found: Computed, expected: Computed, limit: float) -> None:
+    """Compare what two models compute."""
+    assert distance(found.logits, expected.logits) <= limit, "logits"
+    assert distance(found.loss, expected.loss) <= limit, "loss"
+    assert found.gradients.keys() == expected.gradients.keys()
+    norms = [gradient.norm() for gradient in expected.gradients.values()]
+    whole = max(torch.stack(norms).norm().item(), 1e-30) if norms else 1.0
+    for name, gradient in expected.gradients.items():
+        assert (found.gradients[name] - gradient).norm().item() / whole <= 2 * limit, f"gradient of {name}"
+
+
+def assert_equal_members(found: Side, expected: Side, values: bool) -> None:
+    """Compare names, shapes, dtypes and flags of all tensors that the sides have, and their values where asked."""
+    ours, theirs = found.tensors(), expected.tensors()
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        other = ours[name]
+        assert (other.shape, other.dtype, other.requires_grad) == (tensor.shape, tensor.dtype, tensor.requires_grad), (
+            name
+        )
+        assert isinstance(other, nn.Parameter) == isinstance(tensor, nn.Parameter), name
+        if values and not other.is_meta and tensor.numel():
+            assert distance(other.detach(), tensor.detach()) <= TOLERANCES.get(tensor.dtype, 0.0), name
+
+
+def assert_equal_aliases(found: Side, expected: Side) -> None:
+    """Compare which tensors share bytes: no alias may be lost, and none made."""
+    assert set(_overlaps(found)) == set(_overlaps(expected))
+
+
+def _overlaps(side: Side) -> Iterator[tuple[str, str]]:
+    by_storage: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+    for name, tensor in side.tensors().items():
+        if tensor.numel() and not tensor.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            start = tensor.storage_offset() * tensor.element_size()
+            end = start + (last + 1) * tensor.element_size()
+            by_storage[tensor.untyped_storage().data_ptr()].append((name, start, end))
+    for extents in by_storage.values():
+        for index, (a, start, end) in enumerate(extents):
+            yield from (tuple(sorted((a, b))) for b, s, e in extents[index + 1 :] if s < end and start < e)  # type: ignore[misc]
+
+
+def follow(found: Side, expected: Side) -> None:
+    """Give the twin the weights of the kernelized model, so that what rounding leaves does not add up."""
+    theirs = expected.tensors()
+    with torch.no_grad():
+        for name, tensor in found.tensors().items():
+            if tensor.is_floating_point() and not tensor.is_meta:
+                theirs[name].data.copy_(tensor.detach())

@@ -1,0 +1,111 @@
+"""A program while it runs: two sides, and the acts that they have lived through."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import torch
+
+import kernels_ext_npu
+from tests.support.programs import acts, checks, refusals, rows
+from tests.support.programs.registry import ACTS
+from tests.support.programs.side import Side
+
+assert acts
+
+
+class Program:
+    """Does each act to a kernelized model on the NPU and to its twin on the CPU, and compares them.
+
+    Args:
+        variant: which model it starts with.
+        folder: where acts write files.
+        kernels: whether the model has kernels from the start.
+    """
+
+    def __init__(self, variant: str, folder: Path, kernels: bool = True) -> None:
+        self.variant, self.folder = variant, folder
+        self.done: list[tuple[str, int]] = []
+        self.is_over = False
+        self.twin = Side(variant, "cpu", False, folder / "twin")
+        self.model = Side(variant, "npu", True, folder / "model")
+        for side in (self.twin, self.model):
+            side.folder.mkdir(parents=True, exist_ok=True)
+        if kernels:
+            kernels_ext_npu.kernelize(self.model.model)
+
+    def do(self, name: str, seed: int) -> None:
+        """Do one act to both sides, and check what holds after every act.
+
+        Raises:
+            AssertionError: something does not hold.
+        """
+        act = ACTS[name]
+        refused = {}
+        for side in (self.twin, self.model):
+            if (error := refusals.raised(partial(act.run, side, Random(seed)))) is not None:
+                refused[side.home] = error
+        if refused:
+            refusals.judge(self, name, seed, refused)
+        self.done.append((name, seed))
+        if not self.is_over:
+            self.check(act.computes, seed)
+
+    def check(self, follows: bool = False, seed: int = 0) -> None:
+        """Compare the two sides.
+
+        Args:
+            follows: whether the twin takes the weights of the other side, once they have been compared.
+            seed: chooses what is looked at where all would be too much.
+        """
+        found, expected = self.model, self.twin
+        if rows.changed(found):
+            rows.look_again(found, seed)
+        checks.assert_equal_members(found, expected, values=not follows)
+        checks.assert_equal_aliases(found, expected)
+        limit = checks.tolerance(expected)
+        called = self._call(limit)
+        if called is None:
+            return
+        result, truth = called
+        if truth.is_clear:
+            checks.assert_equal_computed(result, truth, limit)
+        rows.assert_report_is_true(found, seed, checks.TOLERANCES)
+        self._compare_shown(truth.is_clear)
+        if follows:
+            checks.follow(found, expected)
+
+    def _call(self, limit: float) -> tuple[checks.Computed, checks.Computed] | None:
+        """Call both models; None where they refuse, as they may."""
+        called: list[checks.Computed] = []
+        refused = {}
+        for side in (self.model, self.twin):
+            error = refusals.raised(lambda side=side: called.append(checks.computed(side, 16 * limit)))
+            if error is not None:
+                refused[side.home] = error
+        if refused:
+            refusals.judge(self, "call", 0, refused)
+            self.is_over = True  # there is nothing to compare
+            return None
+        return called[0], called[1]
+
+    def report(self) -> kernels_ext_npu.Report:
+        """Return the report of the model with kernels."""
+        return kernels_ext_npu.report(self.model.model)
+
+    def close(self) -> None:
+        """Leave the process as it was."""
+        kernels_ext_npu.unregister()
+        for side in (self.model, self.twin):
+            side.close()
+
+    def _compare_shown(self, is_clear: bool) -> None:
+        shown = self.model.shown, self.twin.shown
+        self.model.shown, self.twin.shown = [], []
+        assert len(shown[0]) == len(shown[1])
+        for (found, dtype), (expected, _) in zip(*shown):
+            limit = max(checks.TOLERANCES[dtype], checks.tolerance(self.twin))
+            if is_clear and (dtype == torch.float32 or not self.model.is_experts):
+                assert checks.distance(found, expected) <= limit, "what the act has computed"

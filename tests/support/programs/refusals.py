@@ -1,0 +1,71 @@
+"""What a side may refuse: what both do, what a plain model on the NPU does too, and what a sentence of ours says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import TYPE_CHECKING
+
+import kernels_ext_npu
+from tests.support.programs.registry import ACTS
+from tests.support.programs.side import Side
+
+if TYPE_CHECKING:
+    from tests.support.programs.program import Program
+
+# what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
+DOCUMENTED: dict[str, str] = {
+    "transpose_experts": "transpose_experts: ",
+    # of a copy, or of what was loaded, once kernels are unregistered
+    "call": "npu_grouped_mm. is not a valid experts implementation",
+}
+
+
+def judge(program: Program, name: str, seed: int, refused: dict[str, Exception]) -> None:
+    """Accept a refusal, or raise it. After one that is not the same for both the program is over.
+
+    Args:
+        program: up to the act.
+        name: of the act.
+        seed: of the act.
+        refused: what each side raised that did.
+    """
+    error = refused.get("npu")
+    if error is None:  # the twin alone: the device can do more than the CPU, or the model more than a plain one
+        program.is_over = True
+        return
+    if type(error) is type(refused.get("cpu")):
+        return
+    if name in DOCUMENTED and re.search(DOCUMENTED[name], str(error)):
+        program.is_over = name == "call"
+        return
+    program.is_over = True
+    if _on_a_plain_npu(program, name, seed) is None:
+        raise error
+
+
+def raised(what: Callable[[], object]) -> Exception | None:
+    """Do something, and return what it raises."""
+    try:
+        what()
+    except Exception as error:
+        return error
+    return None
+
+
+def _on_a_plain_npu(program: Program, name: str, seed: int) -> Exception | None:
+    """Live through a program once more without kernels on the NPU, and return what the act raises there."""
+    kernels_ext_npu.unregister()
+    side = Side(program.variant, "npu", False, program.folder / "plain")
+    side.folder.mkdir(exist_ok=True)
+    try:
+        for done, number in program.done:
+            with suppress(Exception):  # a refusal that was accepted
+                ACTS[done].run(side, Random(number))
+        if name == "call":
+            return raised(lambda: side.run().loss.backward())
+        return raised(lambda: ACTS[name].run(side, Random(seed)))
+    finally:
+        side.close()

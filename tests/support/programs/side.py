@@ -1,0 +1,113 @@
+"""One of the two models of a program, and what its user holds beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kernels_ext_npu.swapping import state
+from tests.support.programs import variants
+
+
+class Side:
+    """A model and what acts leave for later ones.
+
+    Attributes:
+        variant: the name of the model that the program starts with.
+        home: the device that the model computes on, "npu" or "cpu".
+        has_kernels: whether acts of the kernels do anything here.
+        folder: where files are written.
+        model: the model as it is now, perhaps inside an adapter's.
+        names: the names of its weights at the start.
+        is_away: whether the model was moved to the CPU.
+        held: what the user keeps: a state dict, a flat buffer, an optimizer, handles of hooks.
+        shown: what acts have computed, in order, each with the rounding of its dtype.
+        cleanups: what undoes the changes to the process that acts make.
+    """
+
+    def __init__(self, variant: str, home: str, has_kernels: bool, folder: Path) -> None:
+        self.variant, self.home, self.has_kernels, self.folder = variant, home, has_kernels, folder
+        self.model: nn.Module = variants.make(variant).to(home)
+        if self.is_experts and home == "cpu":
+            self.pretrained.set_experts_implementation("eager")  # the modeling file's own, whatever ours would be
+        self.names = list(self.model.state_dict())
+        self.is_away = False
+        self.held: dict[str, Any] = {}
+        self.shown: list[tuple[Tensor, torch.dtype]] = []
+        self.cleanups: list[Callable[[], object]] = []
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The model of transformers, below an adapter's."""
+        model: Any = self.model
+        return model.get_base_model() if self.is_adapted else model
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the model is inside one of peft."""
+        return hasattr(self.model, "peft_config") and hasattr(self.model, "get_base_model")
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the model has experts."""
+        return "experts" in self.variant
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether kernels are registered in the process."""
+        return state.current is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is now."""
+        return next(self.model.parameters()).device
+
+    def show(self, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        """Keep a result of an act, to be compared with the other side's to the rounding of a dtype."""
+        self.shown.append((tensor.detach().clone(), dtype))
+
+    def run(self, **options: Any) -> Any:
+        """Call the model."""
+        return self.model(**variants.inputs(self.device) | options)
+
+    def named(self, *endings: str) -> list[tuple[str, Any]]:
+        """Return the modules whose class names end in one of these, with their paths, in order."""
+        return [(path, m) for path, m in self.model.named_modules() if type(m).__name__.endswith(endings)]
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the names and parameters of the model that are of floating dtype."""
+        return [(name, p) for name, p in self.model.named_parameters() if p.is_floating_point()]
+
+    def owner(self, name: str) -> tuple[nn.Module, str]:
+        """Return the module that holds a parameter, and its name there."""
+        path, _, leaf = name.rpartition(".")
+        return self.model.get_submodule(path), leaf
+
+    def put(self, path: str, module: nn.Module) -> None:
+        """Put a module in the place of another one."""
+        parent, leaf = self.owner(path)
+        if leaf.isdigit():
+            parent[int(leaf)] = module  # type: ignore[operator]
+        else:
+            setattr(parent, leaf, module)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that the model and its user have, by name, the same one under each of its names."""
+        found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        found |= dict(self.model.named_buffers(remove_duplicate=False))
+        for key, value in self.held.items():
+            if isinstance(value, Tensor):
+                found[f"held {key}"] = value
+            elif isinstance(value, dict):
+                found |= {f"held {key}.{name}": t for name, t in value.items() if isinstance(t, Tensor)}
+        return found
+
+    def close(self) -> None:
+        """Undo what acts have changed of the process."""
+        while self.cleanups:
+            self.cleanups.pop()()

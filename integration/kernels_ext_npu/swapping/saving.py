@@ -1,21 +1,33 @@
-"""Lets safetensors write experts that transpose_experts() has laid the other way around.
+"""Lets experts be saved that transpose_experts() has laid the other way around.
 
-A file of safetensors holds contiguous tensors only, and its functions refuse all others, but for transformers' own
-save_pretrained(), which copies them. What is written here is a copy on the host of such weights alone. What another
-library copies to the host before it writes lies there as it lay on the NPU.
+A file of safetensors holds contiguous tensors only, and its functions refuse all others. What is written here is a copy
+on the host of such weights alone. What another library copies to the host before it writes lies there as it lay on the
+NPU.
+
+Other libraries make all tensors contiguous before they write, where these lie: experts would be on the device twice.
+They get the copy on the host.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from kernels_ext_npu.swapping.patches import Patches
 
 _WRITERS = ("_flatten_as_ptr", "_flatten")  # of this and of former releases: all that safetensors writes passes them
+_COPYING = (  # they take a state dict, and they or who calls them make what they return contiguous
+    ("transformers.modeling_utils", "remove_tied_weights_from_state_dict"),
+    ("huggingface_hub.serialization._torch", "_clean_state_dict_for_safetensors"),
+    ("accelerate.utils.other", "clean_state_dict_for_safetensors"),
+    ("accelerate.accelerator", "clean_state_dict_for_safetensors"),
+)
 
 
 def install(patches: Patches) -> None:
@@ -23,34 +35,71 @@ def install(patches: Patches) -> None:
     import safetensors.torch
 
     for name in _WRITERS:
-        original = vars(safetensors.torch).get(name)
-        if original is not None:
-            patches.attribute(safetensors.torch, name, _contiguous(original))
+        _wrap(patches, safetensors.torch, name, _given_on_the_host)
 
 
-def _contiguous(original: Any) -> Any:
-    """Wrap what reads the tensors that are to be written."""
+def install_for_transposed(patches: Patches) -> None:
+    """Let nobody make what is transposed contiguous on the device to save it. Libraries that are missing are passed by."""
+    import safetensors.torch
+
+    _wrap(patches, safetensors.torch, "_remove_duplicate_names", _left_on_the_host)
+    for module, name in _COPYING:
+        try:
+            owner = importlib.import_module(module)
+        except ImportError:
+            continue
+        _wrap(patches, owner, name, _given_on_the_host)
+
+
+def _wrap(patches: Patches, owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    """Wrap a function of a module, if this release has it."""
+    original = vars(owner).get(name)
+    if original is not None:
+        patches.attribute(owner, name, wrap(original))
+
+
+def _given_on_the_host(original: Callable) -> Callable:
+    """Wrap a function that gets tensors to save first."""
 
     @functools.wraps(original)
-    def flatten(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         return original(_on_the_host(tensors) if isinstance(tensors, dict) else tensors, *args, **kwargs)
 
-    return flatten
+    return call
+
+
+def _left_on_the_host(original: Callable) -> Callable:
+    """Wrap what safetensors' save_model() calls with the state dict that it then makes contiguous.
+
+    load_model() calls it with more than that, and keeps names only.
+    """
+
+    @functools.wraps(original)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        duplicates = original(tensors, *args, **kwargs)
+        if not args and not kwargs:
+            tensors.update(_on_the_host(tensors))
+        return duplicates
+
+    return call
 
 
 def _on_the_host(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copy what is transposed, but for what has two names: safetensors refuses that, and would not see it in copies."""
+    """Copy what is transposed, but for what has two names: savers refuse or drop that, and would not see it in copies."""
     transposed = {name: tensor for name, tensor in tensors.items() if _is_transposed(tensor)}
     if not transposed:
         return tensors
-    names = Counter(t.untyped_storage().data_ptr() for t in tensors.values() if isinstance(t, torch.Tensor))
+    names = Counter(t.untyped_storage().data_ptr() for t in tensors.values() if _is_plain(t))
     alone = {name: t for name, t in transposed.items() if names[t.untyped_storage().data_ptr()] == 1}
     return tensors | {name: tensor.cpu().contiguous() for name, tensor in alone.items()}
 
 
 def _is_transposed(tensor: Any) -> bool:
     """Tell whether a tensor lies as the weights of experts do that were transposed: ``[E, A, B]`` as ``[E, B, A]``."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return False
-    is_near = tensor.device.type in ("npu", "cpu")
-    return is_near and tensor.dim() == 3 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
+    return _is_plain(tensor) and tensor.dim() == 3 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Tell whether it is a tensor in memory of its own, on the NPU or the host."""
+    is_one = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_one and tensor.device.type in ("npu", "cpu")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,7 @@ def install(patches: Patches) -> None:
 
 
 def install_for_transposed(patches: Patches) -> None:
-    """Let nobody make what is transposed contiguous on the device to save it. Libraries that are missing are passed by."""
+    """Let nobody make what is transposed contiguous on the device to save it. What is not installed is passed by."""
     import safetensors.torch
 
     _wrap(patches, safetensors.torch, "_remove_duplicate_names", _left_on_the_host)
@@ -69,14 +68,14 @@ def _given_on_the_host(original: Callable) -> Callable:
 
 
 def _left_on_the_host(original: Callable) -> Callable:
-    """Wrap what safetensors' save_model() calls with the state dict that it then makes contiguous.
+    """Wrap what safetensors looks for tensors of several names with, in a state dict that save_model() saves then.
 
-    load_model() calls it with more than that, and keeps names only.
+    It cannot look at what is not contiguous. load_model() passes more than the state dict, and takes names only.
     """
 
     @functools.wraps(original)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        duplicates = original(tensors, *args, **kwargs)
+        duplicates = original({name: t.mT if _is_transposed(t) else t for name, t in tensors.items()}, *args, **kwargs)
         if not args and not kwargs:
             tensors.update(_on_the_host(tensors))
         return duplicates
@@ -85,13 +84,16 @@ def _left_on_the_host(original: Callable) -> Callable:
 
 
 def _on_the_host(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copy what is transposed, but for what has two names: savers refuse or drop that, and would not see it in copies."""
-    transposed = {name: tensor for name, tensor in tensors.items() if _is_transposed(tensor)}
-    if not transposed:
-        return tensors
-    names = Counter(t.untyped_storage().data_ptr() for t in tensors.values() if _is_plain(t))
-    alone = {name: t for name, t in transposed.items() if names[t.untyped_storage().data_ptr()] == 1}
-    return tensors | {name: tensor.cpu().contiguous() for name, tensor in alone.items()}
+    """Copy what is transposed. What had two names has them after that, so that savers drop or refuse it as ever."""
+    copies: dict[tuple, Tensor] = {}
+    changed = {}
+    for name, tensor in tensors.items():
+        if _is_transposed(tensor):
+            place = (tensor.device, tensor.data_ptr(), tensor.shape)
+            if place not in copies:
+                copies[place] = tensor.cpu().contiguous()
+            changed[name] = copies[place]
+    return tensors | changed if changed else tensors
 
 
 def _is_transposed(tensor: Any) -> bool:

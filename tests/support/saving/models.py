@@ -40,7 +40,11 @@ def adapted() -> PeftModel:
 
 
 def adapter_on(model: PreTrainedModel) -> PeftModel:
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    return get_peft_model(model, adapter_config())
+
+
+def adapter_config() -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "experts": experts, "adapted": adapted}
@@ -68,7 +72,11 @@ def has_kernels(model: nn.Module) -> bool:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Return copies on the host of what a model holds."""
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    return on_host(model.state_dict())
+
+
+def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def logits(model: nn.Module) -> Tensor:

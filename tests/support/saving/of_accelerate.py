@@ -122,6 +122,7 @@ def accelerator_state_pickled(model: nn.Module, folder: Path) -> Loading:
 
 @way("accelerate.checkpointing.save_custom_state", "accelerate.checkpointing.load_custom_state")
 def accelerator_custom_state(model: nn.Module, folder: Path) -> Loading:
+    Accelerator()  # what they log with
     checkpointing.save_custom_state(model, folder)
 
     def read(fresh: nn.Module) -> nn.Module:
@@ -131,7 +132,11 @@ def accelerator_custom_state(model: nn.Module, folder: Path) -> Loading:
     return read
 
 
-@way("accelerate.utils.offload_state_dict", "accelerate.disk_offload")
+@way(
+    "accelerate.utils.offload_state_dict",
+    "accelerate.disk_offload",
+    "accelerate.utils.modeling.get_state_dict_offloaded_model",
+)
 def accelerate_to_disk(model: nn.Module, folder: Path) -> Loading:
     accelerate.utils.offload_state_dict(folder, model.state_dict())
 

@@ -58,6 +58,6 @@ def safetensors_in_slices(model: nn.Module, folder: Path) -> Loading:
 
     def read(fresh: nn.Module) -> nn.Module:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            return into(fresh, {name: file.get_slice(name)[:] for name in file.keys()})
+            return into(fresh, {name: file.get_slice(name)[:] for name in file.offset_keys()})
 
     return read

@@ -50,6 +50,13 @@ def torch_legacy(model: nn.Module, folder: Path) -> Loading:
     return lambda fresh: into(fresh, torch.load(folder / "state.pt", map_location="cpu"))
 
 
+@way("torch.serialization.save", "torch.serialization.load")
+def torch_serialized(model: nn.Module, folder: Path) -> Loading:
+    """By the functions for which torch_npu puts its own into torch."""
+    torch.serialization.save(model.state_dict(), folder / "state.pt")
+    return lambda fresh: into(fresh, torch.serialization.load(folder / "state.pt", map_location="cpu"))
+
+
 @way("torch.save", "torch.load")
 def torch_whole_model(model: nn.Module, folder: Path) -> Loading:
     torch.save(model, folder / "model.pt")

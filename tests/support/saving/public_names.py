@@ -1,4 +1,4 @@
-"""The public names under which libraries save and load, found in what is installed, and those left out with a reason."""
+"""Find the public names under which what is installed saves and loads; name those left out, and why."""
 
 from __future__ import annotations
 
@@ -51,12 +51,15 @@ _NO_WEIGHTS = "no weights pass it"
 _FSDP = "it needs processes with FSDP: tests/distributed"
 _TENSOR_PARALLEL = "it needs processes with a mesh of devices: tests/distributed"
 _SERVER = "it needs a server, and sends the files that save_pretrained() writes"
+_OPERATOR = "it is an operator, which sends tokens to experts"
 _SCRIPT = "it takes programs of TorchScript, which models of transformers are not"
 _PROMPT = "it is about prompts and other learned vectors, which no layer here reads"
 _IN_USE = "it is what from_pretrained() and save_pretrained() call, which are tried"
 
 LEFT_OUT = {
     "torch.hub.load": "it downloads code, whose author loads the weights",
+    "torch.npu_moe_distribute_dispatch": _OPERATOR,
+    "torch.npu_moe_distribute_dispatch_v2": _OPERATOR,
     "torch.save_npugraph_tensor": "it dumps what is inside a captured graph",
     "torch.jit.load": _SCRIPT,
     "torch.jit.save": _SCRIPT,
@@ -80,7 +83,10 @@ LEFT_OUT = {
     "torch.package.PackageImporter.load_text": _NO_WEIGHTS,
     "accelerate.Accelerator.register_load_state_pre_hook": _HOOK,
     "accelerate.Accelerator.register_save_state_pre_hook": _HOOK,
-    "accelerate.Accelerator.save_iteration": _NO_WEIGHTS,
+    "accelerate.big_modeling.extract_submodules_state_dict": "it chooses among the names of a dictionary",
+    "accelerate.checkpointing.load_accelerator_state": "Accelerator.load_state() is made of it",
+    "accelerate.checkpointing.save_accelerator_state": "Accelerator.save_state() is made of it",
+    "accelerate.utils.modeling.get_state_dict_from_offload": "get_state_dict_offloaded_model() is made of it",
     "accelerate.utils.fsdp2_load_full_state_dict": _FSDP,
     "accelerate.utils.load_fsdp_model": _FSDP,
     "accelerate.utils.load_fsdp_optimizer": _FSDP,
@@ -88,13 +94,25 @@ LEFT_OUT = {
     "accelerate.utils.save_fsdp_model": _FSDP,
     "accelerate.utils.save_fsdp_optimizer": _FSDP,
     "accelerate.utils.load_and_quantize_model": "it needs bitsandbytes",
+    "huggingface_hub.dump_environment_info": _NO_WEIGHTS,
+    "huggingface_hub.metadata_load": _NO_WEIGHTS,
+    "huggingface_hub.metadata_save": _NO_WEIGHTS,
     "huggingface_hub.from_pretrained_fastai": "it needs fastai",
     "huggingface_hub.push_to_hub_fastai": "it needs fastai",
     "huggingface_hub.PyTorchModelHubMixin.push_to_hub": _SERVER,
     "huggingface_hub.split_state_dict_into_shards_factory": "split_torch_state_dict_into_shards() is made of it",
     "huggingface_hub.try_to_load_from_cache": "it looks for a file, and reads none",
     "peft.get_eva_state_dict": "it computes what an adapter starts from",
+    "peft.save_as_lora": "it computes an adapter from another one",
     "peft.PeftModel.get_prompt_embedding_to_save": _PROMPT,
+    "transformers.modeling_utils.accelerate_disk_offload": _IN_USE,
+    "transformers.modeling_utils.accelerate_dispatch": _IN_USE,
+    "transformers.modeling_utils.check_torch_load_is_safe": _NO_WEIGHTS,
+    "transformers.modeling_utils.convert_and_load_state_dict_in_model": _IN_USE,
+    "transformers.modeling_utils.custom_object_save": _NO_WEIGHTS,
+    "transformers.modeling_utils.load_offloaded_parameter": _IN_USE,
+    "transformers.modeling_utils.log_state_dict_report": _NO_WEIGHTS,
+    "transformers.modeling_utils.maybe_load_adapters": _IN_USE,
     "transformers.modeling_utils.get_state_dict_dtype": _NO_WEIGHTS,
     "transformers.modeling_utils.remove_tied_weights_from_state_dict": _IN_USE,
     "transformers.PreTrainedModel.barrier_after_gathered_checkpoint_save": _TENSOR_PARALLEL,

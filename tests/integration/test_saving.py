@@ -10,6 +10,7 @@ import accelerate
 import huggingface_hub
 import pytest
 import torch
+import transformers.utils.hub
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import Trainer, TrainingArguments
@@ -202,6 +203,7 @@ def test_adapters_of_transformers_are_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_what_is_pushed_is_what_is_pulled(client, localhub, monkeypatch, tmp_path: Path, kind: str) -> None:
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", localhub.url)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made at the first call, for the Hub of that time
     model = models.make(kind, device="npu", kernels=True)
     model.push_to_hub("somebody/model", token=TOKEN, max_shard_size="20KB")
     loaded = type(model).from_pretrained("somebody/model", token=TOKEN, cache_dir=tmp_path / "cache")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import experts_choice, experts_interface, loaded
+from kernels_ext_npu.swapping import experts_choice, experts_interface, lasting, loaded
 from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
@@ -92,6 +92,7 @@ def transpose_experts(model: Model) -> Model:
     for weight, layout in moved:  # all or none
         if (reason := layout.immovable(weight)) is not None:
             raise ValueError(f"transpose_experts: {reason}: it would not follow. Let go of it first, nothing has moved")
+    lasting.install_for_transposed()
     for weight, layout in moved:
         layout.store_transposed(weight)
     return model

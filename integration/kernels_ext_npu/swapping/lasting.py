@@ -4,9 +4,10 @@ Models keep their kernels and the layout of their weights until restore(model), 
 of other libraries in train() and eval(), nor end in an error when they are saved:
 
 - ``_replace_forward`` of `kernels` puts forwards below wrappers (forwards.py);
-- ``safetensors.torch`` writes experts that were transposed (saving.py).
+- ``safetensors.torch`` writes experts that were transposed, also when they were copied to the host before; from the
+  first such experts on, what saves models makes no second copy of them on the device (saving.py).
 
-For what is not on an NPU both do nothing.
+What is not on an NPU and does not lie like transposed experts is not touched.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kernels_ext_npu.swapping import forwards, saving
 from kernels_ext_npu.swapping.patches import Patches
 
 _patches: Patches | None = None
+_for_transposed: Patches | None = None
 
 
 def install() -> None:
@@ -24,3 +26,11 @@ def install() -> None:
         _patches = Patches()
         forwards.install(_patches)
         saving.install(_patches)
+
+
+def install_for_transposed() -> None:
+    """Make the changes that models with transposed experts need, once a process."""
+    global _for_transposed
+    if _for_transposed is None:
+        _for_transposed = Patches()
+        saving.install_for_transposed(_for_transposed)

@@ -1,0 +1,237 @@
+"""Every public way to save and load does with kernels what it does without, and nobody notices it in the live model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import accelerate
+import huggingface_hub
+import pytest
+import torch
+import transformers.utils.hub
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file, load_model, save_file, save_model
+from transformers import Trainer, TrainingArguments
+
+import kernels_ext_npu
+from tests.localhub.client import TOKEN
+from tests.support import memory
+from tests.support.saving import (  # noqa: F401 each adds its ways
+    models,
+    of_accelerate,
+    of_hub,
+    of_peft,
+    of_safetensors,
+    of_torch,
+    of_transformers,
+    public_names,
+)
+from tests.support.saving.ways import WAYS, Loading
+
+pytestmark = [pytest.mark.usefixtures("registered"), pytest.mark.filterwarnings("ignore")]
+
+OFFLOADS = ("cpu_offload", "cpu_offload_with_hook", "disk_offload")
+APART = (  # what tests of their own try
+    *(f"accelerate.{name}" for name in OFFLOADS),
+    "peft.tuners.lora.LoraModel.merge_adapter",
+    "peft.tuners.lora.LoraModel.merge_and_unload",
+    "peft.tuners.lora.LoraModel.unload",
+    "transformers.PreTrainedModel.get_adapter_state_dict",
+    "transformers.PreTrainedModel.load_adapter",
+    "transformers.PreTrainedModel.push_to_hub",
+)
+# names of classes and functions in a pickle of a whole model: which forward it takes, and where it is
+WITH_CLASSES = {"torch_whole_model", "pickled"}
+NAMES = 1_000  # bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """Libraries collect garbage after each file: what is there before is none, and costs a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[Loading, int, int]:
+    """Save a model; say what loads it, the bytes of the files, and those on the device meanwhile."""
+    folder.mkdir()
+    gc.disable()  # what is freed meanwhile is not what it takes
+    try:
+        torch.npu.reset_peak_memory_stats()
+        before = memory.requested("current")
+        load = WAYS[way].save(model, folder)
+        taken = memory.requested("peak") - before
+    finally:
+        gc.enable()
+    return load, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()), taken
+
+
+def loaded(load: Loading, kind: str, *, kernels: bool) -> dict[str, torch.Tensor]:
+    """Load into a model whose weights are others, with kernels on the NPU or without on the host."""
+    fresh = models.make(kind, device="npu" if kernels else "cpu", kernels=kernels, saved=False)
+    found = load(fresh)
+    return found if isinstance(found, dict) else models.weights(found)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name, value in expected.items() if not torch.equal(found[name].cpu(), value)]
+
+
+@pytest.mark.parametrize(("way", "kind"), [(name, kind) for name, way in WAYS.items() for kind in way.kinds])
+def test_it_saves_and_loads_what_it_does_without_kernels(tmp_path: Path, way: str, kind: str) -> None:
+    """The files are as large, the device holds no more meanwhile, and the model stays as it was."""
+    live = models.make(kind, device="npu", kernels=True)  # until then `kernels` lets no model be pickled as a whole
+    plain = models.make(kind, device="npu")
+    expected = models.weights(plain)
+    load_plain, size_plain, taken_plain = saved(way, plain, tmp_path / "plain")
+    held, before = live.state_dict(), (models.logits(live), models.report(live), models.layout(live))
+    load, size, taken = saved(way, live, tmp_path / "live")
+    assert size <= size_plain + (NAMES if way in WITH_CLASSES else 0)
+    assert taken <= taken_plain
+    assert torch.equal(models.logits(live), before[0])
+    assert (models.report(live), models.layout(live)) == before[1:]
+    for each in (load_plain, load):
+        for kernels in (False, True):
+            assert_equal(loaded(each, kind, kernels=kernels), expected)
+    assert_equal(models.weights(live), expected)
+    assert all(value.data_ptr() == held[name].data_ptr() for name, value in live.state_dict().items())
+
+
+def test_models_with_kernels_are_packed_and_transposed() -> None:
+    """What the other tests are about."""
+    mlp = models.make("dense", device="npu", kernels=True).model.layers[0].mlp
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    assert gate.data_ptr() + gate.nbytes == up.data_ptr()
+    experts = models.make("experts", device="npu", kernels=True).model.layers[0].mlp.experts
+    assert all(weight.mT.is_contiguous() and not weight.is_contiguous() for weight in experts.parameters())
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_model_that_was_offloaded_is_saved_as_it_was(tmp_path: Path, offload: str, kind: str) -> None:
+    model = models.make(kind, device="npu", kernels=True)
+    expected, logits = models.weights(model), models.logits(model)
+    if offload == "disk_offload":
+        accelerate.disk_offload(model, tmp_path / "offloaded")
+    elif offload == "cpu_offload":
+        accelerate.cpu_offload(model)
+    else:
+        model, _ = accelerate.cpu_offload_with_hook(model, "npu")
+    accelerate.Accelerator().save_model(model, tmp_path / "saved")
+    assert_equal(load_file(tmp_path / "saved/model.safetensors"), expected)
+    with torch.no_grad():
+        found = model(models.IDS.npu(), use_cache=False).logits.cpu()
+    assert (found - logits).norm() <= 1e-6 * logits.norm()  # float32 sums in another order
+
+
+@pytest.mark.parametrize("device_map", ["npu", "auto", "offloaded"])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_what_was_saved_is_loaded_wherever_it_is_asked_for(tmp_path: Path, kind: str, device_map: str) -> None:
+    live = models.make(kind, device="npu", kernels=True)
+    live.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    parts = {f"model.{name}": 0 for name in ("embed_tokens", "norm", "rotary_emb")} | {"lm_head": 0}
+    options = {"device_map": parts | {"model.layers": "disk"} if device_map == "offloaded" else device_map}
+    for kernels in (False, True):
+        folder = tmp_path / f"offload {kernels}"
+        loaded = type(live).from_pretrained(tmp_path / "saved", use_kernels=kernels, offload_folder=folder, **options)
+        assert (models.logits(loaded) - models.logits(live)).norm() <= 1e-6 * models.logits(live).norm()
+        loaded.save_pretrained(tmp_path / f"again {kernels}", save_original_format=False)
+        assert_equal(load_file(tmp_path / f"again {kernels}/model.safetensors"), models.weights(live))
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """The second step from the checkpoint of the first is the second step at once, to the bit.
+
+    Checkpoints of merged experts have the names of the Hub, and transformers' Trainer passes these by when it goes on.
+    """
+    rows = [{"input_ids": ids, "labels": ids} for ids in models.IDS.repeat(4, 1)]
+    trained = {}
+    for run, resume in (("at once", None), ("resumed", tmp_path / "at once/checkpoint-1")):
+        model = models.make("dense", device="npu", kernels=True, saved=resume is None)
+        arguments = TrainingArguments(
+            str(tmp_path / run),
+            per_device_train_batch_size=2,
+            max_steps=2,
+            save_steps=1,
+            learning_rate=1e-2,
+            report_to=[],
+            use_cpu=False,
+        )
+        Trainer(model, arguments, train_dataset=rows).train(resume_from_checkpoint=resume and str(resume))
+        trained[run] = models.weights(model)
+        assert {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"} == {None}
+    assert_equal(trained["resumed"], trained["at once"])
+
+
+@pytest.mark.parametrize("act", ["merge_and_unload", "merge_adapter", "unload"])
+def test_a_merged_adapter_is_saved_as_it_is_without_kernels(tmp_path: Path, act: str) -> None:
+    """The products of an adapter are the device's in both: equal to the bit."""
+    states = []
+    for kernels in (False, True):
+        model = models.make("adapted", device="npu", kernels=kernels)
+        merged = getattr(model, act)() or model.get_base_model()
+        merged.save_pretrained(tmp_path / str(kernels))
+        states.append(load_file(next((tmp_path / str(kernels)).glob("*.safetensors"))))
+    assert_equal(states[1], states[0])
+
+
+def test_adapters_of_transformers_are_saved_and_loaded(tmp_path: Path) -> None:
+    found = []
+    for kernels in (False, True):
+        model = models.make("dense", device="npu", kernels=kernels)
+        model.add_adapter(models.adapter_config())
+        model.save_pretrained(tmp_path / str(kernels))
+        fresh = models.make("dense", device="npu", kernels=not kernels)
+        fresh.load_adapter(tmp_path / str(kernels))
+        found += [models.on_host(each.get_adapter_state_dict()) for each in (model, fresh)]
+        assert_equal(found[-1], found[-2])
+    assert_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_what_is_pushed_is_what_is_pulled(client, localhub, monkeypatch, tmp_path: Path, kind: str) -> None:
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", localhub.url)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made at the first call, for the Hub of that time
+    model = models.make(kind, device="npu", kernels=True)
+    model.push_to_hub("somebody/model", token=TOKEN, max_shard_size="20KB")
+    loaded = type(model).from_pretrained("somebody/model", token=TOKEN, cache_dir=tmp_path / "cache")
+    assert_equal(models.weights(loaded), models.weights(model))
+
+
+def test_transposed_experts_under_two_names_are_refused_or_saved_once_as_ever(tmp_path: Path) -> None:
+    model = models.make("experts", device="npu", kernels=True)
+    model.again = model.model.layers[0].mlp.experts
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    save_model(model, str(tmp_path / "model.safetensors"))
+    (tmp_path / "hub").mkdir()
+    huggingface_hub.save_torch_model(model, tmp_path / "hub")
+    accelerate.Accelerator().save_model(model, tmp_path / "accelerate")
+    for path in tmp_path.rglob("*.safetensors"):
+        kept = [name for name in load_file(path) if name.endswith("down_proj")]
+        assert len(kept) == 1, path
+    fresh = models.make("experts", device="npu", kernels=True, saved=False)
+    fresh.again = fresh.model.layers[0].mlp.experts
+    load_model(fresh, tmp_path / "model.safetensors")
+    assert_equal(models.weights(fresh), models.weights(model))
+
+
+def test_every_public_name_is_tried_or_left_out_with_a_reason() -> None:
+    names = [name for way in WAYS.values() for name in way.names] + list(APART)
+    tried = {id(public_names.resolve(name)) for name in names}
+    exported = public_names.exported()
+    left_out = {id(public_names.resolve(name)) for name in public_names.LEFT_OUT}
+    assert not tried & left_out
+    assert [name for name, value in exported.items() if id(value) not in tried | left_out] == []

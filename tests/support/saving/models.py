@@ -1,0 +1,93 @@
+"""Models of one layer: with and without kernels, with weights to be saved and with others to be loaded over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import kernels_ext_npu
+
+IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = SIZES | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def dense() -> LlamaForCausalLM:
+    """Make a model whose gate and up are packed."""
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def experts() -> Qwen3MoeForCausalLM:
+    """Make a model whose experts can be transposed."""
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+
+
+def adapted() -> PeftModel:
+    """Make a model whose gate and up are packed, with an adapter beside them."""
+    return adapter_on(dense())
+
+
+def adapter_on(model: PreTrainedModel) -> PeftModel:
+    return get_peft_model(model, adapter_config())
+
+
+def adapter_config() -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "experts": experts, "adapted": adapted}
+
+
+def make(kind: str, *, device: str = "cpu", kernels: bool = False, saved: bool = True) -> nn.Module:
+    """Make a model with the weights that are to be saved, or with all of them different."""
+    torch.manual_seed(0)
+    model = KINDS[kind]().eval().to(device)
+    with torch.no_grad():
+        for parameter in () if saved else model.parameters():
+            parameter.add_(1)
+    return kernelized(model) if kernels else model
+
+
+def kernelized(model: nn.Module) -> nn.Module:
+    """Kernelize a model on the NPU, and lay its experts the other way around if it has any."""
+    kernels_ext_npu.kernelize(model)
+    return kernels_ext_npu.transpose_experts(model) if isinstance(model, Qwen3MoeForCausalLM) else model
+
+
+def has_kernels(model: nn.Module) -> bool:
+    return any(row.swapped for row in kernels_ext_npu.report(model))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies on the host of what a model holds."""
+    return on_host(model.state_dict())
+
+
+def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(IDS.to(next(model.parameters()).device), use_cache=False).logits.cpu()
+
+
+def report(model: nn.Module) -> list[kernels_ext_npu.Row]:
+    return copy.deepcopy(list(kernels_ext_npu.report(model)))
+
+
+def layout(model: nn.Module) -> dict[str, tuple]:
+    """Return where each weight lies, and how."""
+    return {name: (p.data_ptr(), p.stride(), p.untyped_storage().nbytes()) for name, p in model.named_parameters()}

@@ -34,10 +34,10 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.slopes is not None:
         slopes = options.slopes.to(scores.dtype).view(-1, scores.shape[1], 1, 1)
-        scores = scores - slopes * _distances(scores).abs()
+        scores = scores - slopes * _distances(*scores.shape[-2:], scores.device).abs()
     if options.bias is not None:
         scores = scores + options.bias
-    left_out = _outside(scores, seen) if isinstance(seen, Band) else seen
+    left_out = outside(seen, *scores.shape[-2:], scores.device) if isinstance(seen, Band) else seen
     if left_out is not None:
         scores = scores.masked_fill(left_out, -torch.inf)
     weights = _softmax(scores, options.sink)
@@ -95,20 +95,16 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
     return weights / total.masked_fill(total == 0, 1.0)
 
 
-def _distances(scores: Tensor) -> Tensor:
-    """Return how far each key is behind the key of each query, ``[S_q, S_k]``."""
-    queries, keys = scores.shape[-2:]
-    places = torch.arange(keys, device=scores.device)
-    return places - (torch.arange(queries, device=scores.device) + keys - queries).unsqueeze(-1)
+def outside(band: Band, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Mark the keys outside of a band, ``[queries, keys]``; None where there are none."""
+    band = band.within(queries, keys)
+    distances = None if band.left is band.right is None else _distances(queries, keys, device)
+    behind = None if band.right is None else distances > band.right
+    before = None if band.left is None else distances < -band.left
+    return behind if before is None else before if behind is None else before | behind
 
 
-def _outside(scores: Tensor, band: Band) -> Tensor | None:
-    """Mark the keys outside of a band, ``[S_q, S_k]``; None where there are none."""
-    band = band.within(*scores.shape[-2:])
-    outside = None
-    if band.right is not None:
-        outside = _distances(scores) > band.right
-    if band.left is not None:
-        before = _distances(scores) < -band.left
-        outside = before if outside is None else outside | before
-    return outside
+def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return how far each key is behind the key of each query, ``[queries, keys]``."""
+    places = torch.arange(keys, device=device)
+    return places - (torch.arange(queries, device=device) + keys - queries).unsqueeze(-1)

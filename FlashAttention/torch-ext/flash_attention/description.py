@@ -76,7 +76,7 @@ class MaskDescription:
     def is_band(self) -> bool:
         """Tell whether it says nothing but distances, beside which tokens are packed together."""
         pattern = self.pattern
-        return pattern is not None and self._padding is None and (pattern.chunk is None or self.keys <= pattern.chunk)
+        return pattern is not None and self._padding is None and pattern.chunk is None
 
     def mask(self, device: torch.device | None = None) -> Tensor:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
@@ -107,7 +107,7 @@ class MaskDescription:
         if pattern is None:
             return None
         band = pattern.band.within(self.queries, self.keys)
-        if pattern.chunk is not None and self.keys > pattern.chunk:
+        if pattern.chunk is not None:
             return self._chunks(batch, band, pattern.chunk)
         if self._padding is None and self._ids is None:
             return band
@@ -118,8 +118,8 @@ class MaskDescription:
         return self._padded(band) if self._padding else self._packed(batch, band)
 
     def _chunks(self, batch: int, band: Band, chunk: int) -> Packing | None:
-        """Return the chunks as sequences; where padding moves them, and with a cache, there has to be a mask."""
-        if self._padding or self._ids or self.queries != self.keys or band != CAUSAL:
+        """Return the chunks as sequences; beside windows and packed sequences there has to be a mask."""
+        if self._ids or band != CAUSAL:
             return None
         within = [*range(chunk, self.keys, chunk), self.keys]
         return self._packing([row * self.keys + end for row in range(batch) for end in within])

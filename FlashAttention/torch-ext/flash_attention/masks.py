@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from .description import MaskDescription
-from .patterns import recognised
+from .options import Band
+from .patterns import Pattern, recognised
 
 
 def attention_mask(
@@ -55,8 +57,27 @@ def attention_mask(
     # every pattern is said with the last query at the last key; where a static cache is, only the device knows
     at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     pattern = recognised(mask_function) if at_the_end else None
+    if pattern is not None and pattern.chunk is not None:
+        pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     padding = None
     if attention_mask is not None and pattern is not None:
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         padding = padding[:, kv_offset : kv_offset + kv_length]
     return MaskDescription(q_length, kv_length, pattern, padding, make)
+
+
+def _of_chunks(pattern: Pattern, queries: int, keys: int, first: int, padded: bool) -> Pattern | None:
+    """Return a chunked pattern for keys that begin at a position: None where only a mask says it.
+
+    Padding moves the chunks, so that with padding only what ends within the first chunk is known here.
+    """
+    chunk, last = pattern.chunk, first + keys - 1
+    if last < chunk or (not padded and first // chunk == last // chunk):
+        return replace(pattern, chunk=None)
+    if padded:
+        return None
+    if queries == 1:
+        reach = last % chunk
+        left = reach if pattern.band.left is None else min(reach, pattern.band.left)
+        return replace(pattern, band=Band(left, pattern.band.right), chunk=None)
+    return pattern if first == 0 and queries == keys else None

@@ -7,7 +7,8 @@ from torch import Tensor, int64
 
 from softnpu.argument_checks import require
 from softnpu.formulas import formula
-from softnpu.formulas.fusion_attention_math import STATISTICS, UNBOUNDED, Attention
+from softnpu.formulas.fusion_attention_masks import UNBOUNDED
+from softnpu.formulas.fusion_attention_math import Attention, unwritten
 from softnpu.host_call import OnHost
 from softnpu.randomness import draw
 
@@ -26,14 +27,14 @@ def npu_fusion_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Return the result, every row's maximum and sum, a reserved tensor, seed, offset and size of the dropout mask."""
     require(dropout_mask is None, "npu_fusion_attention", "the software device draws its own dropout_mask")
-    random = _draw(keep_prob)
+    random = draw_dropout(keep_prob)
     attention = Attention(
         "npu_fusion_attention", head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
         next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, random,
+        prefix,
     )
     out, maximum, total = attention.forward(query, key, value)
-    numels = 0 if keep_prob == 1 else maximum.numel() // STATISTICS * key.shape[-2]
-    return out, maximum, total, query.new_empty(0), *random, numels
+    return out, maximum, total, query.new_empty(0), *random, attention.weights(query, key)
 
 
 @formula
@@ -47,14 +48,14 @@ def npu_fusion_attention_grad(
     actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Compute the gradients of query, key, value, pse and sink."""
+    """Compute the gradients of query, key, value and sink; that of pse the device leaves unwritten."""
     attention = Attention(
         "npu_fusion_attention_grad", head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
         pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink,
-        (seed, offset),
+        (seed, offset), prefix,
     )
     *gradients, dsink = attention.backward(query, key, value, dy, attention_in)
-    return *gradients, None, torch.empty(0) if dsink is None else dsink
+    return *gradients, unwritten(pse), torch.empty(0) if dsink is None else dsink
 
 
 @formula
@@ -67,11 +68,11 @@ def npu_fusion_attention_v3(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, OnHost, OnHost]:
     """Compute version 1; the lengths come as CPU tensors, and seed and offset of the dropout mask leave as such."""
-    random = _draw(keep_prob)
+    random = draw_dropout(keep_prob)
     attention = Attention(
         "npu_fusion_attention_v3", head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
         next_tockens, inner_precise, _ends(actual_seq_qlen), _ends(actual_seq_kvlen), sparse_mode, softmax_layout, sink,
-        random,
+        random, prefix,
     )
     out, maximum, total = attention.forward(query, key, value)
     seed, offset = (OnHost(torch.tensor([number % 2**63], dtype=int64)) for number in random)
@@ -89,15 +90,16 @@ def npu_fusion_attention_grad_v3(
     actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key, value, pse and sink."""
+    """Compute the gradients of query, key, value and sink; that of pse the device leaves unwritten."""
     random = (0, 0) if seed is None or offset is None else (int(seed), int(offset))
     attention = Attention(
         "npu_fusion_attention_grad_v3", head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
         pre_tockens, next_tockens, inner_precise, _ends(actual_seq_qlen), _ends(actual_seq_kvlen), sparse_mode,
-        softmax_layout, sink, random,
+        softmax_layout, sink, random, prefix,
     )
     *gradients, dsink = attention.backward(query, key, value, dy, attention_in)
-    return *gradients, query.new_empty(0), torch.empty(()) if dsink is None else dsink
+    dpse = query.new_empty(0) if pse is None else unwritten(pse)
+    return *gradients, dpse, torch.empty(()) if dsink is None else dsink
 
 
 # fmt: on
@@ -108,6 +110,6 @@ def _ends(lengths: Tensor | None) -> list[int] | None:
     return None if lengths is None else lengths.tolist()
 
 
-def _draw(keep_prob: float) -> tuple[int, int]:
+def draw_dropout(keep_prob: float) -> tuple[int, int]:
     """Draw seed and offset of the dropout mask; zeros where nothing is dropped."""
     return (0, 0) if keep_prob == 1 else draw(None)

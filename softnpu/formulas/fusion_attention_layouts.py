@@ -53,12 +53,9 @@ def from_bnsd(layout: str, tensor: Tensor) -> Tensor:
     return (tensor.transpose(0, 1) if layout == "SBH" else tensor).contiguous()
 
 
-def sequences(tensor: Tensor, ends: list[int] | None) -> list[Tensor]:
-    """Split a [1, N, T, D] tensor into its sequences; zeros at the end of ``ends`` stand for absent ones."""
-    if ends is None:
-        return [tensor]
-    starts = [0, *ends[:-1]]
-    return [tensor[:, :, start:end] for start, end in zip(starts, ends) if end > 0]
+def sequences(tensor: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Split a [1, N, T, D] tensor into its sequences; what lies behind them belongs to none."""
+    return tensor[:, :, : sum(lengths)].split(lengths, 2)
 
 
 def join(parts: list[Tensor], length: int) -> Tensor:

@@ -5,14 +5,15 @@ checks in op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp. Rounding is infe
 operands in the dtype of q and add up in float32, softmax is in float32, the result is rounded once.
 
 A row without any position to attend to is zero where the operator is told to expect it (``inner_precise`` 2) or can
-tell by itself (``sparse_mode`` 3). Elsewhere its content is not defined: zero with a warning, NaN in poisoned memory.
+tell by itself (``sparse_mode`` 3, a prefix). Elsewhere its content is not defined: zero with a warning, NaN in poisoned
+memory. The layout TND takes no such row. The gradient of pse is memory that nobody writes.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 
 import torch
 from torch import Tensor, float32
@@ -20,13 +21,13 @@ from torch import Tensor, float32
 from softnpu import memory_poisoning
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
+from softnpu.formulas.fusion_attention_masks import BAND_LEFT_UP_CAUSAL, Masking
+from softnpu.formulas.fusion_attention_pse import ADD_MULTIPLY, PositionBias
 from softnpu.randomness import seeded
 
-UNBOUNDED = 2147483647
 STATISTICS = 8  # the maximum and the sum of a row are written eight times
-COMPRESSED = 2048  # the size of the mask that the causal and band modes share
-
-DEFAULT_MASK, ALL_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND = range(5)
+MOST_SEQUENCES = 1024
+LONGEST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,20 @@ class Attention:
     softmax_layout: str
     sink: Tensor | None
     random: tuple[int, int]  # seed and offset of the dropout mask
+    prefix: list[int] | None = None
+    pse_type: int = ADD_MULTIPLY
+    shift: int = 0  # where the keys start, less where the queries start, for slopes
+
+    @cached_property
+    def masking(self) -> Masking:
+        """Say which positions are left out."""
+        window = self.pre_tockens, self.next_tockens
+        return Masking(self.operator, self.layout, self.atten_mask, self.sparse_mode, *window, self.prefix)
+
+    @cached_property
+    def bias(self) -> PositionBias:
+        """Say what is added to the scores."""
+        return PositionBias(self.operator, self.layout, self.pse, self.pse_type, self.sparse_mode, self.shift)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the result in the layout of the query, and the maximum and the sum of every row of the softmax."""
@@ -71,6 +86,13 @@ class Attention:
         gradients = [from_bnsd(self.layout, join(list(d), n)) for d, n in zip((dq, dk, dv), lengths)]
         return *gradients, None if self.sink is None else torch.stack(dsink).sum(0)
 
+    def weights(self, query: Tensor, key: Tensor) -> int:
+        """Count the weights of the softmax, which is the size of the dropout mask."""
+        if self.lengths:
+            return self.head_num * sum(q * k for q, k in self.lengths)
+        of_batch, of_sequence = self.layout.index("B"), self.layout.index("S")
+        return query.shape[of_batch] * self.head_num * query.shape[of_sequence] * key.shape[of_sequence]
+
     # ---- what is accepted -----------------------------------------------------------------------------------------
     def _enter(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         operator, n = self.operator, self.head_num
@@ -79,9 +101,6 @@ class Attention:
         q, k, v = to_bnsd(operator, self.layout, n, query, key, value)
         require(self.padding_mask is None, operator, "padding_mask is not supported")
         require(0 < self.keep_prob <= 1, operator, f"keep_prob must be in (0, 1], got {self.keep_prob}")
-        require(0 <= self.sparse_mode <= 8, operator, f"sparse_mode must be in [0, 8], got {self.sparse_mode}")
-        if self.sparse_mode > BAND:
-            raise NotImplementedError(f"{operator}: the software device has no formula for sparse_mode > {BAND}")
         varlen = self.query_ends is not None and self.key_ends is not None
         rule = "the layout TND takes actual_seq_qlen and actual_seq_kvlen, no other layout does"
         require((self.layout == "TND") == varlen, operator, rule)
@@ -96,7 +115,6 @@ class Attention:
         require(768 >= q.shape[3] == k.shape[3] >= v.shape[3] > 0, operator, rule)
         require(k.shape[2] == v.shape[2], operator, "key and value differ in sequence length")
         for name, tensor, dtypes in (
-            ("pse", self.pse, (query.dtype,)),
             ("atten_mask", self.atten_mask, (torch.bool, torch.uint8)),
             ("sink", self.sink, (float32,)),
         ):
@@ -104,12 +122,44 @@ class Attention:
                 require(tensor.dtype in dtypes, operator, f"{name} must be {dtypes}, got {describe(tensor)}")
         if self.sink is not None:
             require(self.sink.shape == (n,), operator, f"sink must have the shape [{n}], got {describe(self.sink)}")
+        if varlen:
+            self._require_lengths(q.shape[2], k.shape[2])
+        lengths = self.lengths or [(q.shape[2], k.shape[2])]
+        self.masking.require_mode(len(lengths) if varlen else q.shape[0])
+        self.bias.require_kind(query.dtype, lengths)
         return [q, k, v]
+
+    @cached_property
+    def lengths(self) -> list[tuple[int, int]]:
+        """The numbers of queries and keys of every sequence of TND; zeros at the end stand for absent ones."""
+        ends = list(zip(self.query_ends or [], self.key_ends or []))
+        while ends and ends[-1] == (0, 0):
+            ends.pop()
+        return [(q - q_before, k - k_before) for (q_before, k_before), (q, k) in zip([(0, 0), *ends], ends)]
+
+    def _require_lengths(self, t_q: int, t_k: int) -> None:
+        operator, given = self.operator, f"got {self.query_ends}, {self.key_ends}"
+        same = len(self.query_ends or []) == len(self.key_ends or [])
+        require(same, operator, f"actual_seq_qlen and actual_seq_kvlen differ in length: {given}")
+        fits = bool(self.lengths) and all(q >= 0 and k >= 0 for q, k in self.lengths)
+        fits = fits and sum(q for q, _ in self.lengths) <= t_q and sum(k for _, k in self.lengths) <= t_k
+        require(fits, operator, f"cumulative lengths must not fall, nor pass {t_q} queries and {t_k} keys: {given}")
+        most = f"TND takes at most {MOST_SEQUENCES} sequences and {LONGEST} tokens"
+        require(len(self.query_ends or []) <= MOST_SEQUENCES and max(t_q, t_k) <= LONGEST, operator, most)
+        require(all(k > 0 for q, k in self.lengths if q > 0), operator, f"queries need keys in every sequence: {given}")
+
+    def _is_band(self, i: int) -> bool:
+        """Tell whether sequence i is the one that modes 7 and 8 give the window to."""
+        filled = [j for j, pair in enumerate(self.lengths) if min(pair) > 0] or [0]
+        return i == (filled[0] if self.sparse_mode == BAND_LEFT_UP_CAUSAL else filled[-1])
 
     def _sequences(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Split the tensors by sequence; the second and third, key and value, follow the keys' lengths."""
-        ends = [self.key_ends if i in (1, 2) else self.query_ends for i in range(len(tensors))]
-        return list(zip(*(sequences(tensor, end) for tensor, end in zip(tensors, ends)), strict=True))
+        if not self.lengths:
+            return [tensors]
+        of_queries, of_keys = zip(*self.lengths)
+        counts = [of_keys if i in (1, 2) else of_queries for i in range(len(tensors))]
+        return list(zip(*(sequences(tensor, count) for tensor, count in zip(tensors, counts)), strict=True))
 
     def _statistics(self, column: Tensor) -> Tensor:
         """Write a column eight times: [B, N, S, 8]; for TND [T, N, 8], by default the same values in the order N, T."""
@@ -122,15 +172,16 @@ class Attention:
         return column[0].contiguous().view(t, n, STATISTICS)
 
     # ---- one sequence, [B, N, S, D] -------------------------------------------------------------------------------
-    def _softmax(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _softmax(self, i: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return exp(score - maximum), the maximum and the sum of every row. The sink is one more score of the row."""
-        scores = q.float() @ k.float().mT
-        if self.pse is not None:
-            scores = scores + self.pse.float()
-        scores = scores * self.scale
-        masked = self._masked(scores.shape)
-        if masked is not None:
-            scores = scores.masked_fill(masked, -torch.inf)
+        lengths = self.lengths or [(q.shape[2], k.shape[2])]
+        scores = self.bias.added(q.float() @ k.float().mT, self.scale, i, lengths)
+        hidden = self.masking.hidden(scores.shape, i, self._is_band(i))
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.layout == "TND":
+                rule = f"sequence {i} has queries without any key to attend to, which the layout TND does not take"
+                require(not bool(hidden.all(-1).any()), self.operator, rule)
         if self.sink is not None:
             sink = self.sink.view(-1, 1, 1).expand(*scores.shape[:3], 1)
             maximum = torch.cat([scores, sink], -1).amax(-1, keepdim=True)
@@ -140,7 +191,8 @@ class Attention:
         empty = maximum == -torch.inf
         weights = torch.exp(scores - maximum.masked_fill(empty, 0.0))
         total = weights.sum(-1, keepdim=True).masked_fill(empty, 1.0)
-        if self.inner_precise != 2 and self.sparse_mode != RIGHT_DOWN_CAUSAL and bool(empty.any()):
+        defined = self.inner_precise == 2 or self.masking.defines_empty_rows(*scores.shape[2:])
+        if not defined and bool(empty.any()):
             warnings.warn(
                 f"{self.operator}: atten_mask leaves a row nothing to attend to. Without inner_precise=2 the device "
                 "does not define the result of such a row; it is zero here, and NaN in softnpu.poisoned_memory()",
@@ -153,14 +205,14 @@ class Attention:
     def _sequence(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-        weights, maximum, total = self._softmax(q, k)
+        weights, maximum, total = self._softmax(i, q, k)
         out = (self._drop(weights, i).to(q.dtype).float() @ v.float()) / total
         return out.to(q.dtype), maximum, total
 
     def _gradients(self, i: int, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, out: Tensor) -> tuple:
         heads = (k.shape[1], q.shape[1] // k.shape[1])
         k, v = (t.repeat_interleave(heads[1], 1) for t in (k, v))
-        weights, maximum, total = self._softmax(q, k)
+        weights, maximum, total = self._softmax(i, q, k)
         p, dy, out = weights / total, dy.float(), out.float()
         dv = self._drop(p, i).to(q.dtype).float().mT @ dy
         inner = (dy * out).sum(-1, keepdim=True)
@@ -181,36 +233,7 @@ class Attention:
         )
         return weights * kept / self.keep_prob
 
-    def _masked(self, shape: torch.Size) -> Tensor | None:
-        """Mark the positions that are left out. Without a mask sparse_mode and the window have no effect."""
-        if self.atten_mask is None:
-            return None
-        (b, n, s_q, s_k), mask = shape, self.atten_mask.bool()
-        if self.sparse_mode in (DEFAULT_MASK, ALL_MASK):
-            mask = mask[:s_q, :s_k] if self.layout == "TND" else mask
-            shapes = ([b, n, s_q, s_k], [b, 1, s_q, s_k], [1, 1, s_q, s_k], [s_q, s_k])
-            rule = f"atten_mask must have one of the shapes {shapes}, got {list(self.atten_mask.shape)}"
-            require(list(mask.shape) in shapes, self.operator, rule)
-            if self.sparse_mode == DEFAULT_MASK and min(self.pre_tockens, self.next_tockens) < max(s_q, s_k):
-                outside = _outside(s_q, s_k, 0, self.pre_tockens, self.next_tockens)
-                rule = "atten_mask keeps positions that pre_tockens and next_tockens leave out"
-                require(bool((mask | ~outside).all()), self.operator, rule)
-            return mask
-        rule = f"sparse_mode {self.sparse_mode} takes the upper triangle of {COMPRESSED} x {COMPRESSED} as atten_mask"
-        require(torch.equal(mask, _upper_triangle()), self.operator, rule)
-        if self.sparse_mode == LEFT_UP_CAUSAL:
-            return _outside(s_q, s_k, 0, UNBOUNDED, 0)
-        if self.sparse_mode == RIGHT_DOWN_CAUSAL:
-            return _outside(s_q, s_k, s_k - s_q, UNBOUNDED, 0)
-        return _outside(s_q, s_k, s_k - s_q, self.pre_tockens, self.next_tockens)
 
-
-def _outside(s_q: int, s_k: int, shift: int, before: int, behind: int) -> Tensor:
-    """Mark keys outside the band that query i may see: i + shift - before to i + shift + behind."""
-    distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
-    return (distance < -before) | (distance > behind)
-
-
-@cache
-def _upper_triangle() -> Tensor:
-    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
+def unwritten(tensor: Tensor | None) -> Tensor | None:
+    """Make what the device allocates for a gradient that it does not compute."""
+    return None if tensor is None else torch.full_like(tensor, torch.nan, memory_format=torch.contiguous_format)

@@ -19,6 +19,7 @@ RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3"}
 # operators whose meta kernel raises
 BROKEN_META = {
     "baddbmm.dtype",  # torch's own takes out_dtype for beta
+    "npu_fusion_attention_grad_v2",  # torch_npu's makes tensors like the list [0]
     "npu_geglu_grad",  # torch_npu's has no defaults for dim and approximate, and returns two tensors for one
 }
 
@@ -53,6 +54,11 @@ def grouped(group_type: int, split_item: int = 2, **options) -> dict:
     return options
 
 
+def inference(layout: str, q: tuple[int, ...], kv: tuple[int, ...], **options) -> tuple[tuple, dict]:
+    """Four heads, of 64, or two of them for key and value."""
+    return tuple(rows(*shape, dtype=HALF) for shape in (q, kv, kv)), {"input_layout": layout, "num_heads": 4} | options
+
+
 HALF = torch.bfloat16
 IDS = torch.tensor([0, 2, 2, 1])
 EXPERTS = torch.tensor([[0, 2], [2, 1]])
@@ -77,8 +83,42 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     ],
     "npu_fusion_attention": [attention(), attention(HALF), attention(d_v=4), attention(scale=0.5, keep_prob=0.5)],
     "npu_fusion_attention_grad": [attention_backward(), attention_backward(scale_value=0.5)],
+    "npu_fusion_attention_v2": [attention(), attention(HALF), attention(sink=rows(4))],
+    "npu_fusion_attention_grad_v2": [attention_backward(), attention_backward(sink=rows(4))],
     "npu_fusion_attention_v3": [attention(), attention(HALF), attention(d_v=4), attention(sink=rows(4))],
     "npu_fusion_attention_grad_v3": [attention_backward(), attention_backward(sink=rows(4))],
+    "npu_fused_infer_attention_score": [
+        inference("BSH", (2, 3, 256), (2, 5, 128), num_key_value_heads=2),
+        inference("BNSD_BSND", (2, 4, 3, 64), (2, 4, 5, 64), softmax_lse_flag=True),
+        inference("BSND_NBSD", (2, 3, 4, 64), (2, 5, 4, 64), actual_seq_lengths_kv=[5, 2]),
+        inference(
+            "TND",
+            (5, 4, 64),
+            (5, 4, 64),
+            actual_seq_lengths=[3, 5],
+            actual_seq_lengths_kv=[3, 5],
+            softmax_lse_flag=True,
+        ),
+    ],
+    "npu_fused_infer_attention_score_v2": [
+        (args, {"num_query_heads" if k == "num_heads" else k: v for k, v in options.items()})
+        for args, options in (
+            inference("BSH", (2, 3, 256), (2, 5, 256), return_softmax_lse=True),
+            inference(
+                "NTD_TND",
+                (4, 5, 64),
+                (4, 5, 64),
+                actual_seq_qlen=[3, 5],
+                actual_seq_kvlen=[3, 5],
+                learnable_sink=rows(4, dtype=HALF),
+            ),
+        )
+    ],
+    "npu_prompt_flash_attention": [
+        inference("BSH", (2, 3, 256), (2, 5, 256)),
+        inference("BNSD_BSND", (2, 4, 3, 64), (2, 4, 5, 64)),
+    ],
+    "npu_incre_flash_attention": [inference("BSH", (2, 1, 256), (2, 5, 256), actual_seq_lengths=[4])],
     "npu_swiglu": [((x,), {}) for x in (rows(8), rows(2, 3, 8), rows(2, 8, dtype=HALF))] + [((rows(4, 3), 0), {})],
     "npu_swiglu_backward": [
         ((rows(2, 16), rows(2, 32)), {}),

@@ -232,5 +232,5 @@ def test_mixed_dtypes_and_head_sizes_are_refused() -> None:
         torch_npu.npu_fusion_attention_v3(q, k, v.bfloat16(), 4, "BNSD")
     with pytest.raises(RuntimeError, match="head sizes must be Dq = Dk >= Dv"):
         torch_npu.npu_fusion_attention_v3(q, k[..., :8], v, 4, "BNSD")
-    with pytest.raises(NotImplementedError, match="sparse_mode > 4"):
-        torch_npu.npu_fusion_attention_v3(q, k, v, 4, "BNSD", sparse_mode=6)
+    with pytest.raises(RuntimeError, match=r"sparse_mode must be in .* in the layout BNSD, got 7"):
+        torch_npu.npu_fusion_attention_v3(q, k, v, 4, "BNSD", sparse_mode=7)

@@ -1,0 +1,216 @@
+"""npu_fusion_attention_v2: rotary parts, position biases, prefixes and windows of one sequence, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch_npu
+
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+RECTANGLE = (torch.arange(2048) >= 1024).expand(1024, 2048)
+SCALE = 0.3
+TOLERANCE = 5e-6  # float32 sums of up to 16 terms, and of up to 40 in gradients
+
+
+def exact(q, k, v, hidden=None, before=0, behind=0) -> torch.Tensor:
+    """[N, S, D] in float64 with one bias added before the scaling and one behind."""
+    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
+    scores = (q @ k.mT + before) * SCALE + behind
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def drawn(*shapes) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in shapes]
+
+
+def check(tensors, names, layout, expected_of, **options) -> None:
+    """Compare the result and the gradients of ``tensors``, the first of them query, key and value."""
+    on_device = [t.to("npu").requires_grad_() for t in tensors]
+    options |= dict(zip(names, on_device[3:]))
+    options = {
+        k: v.to("npu") if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v for k, v in options.items()
+    }
+    found = torch_npu.npu_fusion_attention_v2(*on_device[:3], 4, layout, scale=SCALE, **options)[0]
+    leaves = [t.double().requires_grad_() for t in tensors]
+    expected = expected_of(*leaves)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    found.backward(grad.to("npu"))
+    expected.backward(grad.double())
+    for tensor, leaf in zip(on_device, leaves):
+        torch.testing.assert_close(tensor.grad.cpu().double(), leaf.grad, rtol=TOLERANCE, atol=4 * TOLERANCE)
+
+
+def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None):
+    """Return the truth for TND: ``hidden`` and the biases are functions of a sequence's number."""
+
+    def expected(q, k, v, q_rope=None, k_rope=None) -> torch.Tensor:
+        if q_rope is not None:
+            q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
+        parts = []
+        splits = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths))
+        for i, (a, b, c) in enumerate(splits):
+            extra = [f(i) if f else default for f, default in ((hidden, None), (before, 0), (behind, 0))]
+            parts.append(exact(*(t.transpose(0, 1) for t in (a, b, c)), *extra).transpose(0, 1))
+        return torch.cat(parts)
+
+    return expected
+
+
+def ends(lengths) -> list[int]:
+    return torch.tensor(lengths).cumsum(0).tolist()
+
+
+def distance(s_q: int, s_k: int, shift: int = 0) -> torch.Tensor:
+    return torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
+
+
+def test_rotary_parts_are_scored_beside_query_and_key() -> None:
+    lengths = [3, 2]
+    tensors = drawn((5, 4, 16), (5, 2, 16), (5, 2, 16), (5, 4, 8), (5, 2, 8))
+    given = {"actual_seq_qlen": ends(lengths), "actual_seq_kvlen": ends(lengths)}
+    check(tensors, ["query_rope", "key_rope"], "TND", sequences(lengths, lengths), **given)
+
+
+@pytest.mark.parametrize(("pse_type", "shape"), [(0, (2, 4, 5, 7)), (1, (1, 4, 5, 7)), (1, (2, 4, 1, 7))])
+def test_position_biases_are_added_before_or_after_the_scaling(pse_type, shape) -> None:
+    tensors, pse = drawn((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)), torch.randn(shape)
+
+    def expected(q, k, v) -> torch.Tensor:
+        bias = pse.double().expand(2, 4, -1, 7)
+        given = [(b, 0) if pse_type else (0, b) for b in bias]
+        return torch.stack([exact(*t, None, *g) for *t, g in zip(q, k, v, given)])
+
+    check(tensors, [], "BNSD", expected, pse=pse, pse_type=pse_type)
+
+
+@pytest.mark.parametrize("pse_type", [2, 3])
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_slopes_make_a_bias_of_distances(pse_type, of_batch) -> None:
+    tensors = drawn((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    slopes = torch.rand(2, 4) if of_batch else torch.rand(4)
+
+    def expected(q, k, v) -> torch.Tensor:
+        far = distance(6, 6, -3).abs().double()  # kv_start_idx - q_start_idx = 3
+        biases = -slopes.double().expand(2, 4)[..., None, None] * (far.sqrt() if pse_type == 3 else far)
+        return torch.stack([exact(*t, None, 0, b) for *t, b in zip(q, k, v, biases)])
+
+    check(tensors, [], "BNSD", expected, pse=slopes, pse_type=pse_type, q_start_idx=[1], kv_start_idx=[4])
+
+
+def test_the_last_rows_of_an_alibi_bias_stand_for_all() -> None:
+    s = 1030
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, s, 8).unbind(0)
+    whole = distance(s, s).double() * torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(4, 1, 1).double()
+    found = torch_npu.npu_fusion_attention_v2(
+        *(t.to("npu") for t in (q, k, v)), 4, "BNSD", scale=SCALE, atten_mask=TRIANGLE.to("npu"), sparse_mode=2,
+        pse=whole[None, :, -1024:].float().to("npu"),
+    )[0]  # fmt: skip
+    expected = exact(*(t[0].double() for t in (q, k, v)), distance(s, s) > 0, whole)
+    torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-4)  # scores near 100 in float32
+
+
+def test_packed_position_biases_of_several_sequences() -> None:
+    q_lengths, k_lengths = [3, 2], [4, 3]
+    tensors = drawn((5, 4, 8), (7, 2, 8), (7, 2, 8))
+    biases = [torch.randn(4, q, k) for q, k in zip(q_lengths, k_lengths)]
+    given = {"actual_seq_qlen": ends(q_lengths), "actual_seq_kvlen": ends(k_lengths)}
+    truth = sequences(q_lengths, k_lengths, before=lambda i: biases[i].double())
+    check(tensors, [], "TND", truth, pse=torch.cat([b.flatten() for b in biases]), **given)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_prefix_is_seen_by_every_query(compressed) -> None:
+    tensors = drawn((2, 4, 4, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    prefix = [3, 5]
+    hidden = torch.stack([(distance(4, 6) > 2) & (torch.arange(6) >= n) for n in prefix])
+
+    def expected(q, k, v) -> torch.Tensor:
+        return torch.stack([exact(*t, h) for *t, h in zip(q, k, v, hidden)])
+
+    mask = torch.cat([TRIANGLE, RECTANGLE]) if compressed else hidden.unsqueeze(1)
+    check(tensors, [], "BNSD", expected, atten_mask=mask, sparse_mode=6 if compressed else 5, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("mode", "q_lengths", "k_lengths", "window", "hidden"),
+    [  # the cuts that the documentation of the operator shows
+        (7, [3, 2], [3, 6], (6, -2), lambda i: distance(*((3, 3), (2, 6))[i], (0, 4)[i] - 2 * i) > 0),
+        (8, [3, 5, 4], [4, 5, 4], (4, 1), lambda i: distance(*((3, 4), (5, 5), (4, 4))[i], (2, 0, 0)[i]) > 0),
+        (6, [3, 2], [3, 4], (0, 0), lambda i: (distance(3 - i, 3 + i, 2 * i) > 0) & (torch.arange(3 + i) >= 2)),
+    ],
+)  # fmt: skip
+def test_sequences_that_were_cut(mode, q_lengths, k_lengths, window, hidden) -> None:
+    tensors = drawn((sum(q_lengths), 4, 8), (sum(k_lengths), 2, 8), (sum(k_lengths), 2, 8))
+    given = {"actual_seq_qlen": ends(q_lengths), "actual_seq_kvlen": ends(k_lengths), "sparse_mode": mode}
+    if mode == 6:
+        given |= {"prefix": [2, 2], "atten_mask": torch.cat([TRIANGLE, RECTANGLE])}
+    else:
+        given |= {"pre_tokens": window[0], "next_tokens": window[1], "atten_mask": TRIANGLE}
+    check(tensors, [], "TND", sequences(q_lengths, k_lengths, hidden), **given)
+
+
+def test_sequences_without_queries_and_absent_ones() -> None:
+    q, k, v = drawn((6, 4, 8), (7, 2, 8), (7, 2, 8))
+    out, *_ = torch_npu.npu_fusion_attention(
+        *(t.to("npu") for t in (q, k, v)), 4, "TND", scale=SCALE, actual_seq_qlen=[0, 4, 0], actual_seq_kvlen=[2, 6, 0]
+    )
+    expected = exact(*(t.double().transpose(0, 1) for t in (q[:4], k[2:6], v[2:6]))).transpose(0, 1)
+    torch.testing.assert_close(out[:4].cpu().double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert out[4:].isnan().all()  # nobody writes behind the last sequence
+
+
+def test_the_gradient_of_a_position_bias_is_not_computed() -> None:
+    q, k, v = (t.to("npu") for t in drawn((1, 4, 3, 8), (1, 4, 3, 8), (1, 4, 3, 8)))
+    pse = torch.zeros(1, 4, 3, 3, device="npu", requires_grad=True)
+    torch_npu.npu_fusion_attention_v2(q, k, v, 4, "BNSD", pse=pse)[0].sum().backward()
+    assert pse.grad.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"pse_type": 4}, r"pse_type must be in \[0, 3\]"),
+        ({"pse_type": 0}, "pse_type 0 needs pse"),
+        ({"pse_type": 2, "pse": torch.ones(4)}, "slopes need as many keys as queries"),
+        ({"pse": torch.ones(2, 4, 5, 1)}, "pse must have one of the shapes"),
+        ({"pse": torch.ones(2, 4, 5, 7).half()}, "pse must be"),
+        ({"sparse_mode": 5, "prefix": [3], "atten_mask": TRIANGLE}, "one number for each of 2"),
+        ({"sparse_mode": 5, "prefix": [1, 2], "atten_mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)}, r"\[2, 7\]"),
+        ({"sparse_mode": 6, "prefix": [3, 3], "atten_mask": TRIANGLE}, "1024 rows"),
+        ({"sparse_mode": 8}, "sparse_mode must be in"),
+        ({"query_rope": torch.ones(2, 4, 5, 8)}, "given together"),
+        ({"query_rope": torch.ones(2, 4, 5, 8), "key_rope": torch.ones(2, 2, 7, 8)}, "take the layout TND"),
+        ({"q_start_idx": [1, 2]}, "q_start_idx must hold one number"),
+    ],
+)  # fmt: skip
+def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
+    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    tensors = [t.to("npu") for t in drawn((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))]
+    with pytest.raises(RuntimeError, match=rule):
+        torch_npu.npu_fusion_attention_v2(*tensors, 4, "BNSD", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"sparse_mode": 7, "pre_tokens": 3, "next_tokens": 0}, "needs pre_tockens >= 4"),
+        ({"sparse_mode": 7, "pre_tokens": 4, "next_tokens": 1}, "needs next_tockens <= 0"),
+        ({"sparse_mode": 3, "actual_seq_kvlen": [2, 7]}, "without any key"),
+        ({"sparse_mode": 5}, "sparse_mode must be in"),
+        ({"actual_seq_kvlen": [3, 2]}, "must not fall"),
+        ({"actual_seq_kvlen": [3]}, "differ in length"),
+        ({"actual_seq_kvlen": [7, 7]}, "queries need keys"),
+    ],
+)
+def test_what_several_sequences_refuse(options, rule) -> None:
+    tensors = [t.to("npu") for t in drawn((5, 4, 8), (7, 2, 8), (7, 2, 8))]
+    options = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [3, 7], "atten_mask": TRIANGLE.to("npu")} | options
+    with pytest.raises(RuntimeError, match=rule):
+        torch_npu.npu_fusion_attention_v2(*tensors, 4, "TND", **options)

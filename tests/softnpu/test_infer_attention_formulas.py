@@ -1,0 +1,214 @@
+"""The attention operators for inference against attention in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch_npu
+
+import softnpu
+
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+SCALE = 0.125
+# inputs are bfloat16 or float16; weights and result are rounded to it: a few times 2^-9 and 2^-12
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+def exact(q, k, v, hidden=None, bias=0, sink=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, S, D] in float64, and the log of the sum of exponents."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
+    scores = q @ k.mT * SCALE + bias
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[1]]
+    return weights @ v, scores.logsumexp(-1, keepdim=True)
+
+
+def drawn(*shapes, dtype=torch.bfloat16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def fused(tensors, heads=4, kv_heads=2, layout="BNSD", **options):
+    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return torch_npu.npu_fused_infer_attention_score(
+        *(t.to("npu") for t in tensors), num_heads=heads, num_key_value_heads=kv_heads, input_layout=layout,
+        scale=SCALE, **options,
+    )  # fmt: skip
+
+
+def close(found, expected, dtype=torch.bfloat16) -> None:
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def distance(s_q: int, s_k: int, shift: int = 0) -> torch.Tensor:
+    return torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("mode", ["none", "window", "all", "left up", "right down", "band", "pse"])
+def test_several_queries(dtype, mode) -> None:
+    tensors = drawn((2, 4, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64), dtype=dtype)
+    options, hidden, bias = {}, None, 0
+    if mode == "window":  # the mask and the window both leave positions out
+        hidden = torch.zeros(3, 5, dtype=torch.bool)
+        options = {"atten_mask": hidden.clone(), "pre_tokens": 1, "next_tokens": 1}
+        hidden = distance(3, 5).abs() > 1
+    elif mode == "all":
+        hidden = torch.rand(2, 1, 3, 5) < 0.4
+        hidden[..., 0] = False
+        options = {"atten_mask": hidden, "sparse_mode": 1}
+    elif mode == "pse":
+        bias = torch.randn(1, 4, 3, 5).to(dtype)
+        options = {"pse_shift": bias}
+    elif mode != "none":
+        options = {"atten_mask": TRIANGLE, "sparse_mode": ["left up", "right down", "band"].index(mode) + 2}
+        options |= {"pre_tokens": 1, "next_tokens": 0} if mode == "band" else {}
+        hidden = distance(3, 5, 0 if mode == "left up" else 2) > 0
+        hidden |= (distance(3, 5, 2) < -1) & (mode == "band")
+    out, lse = fused(tensors, softmax_lse_flag=True, **options)
+    for i in range(2):
+        seen = hidden[i] if mode == "all" else hidden
+        expected, sums = exact(*(t[i] for t in tensors), seen, bias[0].double() if mode == "pse" else 0)
+        close(out[i], expected, dtype)
+        torch.testing.assert_close(lse[i].cpu().double(), sums, rtol=1e-5, atol=1e-5)  # float32 throughout
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD_BSND", "BSH_BNSD", "BSND_NBSD"])
+def test_layouts_and_lengths(layout) -> None:
+    q, k, v = drawn((2, 4, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64))
+    of_input, _, of_result = layout.partition("_")
+
+    def arrange(t, form):
+        axes = {"BNSD": (0, 1, 2, 3), "NBSD": (1, 0, 2, 3)}.get(form, (0, 2, 1, 3))
+        t = t.permute(axes)
+        return (t.flatten(2) if form == "BSH" else t).contiguous()
+
+    out, lse = fused(
+        [arrange(t, of_input) for t in (q, k, v)],
+        layout=layout,
+        actual_seq_lengths=[2, 3],
+        actual_seq_lengths_kv=[5, 1],
+    )
+    expected = torch.zeros(2, 4, 3, 64, dtype=torch.float64)  # what lengths leave out is filled with zeros
+    expected[0, :, :2] = exact(q[0, :, :2], k[0], v[0])[0]
+    expected[1] = exact(q[1], k[1, :, :1], v[1, :, :1])[0]
+    close(out, arrange(expected, of_result or of_input))
+    assert lse.numel() == 0
+
+
+def test_one_query_over_blocks_of_keys() -> None:
+    q, blocks_k, blocks_v = drawn((2, 4, 1, 64), (5, 2, 16, 64), (5, 2, 16, 64))
+    table = torch.tensor([[3, 0], [4, 1]], dtype=torch.int32)
+    lengths = [20, 7]
+    given = {"actual_seq_lengths_kv": lengths, "block_table": table, "block_size": 16}
+    out, _ = fused([q, blocks_k, blocks_v], **given)
+    flat = [t.transpose(1, 2).flatten(2).contiguous() for t in (blocks_k, blocks_v)]
+    q_bsh = q.transpose(1, 2).flatten(2).contiguous()
+    same, _ = fused([q_bsh, *flat], layout="BSH", **given)
+    older = torch_npu.npu_incre_flash_attention(
+        *(t.to("npu") for t in (q_bsh, *flat)), num_heads=4, num_key_value_heads=2, scale_value=SCALE,
+        actual_seq_lengths=lengths, block_table=table.to("npu"), block_size=16,
+    )  # fmt: skip
+    for i, length in enumerate(lengths):
+        k, v = (t[table[i].long()].transpose(0, 1).flatten(1, 2)[:, :length] for t in (blocks_k, blocks_v))
+        close(out[i], exact(q[i], k, v)[0])
+    assert torch.equal(same.cpu().view(2, 4, 1, 64), out.cpu())
+    assert torch.equal(older.cpu(), same.cpu())
+
+
+def test_latent_attention_scores_the_rotary_parts_beside() -> None:
+    q, c, q_rope, k_rope = drawn((2, 8, 1, 512), (2, 1, 6, 512), (2, 8, 1, 64), (2, 1, 6, 64))
+    out, _ = fused([q, c, c], 8, 1, query_rope=q_rope, key_rope=k_rope)
+    for i in range(2):
+        close(out[i], exact(torch.cat([q[i], q_rope[i]], -1), torch.cat([c[i], k_rope[i]], -1), c[i])[0])
+
+
+@pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
+def test_sequences_behind_each_other_with_a_sink(layout) -> None:
+    q, k, v = drawn((6, 4, 64), (7, 2, 64), (7, 2, 64))
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
+    given = [t.transpose(0, 1).contiguous() if layout[0] == "N" else t for t in (q, k, v)]
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        *(t.to("npu") for t in given), num_query_heads=4, num_key_value_heads=2, input_layout=layout, sparse_mode=3,
+        softmax_scale=SCALE, actual_seq_qlen=[2, 5], actual_seq_kvlen=[3, 7], atten_mask=TRIANGLE.to("npu"),
+        learnable_sink=sink.to("npu"), return_softmax_lse=True,
+    )  # fmt: skip
+    parts = zip(q[:5].split([2, 3]), k.split([3, 4]), v.split([3, 4]))
+    found = [
+        exact(*(t.transpose(0, 1) for t in part), distance(len(part[0]), len(part[1]), 1) > 0, sink=sink)
+        for part in parts
+    ]
+    close(out[:5], torch.cat([o for o, _ in found], 1).transpose(0, 1))
+    expected = torch.cat([s for _, s in found], 1).transpose(0, 1)
+    torch.testing.assert_close(lse[:5].cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    assert out[5:].isnan().all()  # a query that belongs to no sequence
+
+
+def test_the_mask_of_prompt_attention_is_causal_unless_next_tokens_says_otherwise() -> None:
+    q, k, v = drawn((1, 4, 5, 64), (1, 4, 5, 64), (1, 4, 5, 64))
+    given = {"num_heads": 4, "input_layout": "BNSD", "scale_value": SCALE}
+    given["atten_mask"] = torch.zeros(5, 5, dtype=torch.bool, device="npu")
+    out = torch_npu.npu_prompt_flash_attention(*(t.to("npu") for t in (q, k, v)), **given)
+    close(out[0], exact(q[0], k[0], v[0], distance(5, 5) > 0)[0])
+    out = torch_npu.npu_prompt_flash_attention(*(t.to("npu") for t in (q, k, v)), **given, next_tokens=5)
+    close(out[0], exact(q[0], k[0], v[0])[0])
+
+
+def test_rows_that_see_nothing() -> None:
+    tensors = drawn((1, 4, 3, 64), (1, 4, 5, 64), (1, 4, 5, 64))
+    hidden = torch.zeros(1, 3, 5, dtype=torch.bool)
+    hidden[0, 1] = True
+    out, lse = fused(tensors, 4, 4, atten_mask=hidden, sparse_mode=1, inner_precise=2, softmax_lse_flag=True)
+    assert (out[0, :, 1] == 0).all()
+    assert (lse[0, :, 1] == math.inf).all()
+    with softnpu.poisoned_memory(), pytest.warns(UserWarning, match="nothing to attend to"):
+        out, _ = fused(tensors, 4, 4, atten_mask=hidden, sparse_mode=1)
+    assert out[0, :, 1].isnan().all()
+    assert not out[0, :, 0].isnan().any()
+
+
+ONE = [(1, 4, 1, 64), (1, 4, 600, 64), (1, 4, 600, 64)]
+SEVERAL = [(2, 4, 3, 64), (2, 4, 5, 64), (2, 4, 5, 64)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "rule"),
+    [
+        (ONE, {"atten_mask": torch.zeros(1, 1, 1, 600, dtype=torch.bool)}, "does not hide keys behind 512"),
+        (ONE, {"inner_precise": 2}, "one query takes inner_precise 0 or 1"),
+        (SEVERAL, {"sparse_mode": 5}, r"sparse_mode must be in \[0, 4\]"),
+        (SEVERAL, {"sparse_mode": 3}, "needs atten_mask"),
+        (SEVERAL, {"sparse_mode": 3, "atten_mask": torch.zeros(3, 5, dtype=torch.bool)}, "upper triangle"),
+        (SEVERAL, {"atten_mask": torch.zeros(2, 4, 3, 5, dtype=torch.bool)}, "atten_mask must be"),
+        (SEVERAL, {"pse_shift": torch.zeros(1, 1, 3, 5)}, "pse_shift must be"),
+        (SEVERAL, {"actual_seq_lengths_kv": [5, 6]}, r"must be in \[0, 5\]"),
+        (SEVERAL, {"layout": "BNSD_SBH"}, "input_layout must be one of"),
+        (SEVERAL, {"query_rope": torch.zeros(2, 4, 3, 64)}, "given together"),
+        (SEVERAL, {"heads": 8, "kv_heads": 8}, "must have 8 heads"),
+        ([(1, 4, 3, 24)] * 3, {}, "by 16"),
+        ([(5, 4, 32)] * 3, {"layout": "TND", "actual_seq_lengths": [5], "actual_seq_lengths_kv": [5]}, "take head"),
+        ([(5, 4, 64)] * 3, {"layout": "TND"}, "cumulative lengths"),
+    ],
+)  # fmt: skip
+def test_what_the_device_refuses_is_refused_with_the_rule(shapes, options, rule) -> None:
+    with pytest.raises(RuntimeError, match=rule):
+        fused(drawn(*shapes), **{"heads": 4, "kv_heads": 4} | options)
+
+
+def test_dtypes_strides_and_quantised_arguments_are_refused_by_name() -> None:
+    tensors = drawn(*SEVERAL)
+    with pytest.raises(RuntimeError, match="float32, float32, float32"):
+        fused([t.float() for t in tensors], 4, 4)
+    with pytest.raises(RuntimeError, match="query must be contiguous"):
+        torch_npu.npu_fused_infer_attention_score(
+            tensors[0].to("npu").transpose(1, 2), *(t.to("npu").transpose(1, 2).contiguous() for t in tensors[1:]),
+            num_heads=4, input_layout="BSND",
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="no form of the operator with antiquant_scale"):
+        fused(tensors, 4, 4, antiquant_scale=torch.ones(2))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .decoding import decode, is_decoding
 from .deterministic import launch_deterministic
 from .distributed import is_distributed
 from .in_torch import attend_in_torch, attend_packed_in_torch
@@ -35,6 +36,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
         key, value = _reachable(query, key, value, seen)
     if not _is_fused(query, key, value, options) or max(query.shape[2], key.shape[2]) > _LONGEST:
         return attend_in_torch(query, key, value, seen, options)
+    if is_decoding(query, key, value, seen, options):
+        return decode(query, key, value, options)
     size = value.shape[3]
     padded = _padded(query, key, value)
     layout = _layout(*padded)

@@ -109,6 +109,7 @@ CATALOGUE = (
     Repository("SwiGLU", "swiglu", (MLPS,)),
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
+    Repository("FlashAttention", "flash-attention", ()),
 )
 
 REPOSITORIES = tuple(sorted(repository.name for repository in CATALOGUE))

@@ -44,7 +44,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
     arguments = padded if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in padded)
     if isinstance(seen, Tensor):
         seen = _whole(seen, query, key)
-    sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query.device)
+    sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query)
     try:
         result = _launch(*arguments, layout, sparsity, options)
     except RuntimeError as error:
@@ -97,10 +97,10 @@ def _launch_packed(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, band: Band, options: Options
 ) -> Tensor:
     """Launch once for as many sequences as the operator takes."""
-    size = value.shape[2]
+    size, sequences = value.shape[2], sequences.without_empty()
     query, key, value = _padded(query, key, value)
     longest = (max(lengths) for lengths in zip(*sequences.lengths()))
-    sparsity = sparsity_of(band, *longest, query.device)
+    sparsity = sparsity_of(band, *longest, query)
     parts, start, key_start = [], 0, 0
     for first in range(0, len(sequences.ends), _MOST_SEQUENCES):
         ends, key_ends = (ends[first : first + _MOST_SEQUENCES] for ends in sequences)

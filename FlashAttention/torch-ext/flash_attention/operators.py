@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .options import CAUSAL, FULL, Band, Options
 
@@ -17,6 +19,7 @@ _DEFAULT, _ALL, _LOWER_RIGHT, _BAND = 0, 1, 3, 4  # sparse_mode
 _EXPECT_EMPTY_ROWS = 2  # inner_precise: a query without any key gives zero
 
 _triangles: dict[torch.device, Tensor] = {}
+_fake_triangles: WeakKeyDictionary[FakeTensorMode, dict[torch.device, Tensor]] = WeakKeyDictionary()
 _refused: list[str] = []
 
 
@@ -38,14 +41,14 @@ class Sparsity(NamedTuple):
     inner_precise: int = 0
 
 
-def sparsity_of(seen: Band | Tensor, queries: int, keys: int, device: torch.device) -> Sparsity:
+def sparsity_of(seen: Band | Tensor, queries: int, keys: int, query: Tensor) -> Sparsity:
     """Return how an operator is told of a band among so many queries and keys, or of a mask.
 
     Args:
         seen: a band, or what is left out.
         queries: how many queries there are, of a packed batch in its longest sequence.
         keys: how many keys there are, likewise.
-        device: where the mask has to be.
+        query: a tensor on the device where the mask has to be.
     """
     if isinstance(seen, Tensor):
         return Sparsity(seen, _ALL, inner_precise=_EXPECT_EMPTY_ROWS)
@@ -54,9 +57,9 @@ def sparsity_of(seen: Band | Tensor, queries: int, keys: int, device: torch.devi
     if band == FULL:
         return Sparsity()
     if band == CAUSAL:
-        return Sparsity(_triangle(device), _LOWER_RIGHT, inner_precise=inner_precise)
+        return Sparsity(_triangle(query), _LOWER_RIGHT, inner_precise=inner_precise)
     before, behind = (_UNBOUNDED if limit is None else limit for limit in band)
-    return Sparsity(_triangle(device), _BAND, before, behind, inner_precise)
+    return Sparsity(_triangle(query), _BAND, before, behind, inner_precise)
 
 
 def launch(
@@ -130,16 +133,22 @@ def refuses_sinks(error: RuntimeError) -> bool:
     return True
 
 
-def _triangle(device: torch.device) -> Tensor:
-    """Return the mask that causal and band modes share: made once a device, not once a call."""
+def _triangle(query: Tensor) -> Tensor:
+    """Return the mask that causal and band modes share: made once a device, and not once a call.
+
+    Fake tensors have one of their own in each mode, since they do not go with real ones.
+    """
+    device = query.device
     if torch.compiler.is_compiling():
         return _new_triangle(device)
-    found = _triangles.get(device)
+    known = _triangles
+    if isinstance(query, FakeTensor):
+        known = _fake_triangles.setdefault(query.fake_mode, {})
+    found = known.get(device)
     if found is None:
         with torch.inference_mode(False):  # what is made in inference mode cannot be saved for a gradient
             found = _new_triangle(device)
-        if type(found) is Tensor:
-            _triangles[device] = found
+        known[device] = found
     return found
 
 

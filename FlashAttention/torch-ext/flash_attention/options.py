@@ -43,6 +43,11 @@ class Sequences(NamedTuple):
         starts = zip((0, *self.ends), (0, *self.key_ends))
         return [(end - start, key_end - key_start) for (end, key_end), (start, key_start) in zip(zip(*self), starts)]
 
+    def without_empty(self) -> Sequences:
+        """Leave out the sequences that have neither queries nor keys."""
+        kept = [ends for ends, lengths in zip(zip(*self), self.lengths()) if any(lengths)]
+        return Sequences(*(tuple(column) for column in zip(*kept)))
+
 
 FULL = Band()
 CAUSAL = Band(None, 0)

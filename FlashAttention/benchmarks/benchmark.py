@@ -8,7 +8,7 @@ import torch
 from kernels.benchmark import Benchmark
 from torch import Tensor, nn
 
-TOKENS, HEADS, KEY_HEADS, HEAD_SIZE = 4096, 32, 8, 128
+LENGTH, HEADS, KEY_HEADS, SIZE = 4096, 32, 8, 128
 WINDOW = 128
 CACHE, ROWS = 4096, 8
 
@@ -18,7 +18,7 @@ class FlashAttentionBenchmark(Benchmark):
 
     def setup_causal(self) -> None:
         """Queries, keys and values as projections leave them."""
-        self._draw(1, TOKENS, TOKENS)
+        self._draw(1, LENGTH, LENGTH)
         self.options = {"causal": True}
 
     def benchmark_causal(self) -> None:
@@ -28,7 +28,7 @@ class FlashAttentionBenchmark(Benchmark):
         return self._wait(_eager(self.q, self.k, self.v, _mask(self.q, self.k)))
 
     def setup_window(self) -> None:
-        self._draw(1, TOKENS, TOKENS)
+        self._draw(1, LENGTH, LENGTH)
         self.options = {"causal": True, "window_size": (WINDOW - 1, 0)}
 
     benchmark_window = benchmark_causal
@@ -47,8 +47,8 @@ class FlashAttentionBenchmark(Benchmark):
 
     def setup_packed(self) -> None:
         """Four sequences of several lengths in one row."""
-        self._draw(1, TOKENS, TOKENS)
-        self.ends = [0, TOKENS // 8, TOKENS // 4, TOKENS // 2, TOKENS]
+        self._draw(1, LENGTH, LENGTH)
+        self.ends = [0, LENGTH // 8, LENGTH // 4, LENGTH // 2, LENGTH]
 
     def benchmark_packed(self) -> None:
         tensors = (tensor.squeeze(0) for tensor in (self.q, self.k, self.v))
@@ -72,7 +72,7 @@ class FlashAttentionBenchmark(Benchmark):
         """Forward and backward; what is verified is the gradient of the queries."""
         self.setup_causal()
         self.q.requires_grad_()
-        self.grad_output = _small((1, TOKENS, HEADS, HEAD_SIZE), self.device)
+        self.grad_output = _small((1, LENGTH, HEADS, SIZE), self.device)
 
     def benchmark_training(self) -> None:
         y = self.kernel.flash_attn_func(self.q, self.k, self.v, causal=True)
@@ -82,8 +82,8 @@ class FlashAttentionBenchmark(Benchmark):
         return self._wait(self._gradient(_eager(self.q, self.k, self.v, _mask(self.q, self.k))))
 
     def _draw(self, rows: int, queries: int, keys: int) -> None:
-        self.q = _small((rows, queries, HEADS, HEAD_SIZE), self.device)
-        self.k, self.v = (_small((rows, keys, KEY_HEADS, HEAD_SIZE), self.device) for _ in range(2))
+        self.q = _small((rows, queries, HEADS, SIZE), self.device)
+        self.k, self.v = (_small((rows, keys, KEY_HEADS, SIZE), self.device) for _ in range(2))
 
     def _gradient(self, y: Tensor) -> Tensor:
         return torch.autograd.grad(y, self.q, self.grad_output)[0]
@@ -111,7 +111,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None =
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    weights = torch.matmul(query, key.transpose(2, 3)) * HEAD_SIZE**-0.5 + mask
+    weights = torch.matmul(query, key.transpose(2, 3)) * SIZE**-0.5 + mask
     if sinks is not None:
         weights = torch.cat([weights, sinks.reshape(1, -1, 1, 1).expand(*weights.shape[:-1], 1)], dim=-1)
     weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,14 +26,14 @@ def _implementation(kernel: ModuleType, monkeypatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Iterator[dict[str, tuple[PreTrainedModel, PreTrainedModel]]]:
+def pairs() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
     built: dict[str, tuple[PreTrainedModel, PreTrainedModel]] = {}
 
     class Pairs(dict):
         def __missing__(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
             return built.setdefault(name, pair(name))
 
-    yield Pairs()
+    return Pairs()
 
 
 def assert_equal(found: Tensor, expected: Tensor, kept: Tensor | None = None) -> None:

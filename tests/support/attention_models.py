@@ -29,7 +29,9 @@ from transformers import (
 
 TOKENS, VOCABULARY, WINDOW = 24, 64, 8
 NAME = "npu_flash_attention"
-UNNAMED = "npu_fused"  # chunked attention refuses every name with "flash" in it: masking_utils.create_chunked_causal_mask
+UNNAMED = (
+    "npu_fused"  # chunked attention refuses every name with "flash" in it: masking_utils.create_chunked_causal_mask
+)
 _TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,

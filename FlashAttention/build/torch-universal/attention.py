@@ -14,7 +14,7 @@ from .operators import Sparsity, launch, refuses_sinks, sparsity_of, takes_sinks
 from .options import Band, Options, Sequences
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST_HEAD, _MOST_HEADS, _LONGEST, _MOST_ROWS = 768, 256, 2**20, 2**21
+_LARGEST_HEAD, _MOST_HEADS, _LONGEST, _MOST_BATCHES = 768, 256, 2**20, 2**21
 _MOST_SEQUENCES = 1024  # in one launch
 
 
@@ -40,13 +40,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
         return decode(query, key, value, options)
     size = value.shape[3]
     padded = _padded(query, key, value)
-    layout = _layout(*padded)
+    layout = _nearest_layout(*padded)
     arguments = padded if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in padded)
     if isinstance(seen, Tensor):
         seen = _whole(seen, query, key)
     sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query)
     try:
-        result = _launch(*arguments, layout, sparsity, options)
+        result = _launch_one(*arguments, layout, sparsity, options)
     except RuntimeError as error:
         if options.sink is None or not refuses_sinks(error):
             raise
@@ -85,7 +85,7 @@ def attend_packed(
     return result if used == total else F.pad(result, (0, 0, 0, 0, 0, total - used))
 
 
-def _launch(
+def _launch_one(
     query: Tensor, key: Tensor, value: Tensor, layout: str, sparsity: Sparsity, options: Options, *ends: tuple[int, ...]
 ) -> Tensor:
     needs_care = options.deterministic and not torch.are_deterministic_algorithms_enabled()
@@ -108,7 +108,7 @@ def _launch_packed(
         if end > start:
             some = query[start:end], key[key_start:key_end], value[key_start:key_end]
             shifted = tuple(e - start for e in ends), tuple(e - key_start for e in key_ends)
-            parts.append(_launch(*some, "TND", sparsity, options, *shifted))
+            parts.append(_launch_one(*some, "TND", sparsity, options, *shifted))
         start, key_start = end, key_end
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[..., :size]
 
@@ -141,7 +141,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bo
         and value.shape[-1] <= _LARGEST_HEAD
         and heads <= _MOST_HEADS
         and heads % key_heads == 0
-        and query.shape[0] <= _MOST_ROWS
+        and query.shape[0] <= _MOST_BATCHES
         and not options.needs_torch()
         and (options.sink is None or takes_sinks())
         and options.dropout < 1
@@ -172,7 +172,7 @@ def _filled(tensor: Tensor, size: int) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _layout(query: Tensor, key: Tensor, value: Tensor) -> str:
+def _nearest_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
     """Choose the layout in which less has to be copied: projections leave BSND, caches hold BNSD.
 
     The result is wanted as BSND, and copied where it is not.

@@ -49,29 +49,25 @@ class DeterministicAttention(torch.autograd.Function):
         query, key, value, sink, mask, out, maximum, total, reserved = ctx.saved_tensors
         heads, layout, sparsity, options, ends, key_ends = ctx.rest
         seed, offset, numels = ctx.random
-        arguments = dict(
-            atten_mask=mask,
-            softmax_max=maximum,
-            softmax_sum=total,
-            softmax_in=reserved,
-            attention_in=out,
-            scale_value=options.scale,
-            keep_prob=1.0 - options.dropout,
-            pre_tockens=sparsity.before,
-            next_tockens=sparsity.behind,
-            inner_precise=sparsity.inner_precise,
-            seed=seed,
-            offset=offset,
-            numels=numels,
-            actual_seq_qlen=ends,
-            actual_seq_kvlen=key_ends,
-            sparse_mode=sparsity.mode,
-            **({} if sink is None else {"sink": sink}),
-        )
+        mode, before, behind, inner = sparsity[1:]
+        scale, keep, grad = options.scale, 1.0 - options.dropout, grad.contiguous()
+        # fmt: off
         with _deterministic():
-            gradients = torch.ops.npu.npu_fusion_attention_grad(
-                query, key, value, grad.contiguous(), heads, layout, **arguments
-            )
+            if sink is None:
+                gradients = torch.ops.npu.npu_fusion_attention_grad(
+                    query, key, value, grad, heads, layout, atten_mask=mask, softmax_max=maximum, softmax_sum=total,
+                    softmax_in=reserved, attention_in=out, scale_value=scale, keep_prob=keep, pre_tockens=before,
+                    next_tockens=behind, inner_precise=inner, seed=seed, offset=offset, numels=numels,
+                    actual_seq_qlen=ends, actual_seq_kvlen=key_ends, sparse_mode=mode,
+                )
+            else:
+                gradients = torch.ops.npu.npu_fusion_attention_grad(
+                    query, key, value, grad, heads, layout, atten_mask=mask, softmax_max=maximum, softmax_sum=total,
+                    softmax_in=reserved, attention_in=out, scale_value=scale, keep_prob=keep, pre_tockens=before,
+                    next_tockens=behind, inner_precise=inner, seed=seed, offset=offset, numels=numels,
+                    actual_seq_qlen=ends, actual_seq_kvlen=key_ends, sparse_mode=mode, sink=sink,
+                )
+        # fmt: on
         return *gradients[:3], None if sink is None else gradients[4], None, None, None, None, None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .options import FULL, Band, Options
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD, _UNIT, _LARGEST_GROUP, _MOST_KEYS, _MOST_ROWS = 512, 16, 64, 2**18, 2**16
+_LARGEST_HEAD, _UNIT, _LARGEST_GROUP, _MOST_KEYS, _MOST_BATCHES = 512, 16, 64, 2**18, 2**16
 
 
 def is_decoding(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, options: Options) -> bool:
@@ -29,7 +29,7 @@ def is_decoding(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, 
         and query.shape[3] % _UNIT == 0
         and query.shape[1] <= _LARGEST_GROUP * key.shape[1]
         and key.shape[2] <= _MOST_KEYS
-        and query.shape[0] <= _MOST_ROWS
+        and query.shape[0] <= _MOST_BATCHES
     )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .description import MaskDescription
-from .options import Band
+from .options import CAUSAL, Band
 from .patterns import Pattern, recognised
 
 
@@ -21,12 +23,14 @@ def attention_mask(
     kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> MaskDescription:
-    """Describe the mask of a forward; no tensor is made here.
+    """Describe the mask of a forward.
 
     Plain patterns, causal, sliding, bidirectional, chunked and packed, are recognised, and go without a mask; any other
-    is made as transformers makes it for sdpa, when the first layer wants it.
+    is made here, once for all layers.
 
     Args:
         batch_size: how many sequences there are.
@@ -36,34 +40,64 @@ def attention_mask(
         kv_offset: the position of the first key.
         mask_function: tells of indices whether a query sees a key; causal by default.
         attention_mask: ``[B, tokens]``, False where a token is padding.
-        kwargs: what else transformers' own mask functions take.
+        use_vmap: whether ``mask_function`` is to be asked of one index at a time.
+        device: where the mask would be.
+        kwargs: what else transformers' own mask functions take, and this one does not need.
 
     Returns:
         What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``.
     """
-    from transformers import masking_utils
-
-    if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
-
-    def make() -> Tensor:
-        options = kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-        offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
-        return masking_utils.sdpa_mask(
-            **sizes, **offsets, mask_function=mask_function, attention_mask=attention_mask, **options
-        )
-
     # every pattern is said with the last query at the last key; where a static cache is, only the device knows
     at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    pattern = recognised(mask_function) if at_the_end else None
+    pattern = _recognised(mask_function) if at_the_end else None
     if pattern is not None and pattern.chunk is not None:
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
-    padding = None
-    if attention_mask is not None and pattern is not None:
-        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        padding = padding[:, kv_offset : kv_offset + kv_length]
-    return MaskDescription(q_length, kv_length, pattern, padding, make)
+    kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
+
+    def make() -> Tensor:
+        found_on = device if kept is None else kept.device
+        rows, heads = torch.arange(batch_size, device=found_on), torch.arange(1, device=found_on)
+        queries = torch.arange(q_length, device=found_on) + q_offset
+        keys = torch.arange(kv_length, device=found_on) + kv_offset
+        function = mask_function or _causal
+        mask = (_one_by_one if use_vmap else _together)(function, rows, heads, queries, keys)
+        mask = mask.expand(batch_size, -1, q_length, kv_length)
+        return mask if kept is None else mask & kept[:, None, None]
+
+    description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
+    if pattern is None:
+        description.mask()  # now: a static cache moves its offset on while layers compute
+    return description
+
+
+def _recognised(function: Callable | None) -> Pattern | None:
+    return Pattern(CAUSAL) if function is None else recognised(function)
+
+
+def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def _of_keys(padding: Tensor, first: int, keys: int) -> Tensor:
+    """Return the padding of the keys from a position on, ``[B, keys]``; what was not said yet is padding."""
+    missing = first + keys - padding.shape[1]
+    padding = F.pad(padding, (0, missing)) if missing > 0 else padding
+    return padding[:, first : first + keys].bool()
+
+
+def _together(function: Callable, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Ask a mask function of all indices at once."""
+    return function(rows.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+
+
+def _one_by_one(function: Callable, *indices: Tensor) -> Tensor:
+    """Ask a mask function of one index after the other, as a caller may have written it."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for place in (3, 2, 1, 0):
+        function = torch.vmap(function, in_dims=tuple(0 if i == place else None for i in range(4)))
+    with TransformGetItemToIndex():  # an index of a tensor by a tensor without dimensions
+        return function(*indices)
 
 
 def _of_chunks(pattern: Pattern, queries: int, keys: int, first: int, padded: bool) -> Pattern | None:

@@ -111,8 +111,12 @@ def launch(
 
 
 def takes_sinks() -> bool:
-    """Tell whether the release has sinks, and this CANN has not refused them."""
-    return not _refused and has_parameter("npu_fusion_attention", "sink")
+    """Tell whether the release has sinks, forward and backward, and this CANN has not refused them."""
+    return (
+        not _refused
+        and has_parameter("npu_fusion_attention", "sink")
+        and has_parameter("npu_fusion_attention_grad", "sink")
+    )
 
 
 @functools.cache

@@ -112,8 +112,7 @@ class MaskDescription:
         if self._padding is None and self._ids is None:
             return band
         read = self._padding or self._ids
-        known_on_host = not torch.compiler.is_compiling() and not isinstance(read.tensor, FakeTensor)
-        if self.queries != self.keys or not known_on_host or (self._padding and self._ids):
+        if self.queries != self.keys or isinstance(read.tensor, FakeTensor) or (self._padding and self._ids):
             return None
         return self._padded(band) if self._padding else self._packed(batch, band)
 

@@ -69,6 +69,8 @@ def described(padding: Tensor, queries: int, keys: int, band: Band) -> MaskDescr
 
 def _left_out(mask: Tensor) -> Tensor | None:
     """Return which keys a mask leaves out; None where it adds something else to the scores."""
+    if torch.compiler.is_compiling():
+        return _inverse(mask)
     version = None if mask.is_inference() else mask._version
     known = _inverted.get(mask)
     if version is not None and known is not None and known[0] == version:

@@ -26,7 +26,7 @@ def attention_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> MaskDescription:
+) -> MaskDescription | Tensor:
     """Describe the mask of a forward.
 
     Plain patterns, causal, sliding, bidirectional, chunked and packed, are recognised, and go without a mask; any other
@@ -45,13 +45,9 @@ def attention_mask(
         kwargs: what else transformers' own mask functions take, and this one does not need.
 
     Returns:
-        What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``.
+        What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``;
+        under ``torch.compile`` it is that tensor.
     """
-    # every pattern is said with the last query at the last key; where a static cache is, only the device knows
-    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    pattern = _recognised(mask_function) if at_the_end else None
-    if pattern is not None and pattern.chunk is not None:
-        pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
 
     def make() -> Tensor:
@@ -64,6 +60,13 @@ def attention_mask(
         mask = mask.expand(batch_size, -1, q_length, kv_length)
         return mask if kept is None else mask & kept[:, None, None]
 
+    if torch.compiler.is_compiling():  # a graph cannot hold what depends on lengths, nor on what a function closes over
+        return make()
+    # every pattern is said with the last query at the last key; where a static cache is, only the device knows
+    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    pattern = _recognised(mask_function) if at_the_end else None
+    if pattern is not None and pattern.chunk is not None:
+        pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
     if pattern is None:
         description.mask()  # now: a static cache moves its offset on while layers compute

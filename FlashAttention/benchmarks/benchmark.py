@@ -56,7 +56,7 @@ class FlashAttentionBenchmark(Benchmark):
         self.out = self._wait(out.unsqueeze(0))
 
     def verify_packed(self) -> Tensor:
-        parts = [(t[:, a:b] for t in (self.q, self.k, self.v)) for a, b in zip(self.ends, self.ends[1:])]
+        parts = [[t[:, a:b] for t in (self.q, self.k, self.v)] for a, b in zip(self.ends, self.ends[1:])]
         return self._wait(torch.cat([_eager(q, k, v, _mask(q, k)) for q, k, v in parts], 1))
 
     def setup_decode(self) -> None:

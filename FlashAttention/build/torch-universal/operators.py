@@ -119,10 +119,15 @@ def takes_sinks() -> bool:
     )
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def has_parameter(operator: str, name: str) -> bool:
     """Tell whether an operator of torch_npu has a parameter in this release."""
-    return any(argument.name == name for argument in getattr(torch.ops.npu, operator).default._schema.arguments)
+    return name in _parameters(operator)
+
+
+@functools.cache
+def _parameters(operator: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in getattr(torch.ops.npu, operator).default._schema.arguments)
 
 
 def refuses_sinks(error: RuntimeError) -> bool:

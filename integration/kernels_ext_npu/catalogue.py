@@ -33,7 +33,7 @@ class Repository:
     Attributes:
         name: the name of its folder, and of the repository on the Hub.
         kernel: its name in build.toml and ``metadata.json``.
-        kinds: what its layers serve.
+        kinds: what its layers serve; none where it has no layers.
     """
 
     name: str
@@ -112,6 +112,8 @@ CATALOGUE = (
     Repository("FlashAttention", "flash-attention", ()),
 )
 
+# those with layers for classes and functions of transformers; what the others compute is called by name
+SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)
 REPOSITORIES = tuple(sorted(repository.name for repository in CATALOGUE))
 KERNELS = frozenset(repository.kernel for repository in CATALOGUE)
 KINDS = tuple(kind for repository in CATALOGUE for kind in repository.kinds)

@@ -84,7 +84,7 @@ def test_every_entry_says_whose_message_it_is() -> None:
 def test_reasons_of_packing_are_those_of_the_kernel() -> None:
     table = PAGE[PAGE.index("| reason |") :].split("\n\n")[0]
     quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
-    source = (ROOT / "SwiGLU/torch-ext/swiglu/packing.py").read_text()
+    source = "".join((ROOT / "SwiGLU/torch-ext/swiglu" / name).read_text() for name in ("packing.py", "memory.py"))
     given = [re.sub(r"\{.*?\}", "…", text) for text in re.findall(r'return f?"([^"]+)"', source)]
     assert {re.sub("….*", "…", text) for text in given} == set(quoted)
 

@@ -27,7 +27,10 @@ NATIVE = {
     "npu_format_cast_.acl_format", "npu_gather_backward", "stft_backward",
 }  # fmt: skip
 # So do these, in the releases that have the operator that they call.
-COMPOSED = {"npu_moe_token_unpermute": "_npu_moe_token_unpermute"}
+COMPOSED = {
+    "npu_moe_token_unpermute": "_npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_with_routing_map": "_npu_moe_token_unpermute_with_routing_map",
+}
 
 
 def formula(function: Callable) -> Callable:

@@ -7,12 +7,14 @@ order of the bits in a byte is ours, lowest first.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from softnpu.argument_checks import FLOATING, require, require_dtypes
-from softnpu.formulas import formula
+from softnpu.formulas import formula, formula_of
 from softnpu.randomness import draw, seeded
 
 _ALIGNED = 128
@@ -23,16 +25,35 @@ _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 def _npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Return ``x / (1 - p)`` where an element is kept and zero elsewhere, and the mask that says which are kept."""
     require_dtypes("_npu_dropout", {(dtype,) for dtype in FLOATING}, input=input)
-    require(0 <= p <= 1, "_npu_dropout", f"dropout probability has to be between 0 and 1, but got {p}")
-    bits = F.pad(torch.rand(input.numel(), generator=seeded(*draw(None))) >= p, (0, -input.numel() % _ALIGNED))
-    mask = (bits.view(-1, 8) * _BITS).sum(-1, dtype=torch.uint8)
+    mask = _drawn("_npu_dropout", input.numel(), p, *draw(None))
     return _masked(input, mask, p), mask
+
+
+@formula_of("_npu_dropout_gen_mask.Tensor")
+def _npu_dropout_gen_mask(
+    input: Tensor,
+    size: list[int],
+    p: float,
+    seed: int,
+    offset: int,
+    *,
+    parallel: bool | None = True,
+    sync: bool | None = None,
+) -> Tensor:
+    """Return a mask for a tensor of the given size, drawn from a seed and an offset."""
+    return _drawn("_npu_dropout_gen_mask", math.prod(size), p, seed, offset)
 
 
 @formula
 def npu_dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
     require_dtypes("npu_dropout_backward", {(d, torch.uint8) for d in FLOATING}, grad_output=grad_output, mask=mask)
     return _masked(grad_output, mask, p)
+
+
+def _drawn(operator: str, count: int, p: float, seed: int, offset: int) -> Tensor:
+    require(0 <= p <= 1, operator, f"dropout probability has to be between 0 and 1, but got {p}")
+    bits = F.pad(torch.rand(count, generator=seeded(seed, offset)) >= p, (0, -count % _ALIGNED))
+    return (bits.view(-1, 8) * _BITS).sum(-1, dtype=torch.uint8)
 
 
 def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:

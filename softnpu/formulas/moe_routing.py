@@ -17,6 +17,7 @@ from softnpu.formulas import formula
 
 COUNTS, PAIRS = 1, 2  # expert_tokens_num_type
 GATHER, SCATTER = 0, 1  # row_idx_type
+UNQUANTISED, DYNAMIC = -1, 1  # quant_mode
 MAX_EXPERTS = {COUNTS: 10240, PAIRS: 5120}
 UNWRITTEN = -1  # of integers, which have no NaN
 FINALIZE_DTYPES: set[tuple[torch.dtype, ...]] = {
@@ -26,6 +27,33 @@ FINALIZE_DTYPES: set[tuple[torch.dtype, ...]] = {
     (bfloat16, float32),
 }
 BY_COLUMNS, PADDED = (0, 1), (1, 3)  # drop_pad_mode
+
+
+@formula
+def npu_moe_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first ``min(T, active_num) · K`` rows of x [T, H] in the stable order of ``expert_idx [T, K]``, where
+    every token and slot went, and the sorted experts.
+
+    row_idx [T, K] numbers the slots, ``j · T + t``; the row of a number is its remainder by T.
+    """
+    operator = "npu_moe_init_routing"
+    require_dtypes(operator, {(d, int32, int32) for d in FLOATING}, x=x, row_idx=row_idx, expert_idx=expert_idx)
+    fits = x.dim() == expert_idx.dim() == 2 and len(x) == len(expert_idx) and row_idx.shape == expert_idx.shape
+    given = f"x {describe(x)}, row_idx {describe(row_idx)} and expert_idx {describe(expert_idx)}"
+    require(fits, operator, f"needs [T, H], [T, K] and [T, K], got {given}")
+    require(max(x.shape) < 2**24, operator, f"the sizes of x must be below 2^24, got {describe(x)}")
+    require(active_num >= 0, operator, f"active_num must not be negative, got {active_num}")
+    count = expert_idx.numel()
+    numbers = torch.equal(row_idx.flatten().sort().values, torch.arange(count, dtype=int32))
+    require(numbers, operator, f"row_idx must hold every number below {count} once")
+    experts, order = expert_idx.flatten().sort(stable=True)
+    source = row_idx.flatten()[order].long()
+    places = torch.empty(count, dtype=int32)
+    places[source] = torch.arange(count, dtype=int32)
+    active = min(active_num, len(x)) * expert_idx.shape[1]
+    return x[source[:active] % len(x)], places, experts
 
 
 @formula
@@ -41,7 +69,7 @@ def npu_moe_init_routing_v2(
     drop_pad_mode: int = 0,
     expert_tokens_num_type: int = 0,
     expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
+    quant_mode: int = UNQUANTISED,
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = GATHER,
     x_dtype: int | None = None,
@@ -52,12 +80,19 @@ def npu_moe_init_routing_v2(
     row_idx_type 0 names the row of every token and slot, -1 for those of other experts; 1 names the token and slot,
     ``t · K + j``, of every row. expert_tokens_num_type 1 counts rows for every expert in range, 2 gives pairs
     [expert_num, 2] of an expert with rows and their number, then zeros. Rows, indices and scales beyond the last row
-    stay unwritten, here NaN or -1. The form without quantisation and capacity only.
+    stay unwritten, here NaN or -1.
+
+    drop_pad_mode 1 gives every expert expert_capacity rows, [expert_num, C, H], and as many scales: further rows are
+    dropped, their index is -1, and rows that are missing are zeros. quant_mode 1 quantises every row to int8 by its
+    largest element, after a scale [1, H] or one for every expert in range, and returns the steps as scales.
     """
     operator = "npu_moe_init_routing_v2"
-    plain = quant_mode == -1 and drop_pad_mode == 0 and offset is None and x_dtype is None
-    require(plain, operator, "the software device has the form with quant_mode -1 and drop_pad_mode 0 only")
-    require_dtypes(operator, {(d, int32) for d in (*FLOATING, int8)}, x=x, expert_idx=expert_idx)
+    padded, quantised = drop_pad_mode == 1, quant_mode == DYNAMIC
+    if quant_mode not in (UNQUANTISED, DYNAMIC) or offset is not None or x_dtype is not None:
+        raise NotImplementedError(f"{operator}: the software device has the forms with quant_mode -1 and 1 only")
+    dtypes = FLOATING if quantised else (*FLOATING, int8)
+    require_dtypes(operator, {(d, int32) for d in dtypes}, x=x, expert_idx=expert_idx)
+    require(drop_pad_mode in (0, 1), operator, f"drop_pad_mode is {drop_pad_mode}; the device takes 0 or 1")
     fits = x.dim() == 2 and expert_idx.dim() == 2 and len(x) == len(expert_idx)
     given = f"x {describe(x)} and expert_idx {describe(expert_idx)}"
     require(fits, operator, f"{given} must have 2 dimensions and the same number of rows")
@@ -74,27 +109,49 @@ def npu_moe_init_routing_v2(
     start, end = active_expert_range or (0, expert_num)
     rule = f"active_expert_range [{start}, {end}) must be some of {expert_num} experts"
     require(0 <= start < end <= expert_num, operator, rule)
+    if padded:
+        plain = kind == COUNTS and row_idx_type == GATHER and (start, end) == (0, expert_num)
+        rule = "drop_pad_mode 1 takes all experts, expert_tokens_num_type 1 and row_idx_type 0"
+        require(plain, operator, rule)
+        rule = f"expert_capacity must be above 0 and below the {len(x)} rows, got {expert_capacity}"
+        require(0 < expert_capacity < len(x), operator, rule)
     if scale is not None:
-        fits = scale.dtype == float32 and list(scale.shape) == [len(x)]
-        require(fits, operator, f"scale must be float32 {[len(x)]}, got {describe(scale)}")
+        shapes = [[1, x.shape[1]], [end - start, x.shape[1]]] if quantised else [[len(x)]]
+        fits = scale.dtype == float32 and list(scale.shape) in shapes
+        require(fits, operator, f"scale must be float32 {' or '.join(map(str, shapes))}, got {describe(scale)}")
 
     flat = expert_idx.flatten().long()
     known = bool(((flat >= 0) & (flat < expert_num)).all())
     require(known, operator, f"expert_idx has a number outside of [0, {expert_num})")
     order = torch.argsort(flat, stable=True)
     order = order[(flat[order] >= start) & (flat[order] < end)]
+    counts = torch.bincount(flat, minlength=expert_num)[start:end]
+    if padded:
+        ranks = torch.arange(len(order)) - (counts.cumsum(0) - counts)[flat[order]]
+        places = flat[order] * expert_capacity + ranks
+        order, places = order[ranks < expert_capacity], places[ranks < expert_capacity]
+        row_idx = torch.full(flat.shape, UNWRITTEN, dtype=int32)
+        row_idx[order] = places.to(int32)
+        values, steps = _rows(x, order // expert_idx.shape[1], flat[order], scale, quantised)
+        expanded = torch.zeros(expert_num * expert_capacity, x.shape[1], dtype=values.dtype)
+        expanded[places] = values
+        scales = torch.full((len(expanded),), math.nan if steps is None else 0.0)
+        if steps is not None:
+            scales[places] = steps
+        return expanded.view(expert_num, expert_capacity, -1), row_idx, counts, scales
     rows, tokens = len(order), order // max(expert_idx.shape[1], 1)
-    expanded = torch.full((flat.numel(), x.shape[1]), UNWRITTEN if x.dtype == int8 else math.nan, dtype=x.dtype)
-    expanded[:rows] = x[tokens]
+    values, steps = _rows(x, tokens, flat[order] - start, scale, quantised)
+    unwritten = UNWRITTEN if values.dtype == int8 else math.nan
+    expanded = torch.full((flat.numel(), x.shape[1]), unwritten, dtype=values.dtype)
+    expanded[:rows] = values
     row_idx = torch.full(flat.shape, UNWRITTEN, dtype=int32)
     if row_idx_type == GATHER:
         row_idx[order] = torch.arange(rows, dtype=int32)
     else:
         row_idx[:rows] = order.to(int32)
     scales = torch.full(flat.shape, math.nan)
-    if scale is not None:
-        scales[:rows] = scale[tokens]
-    counts = torch.bincount(flat, minlength=expert_num)[start:end]
+    if steps is not None:
+        scales[:rows] = steps
     return expanded, row_idx, counts if kind == COUNTS else _pairs(counts, start, expert_num), scales
 
 
@@ -144,6 +201,19 @@ def npu_moe_finalize_routing(
             term = term + bias[experts[:, slot].long()].to(step)
         out = out + (term if scales is None else term * scales[:, slot, None].to(step))
     return out.to(rows.dtype)
+
+
+def _rows(
+    x: Tensor, tokens: Tensor, experts: Tensor, scale: Tensor | None, quantised: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of x for tokens, quantised where that is asked for, and their scales."""
+    if not quantised:
+        return x[tokens], None if scale is None else scale[tokens]
+    rows = x[tokens].float()
+    if scale is not None:
+        rows = rows * (scale if len(scale) == 1 else scale[experts])
+    steps = rows.abs().amax(-1) / 127
+    return torch.round(rows / steps.unsqueeze(-1)).nan_to_num(0.0).to(int8), steps  # zeros over zero
 
 
 def _pairs(counts: Tensor, start: int, expert_num: int) -> Tensor:

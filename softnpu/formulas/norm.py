@@ -35,8 +35,8 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     x = input.float()
     rstd = _rstd(x, gamma.dim(), epsilon)
     if _whole_reduce_sum(input, gamma):
-        return (x * rstd).half() * gamma, rstd
-    return (x * rstd * gamma.float()).to(input.dtype), rstd
+        return ((x * rstd).half() * gamma).contiguous(), rstd
+    return (x * rstd * gamma.float()).to(input.dtype).contiguous(), rstd
 
 
 @formula
@@ -78,11 +78,55 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     float16 adds in float16. bfloat16 adds in float32; the MERGE_N kernels norm the rounded sum, the others the exact
     one. Both round ``x · rstd`` before they multiply with gamma.
     """
-    operator = "npu_add_rms_norm"
-    _require_trailing(operator, x1, gamma)
-    require_dtypes(operator, {(d, d, d) for d in FLOATING}, x1=x1, x2=x2, gamma=gamma)
-    require(x1.shape == x2.shape, operator, f"x1 {describe(x1)} and x2 {describe(x2)} differ in shape")
-    require(x1.numel() > 0, operator, f"x1 is empty: {describe(x1)}")
+    y, rstd, total = _add_rms_norm("npu_add_rms_norm", x1, x2, gamma, epsilon)
+    return y.contiguous(), rstd, total.contiguous()
+
+
+@formula
+def npu_add_rms_norm_cast(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the norm of ``x1 + x2`` as float32 and in the dtype of x1, its rstd, and the sum.
+
+    The float32 result holds the rounded values. float16 adds, and multiplies with gamma, in float16; bfloat16 norms the
+    exact sum and rounds once (op_kernel/add_rms_norm_cast.h).
+    """
+    operator = "npu_add_rms_norm_cast"
+    _require_sum(operator, x1, x2, gamma, (float16, bfloat16))
+    total = x1.float() + x2.float()
+    rounded = total.to(x1.dtype)
+    if x1.dtype == float16:
+        total = rounded.float()
+        rstd = _rstd(total, gamma.dim(), epsilon)
+        y = (total * rstd).half() * gamma
+    else:
+        rstd = _rstd(total, gamma.dim(), epsilon)
+        y = (total * rstd * gamma.float()).to(x1.dtype)
+    return y.float().contiguous(), y.contiguous(), rstd, rounded.contiguous()
+
+
+@formula
+def npu_add_rms_norm_v2(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> Tensor:
+    """Write the result of npu_add_rms_norm to x1 and the sum to x2, and return rstd."""
+    y, rstd, total = _add_rms_norm("npu_add_rms_norm_v2", x1, x2, gamma, epsilon)
+    x1.copy_(y)
+    x2.copy_(total)
+    return rstd
+
+
+@formula
+def npu_add_rms_norm_v2_functional(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rstd, the norm and the sum, laid out as x1 and x2, of which the operator makes clones."""
+    y, rstd, total = _add_rms_norm("npu_add_rms_norm_v2_functional", x1, x2, gamma, epsilon)
+    return rstd, x1.clone().copy_(y), x2.clone().copy_(total)
+
+
+def _add_rms_norm(
+    operator: str, x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    _require_sum(operator, x1, x2, gamma, FLOATING)
     total = x1.float() + x2.float()
     rounded = total.to(x1.dtype)
     if x1.dtype == float16 or gamma.numel() <= MERGE_N_COLUMNS:
@@ -107,6 +151,13 @@ def _require_trailing(operator: str, x: Tensor, gamma: Tensor) -> None:
         operator,
         f"gamma must have the last dimensions of x and fewer than x, got {describe(gamma)} for x {describe(x)}",
     )
+
+
+def _require_sum(operator: str, x1: Tensor, x2: Tensor, gamma: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    _require_trailing(operator, x1, gamma)
+    require_dtypes(operator, {(d, d, d) for d in dtypes}, x1=x1, x2=x2, gamma=gamma)
+    require(x1.shape == x2.shape, operator, f"x1 {describe(x1)} and x2 {describe(x2)} differ in shape")
+    require(x1.numel() > 0, operator, f"x1 is empty: {describe(x1)}")
 
 
 def _whole_reduce_sum(x: Tensor, gamma: Tensor) -> bool:

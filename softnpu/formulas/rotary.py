@@ -46,13 +46,23 @@ def npu_rotary_mul(
 ) -> Tensor:
     """Compute ``x · cos + rotated(x) · sin`` in float32, rounded once; r1 is cos and r2 is sin.
 
-    "half" turns ``[x1, x2]`` into ``[-x2, x1]``, "interleave" each pair ``(x0, x1)`` into ``(-x1, x0)``. cos and sin of
-    another dtype are cast to that of x first, as op-plugin does.
+    "half" turns ``[x1, x2]`` into ``[-x2, x1]``, "interleave" each pair ``(x0, x1)`` into ``(-x1, x0)``. With rotate
+    [D, D] it is ``x · rotate``, without a gradient. cos and sin of another dtype are cast to that of x first, as
+    op-plugin does.
     """
-    require(rotate is None, "npu_rotary_mul", "the software device has no form of the operator with rotate")
     _require("npu_rotary_mul", input, r1, r2, rotary_mode)
     x, cos, sin = (t.to(input.dtype).float() for t in (input, r1, r2))
-    return (x * cos + _rotated(x, rotary_mode) * sin).to(input.dtype).contiguous()
+    if rotate is None:
+        rotated = _rotated(x, rotary_mode)
+    else:
+        d = input.shape[-1]
+        fits = rotate.shape == (d, d) and rotate.dtype == input.dtype
+        rule = f"rotate must be {input.dtype} [{d}, {d}], got {describe(rotate)}"
+        require(fits, "npu_rotary_mul", rule)
+        wanted = torch.is_grad_enabled() and any(needs_gradient(t) for t in (input, r1, r2))
+        require(not wanted, "npu_rotary_mul", "with rotate there is no gradient: torch_npu would rotate by rotary_mode")
+        rotated = x @ rotate.float()
+    return (x * cos + rotated * sin).to(input.dtype).contiguous()
 
 
 @formula

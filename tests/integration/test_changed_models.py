@@ -137,3 +137,52 @@ def test_a_part_that_was_restored_stays_so_until_it_is_asked_for(registered) -> 
     model.use_kernels = False
     model.use_kernels = True  # asks for all of it
     assert swapped() == {True}
+
+
+WATCHED = {"qwen3": "MLP", "phi3": "MLP", "qwen3_moe": "Experts", "gpt_oss": "Experts"}
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "global"])
+@pytest.mark.parametrize("name", WATCHED)
+def test_hooks_see_activations_as_without_kernels(registered, name: str, kind: str) -> None:
+    """How often they are called, but for experts, whose rows are one call here and one for each expert there."""
+    original = zoo.build(name)
+    for each in modules(original, WATCHED[name]):
+        for attribute in ("act_fn", "activation_fn"):
+            if attribute in each._modules:
+                setattr(each, attribute, copy.deepcopy(getattr(each, attribute)))  # one object for all of them, often
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    seen: dict[str, int] = {}
+    for where, watched in (("npu", model), ("cpu", original)):
+        activations = [
+            each._modules[attribute]
+            for each in modules(watched, WATCHED[name])
+            for attribute in ("act_fn", "activation_fn")
+            if attribute in each._modules
+        ]
+
+        def note(module: nn.Module, *_: object, where: str = where, activations: list = activations) -> None:
+            if any(module is each for each in activations):
+                seen[where] = seen.get(where, 0) + 1
+
+        if kind == "global":
+            handles = [torch.nn.modules.module.register_module_forward_hook(note)]
+        else:
+            handles = [getattr(each, f"register_{kind}_hook")(note) for each in activations]
+        inputs = {key: value.to(where) for key, value in zoo.inputs(name, watched).items()}
+        watched(**inputs).logits.square().mean().backward()
+        for handle in handles:
+            handle.remove()
+    assert seen.get("npu") == seen.get("cpu") or (WATCHED[name] == "Experts" and seen["npu"] and seen["cpu"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_another_activation_of_experts_is_computed_at_once(registered, name: str) -> None:
+    """Its class says that it is another one, before anybody looks at kernels again."""
+    original = zoo.build(name)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    outputs(model, name)
+    for each in (model, original):
+        relu(each, "Experts")
+    found, expected = outputs(model, name), outputs(original, name)
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()

@@ -150,12 +150,14 @@ def test_three_counts_are_the_same(registered) -> None:
 
 
 @pytest.mark.long
-def test_counts_are_the_same_in_other_processes_and_on_a_busy_machine(registered, run_python) -> None:
-    expected = json.loads(json.dumps(all_counts(compared(torch.bfloat16))))
-    assert json.loads(run_python(IN_A_PROCESS, PYTHONHASHSEED="1").stdout.splitlines()[-1]) == expected
+def test_counts_are_the_same_in_other_processes_and_on_a_busy_machine(run_python) -> None:
+    def found(seed: str) -> dict[str, list]:
+        return json.loads(run_python(IN_A_PROCESS, PYTHONHASHSEED=seed).stdout.splitlines()[-1])
+
+    expected = found("1")  # not in this process, whose other tests may have wrapped forwards of transformers
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
-        assert json.loads(run_python(IN_A_PROCESS, PYTHONHASHSEED="2").stdout.splitlines()[-1]) == expected
+        assert found("2") == expected
     finally:
         for process in busy:
             process.kill()

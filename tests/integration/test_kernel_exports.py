@@ -13,12 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXPORTS = {
     ("SwiGLU", "packing"): {
         "pack": ("gate", "up"),
-        "unpack": ("gate", "up"),
+        "obstacle": ("gate", "up"),
         "separate": ("gate", "up"),
         "projections": ("mlp",),
     },
     ("FusedMoE", "gates"): {"activation_of": ("experts",), "forget": ("experts",)},
-    ("FusedMoE", "layout"): {"store_transposed": ("weight",), "store_contiguous": ("weight",)},
+    ("FusedMoE", "layout"): {
+        "store_transposed": ("weight",),
+        "store_contiguous": ("weight",),
+        "immovable": ("parameter",),
+    },
     ("FusedMoE", "blocks"): {"unfit": ("block",)},
 }
 

@@ -36,6 +36,7 @@ for name in models.MODELS:
     use(load(name))
 hub_kernels.register_kernel_mapping_transformers()
 lasting.install()
+from transformers import PreTrainedModel  # a name that transformers looks up when it is asked for
 """
 
 EVERY_MODEL = """

@@ -1,25 +1,29 @@
-"""Gate and up in one storage: nobody notices, and where it cannot be the results are right all the same."""
+"""Gate and up side by side: nobody notices, and where it cannot be the results are right all the same."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
 import pytest
 import torch
+import torch_npu
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import kernels_ext_npu
 import softnpu
 from tests.support import memory
 
 pytestmark = pytest.mark.usefixtures("registered")
+APART = "two products, since the weights do not lie side by side: kernelize(model) lays them so"
+HELD = "two products, since somebody else also holds a weight, such as a state dict or a graph of autograd"
 IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
@@ -50,6 +54,12 @@ def storage(parameter: torch.Tensor) -> int:
     return parameter.untyped_storage().data_ptr()
 
 
+def assert_own_storages(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.untyped_storage().data_ptr() == parameter.data_ptr()
+
+
 def assert_equal_logits(model: nn.Module, original: nn.Module) -> None:
     """1e-6: float32 sums in another order."""
     with torch.no_grad():
@@ -72,7 +82,7 @@ def train(model: nn.Module, steps: int = 1, optimizer: Callable = torch.optim.SG
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_storage_holds_both_and_nothing_is_held_twice(bias) -> None:
+def test_both_lie_side_by_side_in_storages_of_their_own_and_nothing_is_held_twice(bias) -> None:
     model = llama(mlp_bias=bias).to("npu")
     torch.npu.empty_cache()
     before = torch.npu.memory_allocated()
@@ -87,7 +97,9 @@ def test_one_storage_holds_both_and_nothing_is_held_twice(bias) -> None:
         assert type(parameter) is nn.Parameter
     for layer in model.model.layers:
         for name in ("weight", "bias") if bias else ("weight",):
-            assert storage(getattr(layer.mlp.gate_proj, name)) == storage(getattr(layer.mlp.up_proj, name))
+            gate, up = getattr(layer.mlp.gate_proj, name), getattr(layer.mlp.up_proj, name)
+            assert gate.data_ptr() + gate.nbytes == up.data_ptr()
+    assert_own_storages(model)
     assert_equal_logits(model, llama(mlp_bias=bias))
 
 
@@ -170,7 +182,7 @@ def test_state_dicts_go_in_and_out_and_leave_it_packed(tmp_path: Path) -> None:
 def test_state_dicts_that_are_assigned_end_the_packing_and_kernelize_restores_it() -> None:
     model, other = kernelized(), llama(hidden_act="silu")
     model.load_state_dict({name: value.npu() for name, value in other.state_dict().items()}, assign=True)
-    assert reasons(model) == {"two products, since the weights do not lie side by side in one storage"}
+    assert reasons(model) == {APART}
     assert_equal_logits(model, other)
     assert reasons(kernels_ext_npu.kernelize(model)) == {None}
     assert_equal_logits(model, other)
@@ -196,7 +208,6 @@ def test_saving_takes_no_second_copy_on_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", ["save_model", "clean", "safetensors"])
 def test_other_ways_to_save_lose_nothing(tmp_path: Path, save) -> None:
-    """accelerate takes two views of one storage for one tensor."""
     model, path = kernelized(), tmp_path / "model.safetensors"
     if save == "save_model":
         accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
@@ -209,7 +220,7 @@ def test_other_ways_to_save_lose_nothing(tmp_path: Path, save) -> None:
 
 
 def test_layers_that_share_an_mlp_lose_nothing(tmp_path: Path) -> None:
-    """Each weight has two names and lies beside another one: one name of each is left."""
+    """Each weight has two names: one of each is left."""
     model = llama().to("npu")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     kernels_ext_npu.kernelize(model)
@@ -273,10 +284,12 @@ def test_weights_that_lie_in_an_optimizers_buffer_stay_there(tmp_path: Path, act
         assert torch.equal(parameter.detach().flatten(), part)
 
 
-def test_restore_gives_each_weight_its_own_storage() -> None:
-    model = kernels_ext_npu.restore(kernelized(mlp_bias=True))
-    for parameter in model.parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+def test_restored_weights_stay_where_they_are_in_storages_of_their_own() -> None:
+    model = kernelized(mlp_bias=True)
+    before = [storage(parameter) for parameter in model.parameters()]
+    kernels_ext_npu.restore(model)
+    assert [storage(parameter) for parameter in model.parameters()] == before
+    assert_own_storages(model)
     assert_equal_logits(model, llama(mlp_bias=True))
 
 
@@ -289,7 +302,7 @@ def test_it_stays_packed_when_the_mode_changes(mode) -> None:
 def test_tensors_that_were_cast_or_moved_are_right() -> None:
     model = kernelized()
     model.to(torch.bfloat16)
-    assert reasons(model) == {"two products, since the weights do not lie side by side in one storage"}
+    assert reasons(model) == {APART}
     model.to(torch.float32)
     expected = llama().to(torch.bfloat16).to(torch.float32)
     assert_equal_logits(model, expected)
@@ -379,7 +392,7 @@ def test_weights_that_share_a_storage_the_other_way_round_are_two_products() -> 
         gate, up = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
         up.data, gate.data = torch.cat((up.detach(), gate.detach())).chunk(2)
     kernels_ext_npu.kernelize(model)
-    assert reasons(model) == {"two products, since the weights do not lie side by side in one storage"}
+    assert reasons(model) == {"two products, since a weight is part of a larger storage"}
     assert_equal_logits(model, llama())
 
 
@@ -399,8 +412,143 @@ def test_one_bias_only_is_multiplied_twice() -> None:
     assert_equal_logits(model, llama())
 
 
-def test_transformers_is_left_with_its_own_way_to_save() -> None:
-    """save_pretrained stays wrapped, since models stay packed; its documentation and name are transformers'."""
-    kernels_ext_npu.unregister()
-    assert PreTrainedModel.save_pretrained.__name__ == "save_pretrained"
-    assert PreTrainedModel.save_pretrained.__doc__ == PreTrainedModel.save_pretrained.__wrapped__.__doc__
+HOLDERS = {
+    "state dict": lambda model: model.state_dict(),
+    "second parameter": lambda model: [nn.Parameter(parameter.data) for parameter in model.parameters()],
+    "views": lambda model: [parameter.detach()[1:] for parameter in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_weights_that_somebody_else_holds_stay_where_they_are(holder: str) -> None:
+    """Whatever is written into the one is in the other, as without kernels, and once it is let go they are packed."""
+    model = llama().to("npu")
+    held = HOLDERS[holder](model)
+    kernels_ext_npu.kernelize(model)
+    assert reasons(model) == {HELD}
+    for tensor in held.values() if isinstance(held, dict) else held:
+        with torch.no_grad():
+            tensor.zero_()
+    for parameter in model.parameters():
+        assert not parameter[1:].any()
+    del tensor, held
+    assert reasons(kernels_ext_npu.kernelize(model)) == {None}
+
+
+@pytest.mark.parametrize("act", ["save", "restore", "train", "kernelize"])
+def test_what_holds_packed_weights_goes_on_to_hold_them(tmp_path: Path, act: str) -> None:
+    model = kernelized()
+    held = model.state_dict()
+    acts = {
+        "save": lambda: model.save_pretrained(tmp_path),
+        "restore": lambda: kernels_ext_npu.restore(model),
+        "train": model.train,
+        "kernelize": lambda: kernels_ext_npu.kernelize(model),
+    }
+    acts[act]()
+    for tensor in held.values():
+        tensor.zero_()
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_a_weight_between_forward_and_backward_stays_for_the_backward() -> None:
+    """A graph that was made before holds views of the weights."""
+    model, original = llama().to("npu"), llama()
+    loss = model(IDS.npu(), labels=IDS.npu()).loss
+    kernels_ext_npu.kernelize(model)
+    loss.backward()
+    original(IDS, labels=IDS).loss.backward()
+    for a, b in zip(model.parameters(), original.parameters()):
+        assert (a.grad.cpu() - b.grad).norm() <= 5e-6 * b.grad.norm()
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_weight_that_is_changed_before_the_backward_is_refused(name: str) -> None:
+    model = kernelized()
+    loss = model(IDS.npu(), labels=IDS.npu()).loss
+    with torch.no_grad():
+        getattr(model.model.layers[0].mlp, name).weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dlpack", [True, False], ids=["DLPack", "as in releases without DLPack"])
+def test_a_storage_is_freed_and_filled_without_its_neighbour(monkeypatch: pytest.MonkeyPatch, dlpack: bool) -> None:
+    """As offloaders do. Releases without DLPack refuse it."""
+    if not dlpack:
+        monkeypatch.delattr(torch_npu._C, "_npu_from_dlpack")
+    model = kernelized()
+    assert reasons(model) == {None}
+    assert_equal_logits(model, llama())
+    gate, up = (getattr(model.model.layers[0].mlp, name).weight for name in ("gate_proj", "up_proj"))
+    values, other, size = gate.detach().clone(), up.detach().clone(), gate.nbytes
+    if not dlpack:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            gate.untyped_storage().resize_(0)
+        return
+    gate.untyped_storage().resize_(0)
+    assert torch.equal(up.detach(), other)
+    gate.untyped_storage().resize_(size)
+    with torch.no_grad():
+        gate.copy_(values)
+    assert_equal_logits(model, llama())
+    assert reasons(kernels_ext_npu.kernelize(model)) == {None}
+
+
+@pytest.mark.parametrize("dlpack", [True, False], ids=["DLPack", "as in releases without DLPack"])
+def test_memory_is_freed_when_both_have_left_it(monkeypatch: pytest.MonkeyPatch, dlpack: bool) -> None:
+    if not dlpack:
+        monkeypatch.delattr(torch_npu._C, "_npu_from_dlpack")
+    gc.collect()
+    empty = torch.npu.memory_allocated()
+    model = llama(intermediate_size=4096).to("npu")
+    whole = torch.npu.memory_allocated() - empty
+    kernels_ext_npu.kernelize(model)
+    assert torch.npu.memory_allocated() - empty <= whole
+    model.to(torch.bfloat16)
+    assert torch.npu.memory_allocated() - empty < 0.6 * whole  # and what the allocator rounds
+    kernels_ext_npu.kernelize(model)
+    model.cpu()
+    gc.collect()
+    assert torch.npu.memory_allocated() - empty < 0.1 * whole
+
+
+def test_global_hooks_see_what_they_see_without_kernels() -> None:
+    seen: dict[str, list[str]] = {}
+    for where, model in (("npu", kernelized()), ("cpu", llama())):
+        names = {module: name for name, module in model.named_modules()}
+        calls = seen.setdefault(where, [])
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_, names=names, calls=calls: calls.append(names.get(module, ""))
+        )
+        with torch.no_grad():
+            model(IDS.to(where))
+        hook.remove()
+    assert seen["npu"] == seen["cpu"]
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_an_activation_are_called(kind: str) -> None:
+    model, original, calls = kernelized(), llama(), []
+    activation = nn.SiLU()  # transformers' own is one object for all layers
+    model.model.layers[0].mlp.act_fn = activation
+    getattr(activation, f"register_{kind}_hook")(lambda *_: calls.append(kind))
+    assert_equal_logits(model, original)
+    model(IDS.npu(), labels=IDS.npu()).loss.backward()
+    assert calls
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU()], ids=["class", "formula"])
+@pytest.mark.parametrize("layout", ["three", "two"])
+def test_another_activation_is_computed_at_once(activation: nn.Module, layout: str) -> None:
+    """Before anybody looks at kernels again: its class says that it is another one."""
+    model, original = kernelized(), llama()
+    if layout == "two":
+        config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        torch.manual_seed(0)
+        original = Phi3ForCausalLM(Phi3Config(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **config)).eval()
+        model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    for each in (model, original):
+        mlp = each.model.layers[0].mlp
+        setattr(mlp, "act_fn" if layout == "three" else "activation_fn", activation)
+    assert_equal_logits(model, original)

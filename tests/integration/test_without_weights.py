@@ -16,7 +16,7 @@ from tests.support import zoo
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = ["qwen3", "qwen3_moe", "gemma3_text", "deepseek_v3", "phi3"]
 WAITS = "two products, since its weights are on meta: once they are loaded kernelize(model) lays them side by side"
-APART = "two products, since the weights do not lie side by side in one storage"
+APART = "two products, since the weights do not lie side by side: kernelize(model) lays them so"
 
 
 def on_meta(name: str) -> PreTrainedModel:

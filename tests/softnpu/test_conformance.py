@@ -63,6 +63,11 @@ HALF = torch.bfloat16
 IDS = torch.tensor([0, 2, 2, 1])
 EXPERTS = torch.tensor([[0, 2], [2, 1]])
 SLOTS = torch.tensor([0, 2, 3, 1], dtype=torch.int32)
+SLOTS6 = torch.tensor([0, 3, 1, 4, 2, 5], dtype=torch.int32)
+EXPERTS6 = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)
+MAP = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
+MAPPED = torch.tensor([0, 2, 3, 4, 1, 5], dtype=torch.int32)
+MAPPED_PADDED = torch.tensor([0, 2, 0, 1, 1, 0, 2, 0], dtype=torch.int32)
 SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_rms_norm": [(norms(d, *s), {}) for d in (torch.float32, HALF) for s in ((2, 8), (2, 3, 4, 8))]
     + [((rows(2, 3, 8, dtype=HALF), rows(8)), {}), ((rows(2, 3, 4, 8), rows(4, 8), 1e-5), {})],
@@ -72,10 +77,54 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     + [((rows(2, 8, dtype=HALF), rows(2, 8, dtype=HALF), rows(8), rows(2, 1)), {})],
     "npu_gemma_rms_norm": [(norms(d, 2, 3, 8), {}) for d in (torch.float32, HALF)],
     "npu_add_rms_norm": [((x, x, gamma), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_add_rms_norm_cast": [((x, x, gamma), {}) for x, gamma in (norms(HALF, 2, 8), norms(torch.half, 2, 3, 8))],
+    "npu_add_rms_norm_v2": [((x, x, gamma), {}) for x, gamma in (norms(torch.float32, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_add_rms_norm_v2_functional": [((x, x, gamma), {}) for x, gamma in (norms(HALF, 2, 8), norms(HALF, 2, 3, 8))],
+    "npu_add_layer_norm": [((x, x, g, g), {}) for x, g in (norms(HALF, 2, 8), (rows(2, 3, 8, dtype=HALF), rows(8)))],
+    "npu_add_layer_norm_backward": [((rows(2, 8), rows(2, 8), rows(2, 8), rows(2, 1), rows(2, 1), rows(8), None), {})],
+    "npu_deep_norm": [((x, x, g, g), {}) for x, g in (norms(HALF, 2, 8), (rows(2, 3, 8), rows(3, 8)))],
+    "npu_deep_norm_backward": [((rows(2, 8), rows(2, 8), rows(2, 8), rows(8), rows(2, 1), rows(2, 1)), {})],
+    "npu_group_norm_silu": [
+        ((rows(2, 4, 3), rows(4), rows(4), 2), {}),
+        ((rows(2, 4, 3, 3, dtype=HALF), rows(4), rows(4), 2), {}),
+        ((rows(2, 4, dtype=HALF), None, None, 2), {}),
+    ],
+    "npu_cross_entropy_loss": [
+        ((rows(3, 5), IDS[:3]), {}),
+        ((rows(3, 5, dtype=HALF), IDS[:3], rows(5), "none"), {"label_smoothing": 0.1}),
+    ],
+    "npu_cross_entropy_loss_backward": [
+        ((rows(1), rows(3, 5), IDS[:3]), {}),
+        ((rows(3, dtype=HALF), rows(3, 5, dtype=HALF), IDS[:3], rows(5)), {"reduction": "none"}),
+    ],
+    "npu_silu": [((x,), {}) for x in (rows(8), rows(4, 3).t())],
+    "npu_silu_": [((rows(8),), {})],
+    "npu_silu_backward": [((rows(4, 3), rows(4, 3), rows(4, 3)), {})],
+    "npu_gelu": [((rows(8),), {}), ((rows(4, 3, dtype=HALF).t(),), {"approximate": "tanh"})],
+    "npu_gelu_backward": [((rows(8), rows(8)), {}), ((rows(4, 3, dtype=HALF), rows(4, 3, dtype=HALF)), {})],
+    "npu_gelu_mul": [((rows(2, 8),), {}), ((rows(2, 3, 4, dtype=HALF),), {"approximate": "tanh"})],
+    "npu_fast_gelu": [((x,), {}) for x in (rows(8), rows(4, 3, dtype=HALF).t())],
+    "fast_gelu": [((rows(8),), {})],
+    "npu_fast_gelu_backward": [((rows(4, 3), rows(4, 3)), {})],
     "npu_rotary_mul": [
         (rotary((2, 3, 4, 16), (2, 3, 1, 16)), {}),
         (rotary((2, 3, 4, 32), (1, 1, 4, 32), HALF), {}),
         ((*rotary((6, 4, 16), (6, 1, 16)), "interleave"), {}),
+    ],
+    "npu_apply_rotary_pos_emb": [((rows(2, 3, 4, 64), rows(2, 3, 2, 64), rows(2, 3, 1, 64), rows(2, 3, 1, 64)), {})],
+    "npu_interleave_rope": [
+        ((rows(2, 4, 3, 64, dtype=HALF), rows(2, 1, 1, 64, dtype=HALF), rows(2, 1, 1, 64, dtype=HALF)), {})
+    ],
+    "npu_mrope": [((IDS, rows(4, 128), rows(4, 64), rows(3, 32), 64), {"rotary_mode": "interleaved"})],
+    "npu_kv_rmsnorm_rope_cache": [
+        (
+            (
+                *(rows(*s, dtype=HALF) for s in ((1, 1, 2, 576), (512,), (1, 1, 2, 64), (1, 1, 2, 64))),
+                torch.tensor([[2, 0]]),
+                *(rows(*s, dtype=HALF) for s in ((1, 1, 3, 64), (1, 1, 3, 512))),
+            ),
+            {},
+        )
     ],
     "npu_rotary_mul_backward": [
         ((rows(2, 3, 4, 16), *rotary((2, 3, 4, 16), (2, 3, 1, 16))), {}),
@@ -195,12 +244,36 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_moe_gating_top_k_backward": [  # has no meta kernel
         ((rows(3, 8), rows(3, 2, dtype=HALF), torch.tensor([[0, 1]] * 3, dtype=torch.int32)), {"norm_type": 1})
     ],
+    "npu_moe_token_permute_with_routing_map": [
+        ((rows(3, 8), MAP), {"num_out_tokens": 6}),
+        ((rows(3, 8, dtype=HALF), MAP), {"num_out_tokens": 9, "probs": rows(3, 4), "drop_and_pad": True}),
+    ],
+    "npu_moe_token_permute_with_routing_map_grad": [
+        ((rows(6, 8), None, MAPPED, MAP, 4, 3, False), {}),
+        ((rows(8, 8), rows(8), MAPPED_PADDED, MAP, 4, 3, True), {}),
+    ],
+    "_npu_moe_token_unpermute_with_routing_map": [
+        ((rows(6, 8), MAPPED, [3, 8]), {"routing_map": MAP}),
+        ((rows(8, 8), MAPPED_PADDED, [3, 8]), {"probs": rows(3, 4), "routing_map": MAP, "drop_and_pad": True}),
+    ],
+    "npu_moe_token_unpermute_with_routing_map": [((rows(6, 8), MAPPED, [3, 8]), {"routing_map": MAP})],
+    "npu_moe_token_unpermute_with_routing_map_grad": [
+        ((rows(3, 8), MAPPED, MAPPED, MAP, rows(6, 8), rows(3, 4), False, [3, 8]), {}),
+        ((rows(3, 8), MAPPED, MAPPED, MAP, None, None, False, [3, 8]), {}),
+    ],
+    "npu_moe_init_routing": [((rows(3, 8), SLOTS6.view(3, 2), EXPERTS6, n), {}) for n in (2, 5)],
     "npu_moe_init_routing_v2": [
         (
             (rows(2, 8, dtype=HALF), EXPERTS.int()),
             {"expert_num": 3, "expert_tokens_num_type": kind, "expert_tokens_num_flag": True} | options,
         )
-        for kind, options in ((1, {}), (1, {"active_expert_range": [1, 3], "row_idx_type": 1}), (2, {"active_num": 4}))
+        for kind, options in (
+            (1, {}),
+            (1, {"active_expert_range": [1, 3], "row_idx_type": 1}),
+            (2, {"active_num": 4}),
+            (1, {"quant_mode": 1, "scale": rows(1, 8)}),
+            (1, {"drop_pad_mode": 1, "expert_capacity": 1}),
+        )
     ],
     "npu_moe_finalize_routing": [
         ((rows(4, 8), None, None, None, None, SLOTS, None), {}),
@@ -208,6 +281,47 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(3, 2, 8, dtype=HALF), None, None, None, rows(2, 2), SLOTS, None), {"drop_pad_mode": 3}),
     ],
     "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
+    "npu_linear": [((rows(3, 8), rows(4, 8), rows(4)), {}), ((rows(3, 8).half(), rows(4, 8).half()), {})],
+    "npu_linear_backward": [((rows(3, 4), rows(3, 8), rows(4, 8)), {})],
+    "npu_transpose_batchmatmul": [
+        ((rows(2, 3, 16), rows(2, 16, 32)), {}),
+        ((rows(3, 2, 16, dtype=HALF), rows(2, 16, 32, dtype=HALF)), {"perm_x1": [1, 0, 2], "batch_split_factor": 2}),
+    ],
+    "npu_ffn": [
+        ((rows(2, 3, 8, dtype=HALF), rows(8, 16, dtype=HALF), rows(16, 8, dtype=HALF), "silu"), {}),
+        ((rows(5, 8).half(), rows(2, 8, 4).half(), rows(2, 4, 8).half(), "relu"), {"expert_tokens": [2, 3]}),
+    ],
+    "npu_scaled_masked_softmax": [((rows(2, 1, 32, 64, dtype=HALF), torch.zeros(32, 64, dtype=torch.bool), 0.5), {})],
+    "npu_scaled_masked_softmax_backward": [
+        ((rows(2, 1, 32, 64), rows(2, 1, 32, 64), torch.zeros(32, 64, dtype=torch.bool), 0.5, False), {})
+    ],
+    "npu_dynamic_quant": [
+        ((rows(3, 8, dtype=HALF),), {}),
+        (
+            (rows(2, 2, 8, dtype=HALF),),
+            {"smooth_scales": rows(2, 8, dtype=HALF), "group_index": torch.tensor([1, 4], dtype=torch.int32)},
+        ),
+    ],
+    "npu_quant_matmul": [
+        ((rows(3, 8).char(), rows(8, 4).char(), rows(4)), options)
+        for options in ({}, {"output_dtype": 5}, {"output_dtype": 15, "pertoken_scale": rows(3), "bias": rows(4)})
+    ],
+    "npu_weight_quant_batchmatmul": [((rows(3, 8, dtype=HALF), rows(8, 4).char(), rows(1, 4, dtype=HALF)), {})],
+    "npu_apply_adam_w.out": [
+        ((0.9, 0.9, 0.1, 0.1, 0.9, 0.9, 0.1, rows(4), None, None, None), {"out": [rows(4), rows(4), rows(4)]})
+    ],
+    "npu_one_hot": [((IDS,), {"depth": 3})],
+    "npu_scatter_nd_update": [((rows(4, 5, 6), torch.tensor([[0, 1], [2, 3]]), rows(2, 6)), {})],
+    "npu_scatter_nd_update_": [((rows(4, 5, 6), torch.tensor([[0], [3]]), rows(2, 5, 6)), {})],
+    "npu_top_k_top_p": [((rows(3, 8, dtype=HALF), rows(3, dtype=HALF), SLOTS[1:]), {})],
+    "npu_ring_attention_update": [
+        ((rows(5, 2, 16), *[rows(2, 4, 5, 8)] * 2, rows(5, 2, 16), *[rows(2, 4, 5, 8)] * 2), {}),
+        (
+            (rows(5, 2, 16, dtype=HALF), *[rows(5, 2, 8)] * 2, rows(5, 2, 16, dtype=HALF), *[rows(5, 2, 8)] * 2),
+            {"actual_seq_qlen": torch.tensor([2, 5]), "input_layout": "TND", "input_softmax_layout": "TND"},
+        ),
+    ],
+    "_npu_dropout_gen_mask.Tensor": [((rows(3), [3, 50], 0.5, 1, 4), {})],
     "_npu_dropout": [((rows(3, 50), 0.5), {}), ((rows(2, dtype=HALF), 0.0), {})],
     "npu_dropout_backward": [((rows(2, 3), torch.zeros(16, dtype=torch.uint8), 0.5), {})],
     "npu_dtype_cast": [((rows(3), 15), {}), ((rows(3, dtype=HALF), 6), {"input_dtype": 15})],
@@ -235,6 +349,10 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "_thnn_fused_lstm_cell": [((rows(2, 12), rows(2, 12), rows(2, 3), rows(12), rows(12)), {})],
     "_thnn_fused_lstm_cell_backward_impl": [((rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 3), rows(2, 12), True), {})],
     "_copy_from_and_resize": [],  # from the CPU to the device: test_host_execution.py
+}
+# operators whose meta kernel gives other shapes than op-plugin allocates
+OTHER_SHAPES = {
+    "npu_cross_entropy_loss",  # zloss and what its gradient needs, where op-plugin makes them empty
 }
 ALL = {**{name: f"npu::{name}" for name in NPU}, **{name: f"aten::{name}" for name in ATEN}}
 
@@ -270,7 +388,7 @@ def test_results_have_the_shapes_and_dtypes_of_the_meta_kernel(name: str) -> Non
         assert all(t.device.type == "npu" for t in tensors(found)) or name in RETURNS_HOST_TENSORS
         if has_meta:
             expected = op(*move(args, "meta"), **move(kwargs, "meta"))
-            assert described(found) == described(expected)
+            assert (described(found) == described(expected)) is (name not in OTHER_SHAPES)
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN_META))

@@ -50,6 +50,54 @@ def test_rows_go_to_the_experts_in_range(dtype, start, end) -> None:
     assert scales[rows:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_expert_has_as_many_rows_with_padding(dtype, scaled) -> None:
+    x, indices, scale = torch.arange(1, T * H + 1).view(T, H).to(dtype), experts(), torch.rand(T)
+    expanded, row_idx, counts, scales = init_routing(
+        x.npu(), indices.npu(), drop_pad_mode=1, expert_capacity=4, scale=scale.npu() if scaled else None, **COUNTED
+    )
+    assert expanded.shape == (E, 4, H)
+    expected, kept = torch.zeros(E, 4, H, dtype=dtype), [-1] * (T * K)
+    steps = torch.zeros(E, 4)
+    for e in range(E):
+        for rank, i in enumerate(order(indices, e, e + 1)[:4]):
+            expected[e, rank], kept[i], steps[e, rank] = x[i // K], 4 * e + rank, scale[i // K]
+    assert torch.equal(expanded.cpu(), expected)
+    assert row_idx.tolist() == kept
+    assert counts.tolist() == [int((indices == e).sum()) for e in range(E)]  # the dropped ones too
+    assert torch.equal(scales.cpu(), steps.flatten()) if scaled else scales.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", [None, 1, 2])
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_are_quantised_by_their_largest(dtype, given, padded) -> None:
+    if padded and given == 2:
+        given = E
+    x, indices = torch.randn(T, H).to(dtype), experts()
+    x[0] = 0
+    smooth = None if given is None else torch.rand(given, H) + 0.5
+    options = {"drop_pad_mode": 1, "expert_capacity": 4} if padded else {"active_expert_range": [1, 3]}
+    expanded, row_idx, _, scales = init_routing(
+        x.npu(), indices.npu(), quant_mode=1, scale=None if smooth is None else smooth.npu(), **COUNTED, **options
+    )
+    assert expanded.dtype == torch.int8
+    rows = expanded.cpu().double().reshape(-1, H) * scales.cpu().double().unsqueeze(-1)
+    for i, place in enumerate(row_idx.tolist()):
+        if place >= 0:
+            e = indices.flatten()[i].item() - (0 if padded else 1)
+            exact = x[i // K].double() * (1 if smooth is None else smooth[e if given != 1 else 0].double())
+            step = exact.abs().max() / 127
+            # half a step, and what float32 adds at a tie
+            assert ((rows[place] - exact).abs() <= (0.5 + 1e-4) * step).all()
+
+
+def test_other_quantisations_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="quant_mode -1 and 1 only"):
+        init(quant_mode=0)
+
+
 def test_pairs_name_the_experts_that_have_rows() -> None:
     indices = torch.tensor([[3, 0], [3, 4]], dtype=torch.int32).npu()
     options = COUNTED | {"expert_tokens_num_type": 2}
@@ -150,8 +198,10 @@ def final(rows=None, skip1=None, skip2=None, bias=None, scales=None, index=None,
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: init(quant_mode=1), "the form with quant_mode -1 and drop_pad_mode 0"),
-        (lambda: init(drop_pad_mode=1, expert_capacity=2), "the form with quant_mode -1 and drop_pad_mode 0"),
+        (lambda: init(quant_mode=1, scale=ones(1, 7)), r"scale must be float32 \[1, 4\] or \[5, 4\]"),
+        (lambda: init(drop_pad_mode=2), "drop_pad_mode is 2"),
+        (lambda: init(drop_pad_mode=1, expert_capacity=T), "expert_capacity must be above 0"),
+        (lambda: init(drop_pad_mode=1, expert_capacity=1, row_idx_type=1), "takes all experts"),
         (lambda: init(ones(2, 4, dtype=torch.float64)), r"\(float64, int32\)"),
         (lambda: init(expert_idx=ones(2, 2, dtype=torch.int64)), r"\(float32, int64\)"),
         (lambda: init(expert_idx=ones(3, 2, dtype=INT)), "the same number of rows"),

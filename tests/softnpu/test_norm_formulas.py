@@ -103,6 +103,30 @@ def npu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device="npu")
 
 
+@pytest.mark.parametrize("functional", [False, True])
+def test_the_second_version_writes_norm_and_sum_over_its_arguments(functional) -> None:
+    x1, x2, gamma = torch.randn(3, 16), torch.randn(3, 16), torch.rand(16)
+    y, rstd, total = torch_npu.npu_add_rms_norm(x1.to("npu"), x2.to("npu"), gamma.to("npu"))
+    a, b = x1.to("npu"), x2.to("npu")
+    if functional:
+        found = torch.ops.npu.npu_add_rms_norm_v2_functional(a, b, gamma.to("npu"))
+        assert torch.equal(a.cpu(), x1)
+    else:
+        found = torch.ops.npu.npu_add_rms_norm_v2(a, b, gamma.to("npu")), a, b
+    assert all(torch.equal(f, e) for f, e in zip(found, (rstd, y, total)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_add_rms_norm_cast_returns_the_rounded_norm_twice(dtype) -> None:
+    x1, x2, gamma = torch.randn(3, 64).to(dtype), torch.randn(3, 64).to(dtype), torch.rand(64).to(dtype)
+    wide, narrow, _, total = torch_npu.npu_add_rms_norm_cast(*(t.to("npu") for t in (x1, x2, gamma)))
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, narrow.float())
+    assert torch.equal(total.cpu(), x1 + x2)
+    summed = (x1 + x2).double() if dtype == torch.float16 else x1.double() + x2.double()
+    assert within(narrow, exact(summed, gamma, 1e-6), 2 if dtype == torch.float16 else 1)
+
+
 @pytest.mark.parametrize(
     ("call", "rule"),
     [

@@ -116,7 +116,7 @@ def rotary(x: tuple, cos: tuple, mode: str = "half", dtype: torch.dtype = torch.
         (lambda: rotary((2, 3, 64), (2, 1, 64), dtype=torch.int32), "int32"),
         (lambda: rotary((2, 3, 64), (2, 1, 64), "quarter"), "half or interleave"),
         (lambda: torch_npu.npu_rotary_mul(npu(2, 3, 8), npu(2, 1, 8), npu(2, 3, 8)), "differ in shape"),
-        (lambda: torch_npu.npu_rotary_mul(npu(2, 3, 8), npu(2, 1, 8), npu(2, 1, 8), "half", npu(8, 8)), "rotate"),
+        (lambda: torch_npu.npu_rotary_mul(npu(2, 3, 8), npu(2, 1, 8), npu(2, 1, 8), "half", npu(8, 4)), "rotate must"),
         (lambda: rotary((2, 3, 8, 64), (1, 1, 1, 64)), "none of the layouts"),
         # a decode step: 16 heads for one position
         (lambda: rotary((1, 16, 1, 64), (1, 1, 1, 64)), "B·N <= 8·S"),

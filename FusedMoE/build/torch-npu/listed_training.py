@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from . import listed_products, permutation
+from .derivatives import gradients
 from .gates import SWIGLU
+from .in_torch import experts_in_torch
 from .latest import Latest
 
 
@@ -42,10 +46,14 @@ class ListedExpertsFunction(torch.autograd.Function):
         return permutation.unpermute(result, order, top_k_weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, index, weights, order, counts, product, kept, *parameters = ctx.saved_tensors
         needs_x, _, needs_weights, _, _, *needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            inputs, wanted = (x, index, weights, *parameters), (needs_x, False, needs_weights, *needs)
+            function = partial(_in_torch, counts.shape[0], ctx.has_bias)
+            d_x, _, d_weights, *others = gradients(function, inputs, wanted, grad)
+            return d_x, None, d_weights, None, None, *others
         gate_up, down = (parameters[part] for part in _parts(ctx.split))
         needs_gate_up, needs_down = (needs[part] for part in _parts(ctx.split))
         rows, activated = ctx.latest.take() or (None, None)
@@ -76,6 +84,16 @@ class ListedExpertsFunction(torch.autograd.Function):
                 del d_product
                 d_x = permutation.permute_gradient(d_rows, x, index, order)
         return d_x, None, d_weights if needs_weights else None, None, None, *d_gate_up, *d_down
+
+
+def _in_torch(
+    number: int, has_bias: tuple[bool, bool], x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor
+) -> Tensor:
+    """Compute what :class:`ListedExpertsFunction` does with operators of torch."""
+    both, down = (parameters[part] for part in _parts(2 * number * (1 + has_bias[0])))
+    gate_up, gate_up_bias = listed_products.stacked(both, number, has_bias[0])
+    last, last_bias = listed_products.stacked(down, number, has_bias[1])
+    return experts_in_torch(x, index, weights, gate_up, last, gate_up_bias, last_bias, SWIGLU, None)
 
 
 def _parts(split: int) -> tuple[slice, slice]:

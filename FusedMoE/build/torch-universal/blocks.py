@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,11 +13,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
+from .calls import is_watched
 from .distributed import is_distributed
 from .gates import SWIGLU
 from .listed_products import HybridGmmFunction
 from .listed_training import ListedExpertsFunction
 from .neighbours import are_neighbours
+from .transforms import is_transformed
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 
@@ -64,9 +65,10 @@ def unfit(block: nn.Module) -> str | None:
 def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> ListedExperts | None:
     """Return the experts of a block that sends each token to ``top_k``; None where they are computed one by one.
 
-    The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, and the CPU.
+    The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, the CPU, and
+    that torch transforms what runs: transforms.py.
     """
-    if hidden_states.device.type != "npu" or is_distributed(hidden_states):
+    if hidden_states.device.type != "npu" or is_transformed() or is_distributed(hidden_states):
         return None
     if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:
         return None
@@ -125,7 +127,7 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
     names = next((names for names in THREE_PROJECTIONS if modules and names[0] in modules[0]._modules), None)
     if names is None:
         return f"the projections of the experts are none of {', '.join(name for n in THREE_PROJECTIONS for name in n)}"
-    if any(_is_watched(expert) for expert in modules):
+    if any(is_watched(expert) for expert in modules):
         return "an expert has hooks or a wrapped forward, which one product would pass by"
     parameters, has_bias = [], []
     for name in names:
@@ -135,9 +137,12 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
         weights, biases = found
         parameters.append(weights + biases)
         has_bias.append(bool(biases))
-    activation = modules[0].act_fn
-    if any(type(expert.act_fn) is not type(activation) for expert in modules):
+    activations = [expert.act_fn for expert in modules]
+    activation = activations[0]
+    if any(type(each) is not type(activation) for each in activations):
         return "the experts differ in their activation"
+    if any(is_watched(each) for each in set(activations) if isinstance(each, nn.Module)):
+        return "an activation has hooks, which one launch would pass by"
     gate, up, down = parameters
     fits = gate[0].shape == up[0].shape == down[0].shape[::-1]
     if not fits or any((a.dtype, a.device) != (b.dtype, b.device) for a, b in ((gate[0], up[0]), (gate[0], down[0]))):
@@ -153,7 +158,7 @@ def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list
         if type(projection) is not nn.Linear:
             kind = type(projection)
             return f"a projection is a {kind.__module__}.{kind.__name__}"
-        if _is_watched(projection):
+        if is_watched(projection):
             return "a projection has hooks or a wrapped forward, which one product would pass by"
     weights = [projection._parameters["weight"] for projection in projections]
     biases = [projection._parameters["bias"] for projection in projections]
@@ -174,21 +179,6 @@ def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list
     if present and present[0].dtype != weights[0].dtype:
         return "the projections differ in size, dtype or device"
     return weights, present
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Tell whether a call does more than its class says. `kernels` binds forwards as methods."""
-    members = vars(module)
-    forward = members.get("forward")
-    if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
-        return True
-    # one after the other: this runs for every projection in every forward
-    return bool(
-        members["_forward_hooks"]
-        or members["_forward_pre_hooks"]
-        or members["_backward_hooks"]
-        or members["_backward_pre_hooks"]
-    )
 
 
 def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
@@ -214,7 +204,7 @@ def _has_values_of_silu(activation: nn.Module) -> bool:
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         grid = torch.linspace(-9, 9, 181, device="cpu")
         try:
-            values = activation(grid.clone())
+            values = activation.forward(grid.clone())  # not its hooks
         except Exception:  # it wants something else than one tensor on the CPU
             return False
         # float32 leaves some 1e-6 between two ways to compute it

@@ -11,9 +11,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipped_swiglu, launch_clipped_swiglu
+from .derivatives import gradients
 
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
@@ -82,9 +89,11 @@ class GateFunction(torch.autograd.Function):
         return gate.forward(gate_up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.gate.backward(grad.contiguous(), *ctx.saved_tensors)
+        (gate_up,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return None, gradients(ctx.gate, (gate_up,), (True,), grad)[0]  # type: ignore[return-value]
+        return None, ctx.gate.backward(grad.contiguous(), gate_up)
 
 
 Activation = Gate | Callable[[Tensor], Tensor]
@@ -93,9 +102,10 @@ Activation = Gate | Callable[[Tensor], Tensor]
 def activation_of(experts: nn.Module) -> Activation:
     """Return what an experts module of transformers does between its products.
 
-    The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was:
-    whoever changes what the gate reads calls :func:`forget`, and :func:`is_current` tells whether anybody has.
-    While a graph is captured there is no time for that: a module that is seen there first computes its gate in torch.
+    The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was,
+    as long as its activation is of the same class: whoever changes what else the gate reads calls :func:`forget`, and
+    :func:`is_current` tells whether anybody has. While a graph is captured there is no time for that: a module that is
+    seen there first computes its gate in torch, and so does one whose activation has hooks.
 
     Args:
         experts: a module with transformers' experts interface.
@@ -106,9 +116,27 @@ def activation_of(experts: nn.Module) -> Activation:
     """
     if not experts.has_gate:
         return experts.act_fn
+    modules = experts._modules
+    kind = None
+    if "act_fn" in modules:
+        activation = modules["act_fn"]
+        kind = type(activation).__qualname__
+        members = activation.__dict__
+        if (
+            members["_forward_hooks"]
+            or members["_forward_pre_hooks"]
+            or members["_backward_hooks"]
+            or members["_backward_pre_hooks"]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
+        ):
+            return experts._apply_gate
     known = getattr(experts, _KNOWN, None)
-    if known is None and not torch.compiler.is_compiling():
-        known = _read_by_gate(experts), tuple(_recognise(experts) or ())  # the module may be saved as a whole: no class
+    if (known is None or known[2] != kind) and not torch.compiler.is_compiling():
+        # the module may be saved as a whole: no class
+        known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind
         setattr(experts, _KNOWN, known)
     return Gate(*known[1]) if known and known[1] else experts._apply_gate
 

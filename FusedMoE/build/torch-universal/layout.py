@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+
+_ALONE = 2  # a parameter, and the object that asks
 
 
 def store_transposed(weight: Tensor) -> None:
@@ -22,7 +25,8 @@ def store_transposed(weight: Tensor) -> None:
         weight: a parameter of any dtype, with values, in a storage of its own.
 
     Raises:
-        ValueError: the weight is not three-dimensional, is no parameter with values, or is part of a larger storage.
+        ValueError: the weight is not three-dimensional, is no parameter with values, is part of a larger storage, or
+            somebody else also holds it, who would not follow.
     """
     _check("store_transposed", weight)
     if not weight.mT.is_contiguous():
@@ -51,5 +55,18 @@ def _check(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name}: a weight of experts is [E, A, B], got {list(weight.shape)}")
     if not isinstance(weight, torch.nn.Parameter) or weight.is_meta:
         raise ValueError(f"{name}: takes parameters with values, got a {type(weight).__name__} on {weight.device.type}")
-    if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
-        raise ValueError(f"{name}: the weight is part of a larger storage, which others may hold too")
+    reason = immovable(weight)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}")
+
+
+def immovable(parameter: Tensor) -> str | None:
+    """Say why a parameter has to stay where it is; None if nothing but itself lies in its storage or refers to it."""
+    storage = parameter.untyped_storage()
+    if not parameter.numel():
+        return "a weight is empty here"
+    if storage.nbytes() != parameter.nbytes:
+        return "a weight is part of a larger storage"
+    if type(parameter) is not FakeTensor and torch._C._storage_Use_Count(storage._cdata) > _ALONE:
+        return "somebody else also holds a weight, such as a state dict or a graph of autograd"
+    return None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .distributed import is_distributed
+from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_CHOICES = 1024
@@ -36,11 +37,10 @@ def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Ten
         )
     if not logits.is_floating_point():
         raise TypeError(f"softmax_top_k: logits must be floating point, got {logits.dtype}")
-    if is_distributed(logits):
+    if is_distributed(logits) or is_transformed():
         return _in_torch(logits, k, renormalise)[:2]
     if torch.is_grad_enabled() and logits.requires_grad:
-        weights, experts = _SoftmaxTopK.apply(logits, k, renormalise)
-        return weights, experts
+        return _SoftmaxTopK.apply(logits, k, renormalise)[:2]
     if not _is_fused(logits, k):
         return _in_torch(logits, k, renormalise)[:2]
     # float32: in a narrower dtype the operator rounds what it compares
@@ -73,23 +73,25 @@ class _SoftmaxTopK(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx, logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         weights, experts, probabilities = _in_torch(logits, k, renormalise)
+        # an output that is kept has a derivative itself, which second derivatives go through
         ctx.save_for_backward(weights if renormalise else probabilities, experts)
         ctx.renormalise, ctx.shape, ctx.dtype = renormalise, logits.shape, logits.dtype
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)  # no zeros for the experts
-        return weights, experts
+        return weights, experts, None if renormalise else probabilities
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
-        if grad is None:
+    def backward(ctx, grad: Tensor | None, _: None, of_all: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None and of_all is None:
             return None, None, None
         kept, experts = ctx.saved_tensors
         if ctx.renormalise:
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
-        grad = grad.new_zeros(ctx.shape).scatter_(-1, experts, grad)
+        if grad is not None:
+            grad = grad.new_zeros(ctx.shape).scatter_(-1, experts, grad)
         if not ctx.renormalise:
+            grad = of_all if grad is None else grad if of_all is None else grad + of_all
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
         return grad, None, None

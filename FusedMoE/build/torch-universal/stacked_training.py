@@ -9,12 +9,16 @@ has grown yet.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from . import permutation
+from .derivatives import gradients
 from .gates import Gate
 from .grouped_products import bias_gradient, multiply, weight_gradient
+from .in_torch import experts_in_torch
 from .latest import Latest
 
 
@@ -77,11 +81,14 @@ class StackedExpertsFunction(torch.autograd.Function):
         return permutation.unpermute(result, order, top_k_weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, index, weights, gate_up, down, gate_up_bias, down_bias, order, counts, tail, product, kept = (
             ctx.saved_tensors
         )
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            inputs = x, index, weights, gate_up, down, gate_up_bias, down_bias
+            function = partial(experts_in_torch, activation=ctx.gate, post_expert_norm=None)
+            return None, *gradients(function, inputs, ctx.needs_input_grad[1:8], grad), None
         _, needs_x, _, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, _ = (
             ctx.needs_input_grad
         )

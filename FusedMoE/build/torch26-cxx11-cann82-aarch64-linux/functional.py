@@ -15,6 +15,7 @@ from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped_products import GmmFunction
 from .in_torch import experts_in_torch, product_in_torch
 from .stacked_training import StackedExpertsFunction, without_gradient
+from .transforms import is_transformed
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,7 +42,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     if is_distributed(x, weight, counts, bias):
         return on_whole(grouped_matmul, x, weight, counts, bias)
     check_product(x, weight, counts, bias)
-    if not grouped_products.fits(x, weight):
+    if is_transformed() or not grouped_products.fits(x, weight):
         return product_in_torch(x, weight, counts, bias)
     return GmmFunction.apply(x.contiguous(), weight, counts, bias, None)
 
@@ -100,7 +101,7 @@ def fused_experts(
     check_experts(hidden_states, top_k_index, top_k_weights, *parameters, halves=is_gate)
     check_indices(top_k_index, down.shape[0] if is_expert_parallel else down.shape[0] - 1)
     x = hidden_states if hidden_states.dtype is gate_up.dtype else hidden_states.to(gate_up.dtype)
-    if not (grouped_products.fits(x, gate_up, down) and permutation.fits(top_k_index)):
+    if is_transformed() or not (grouped_products.fits(x, gate_up, down) and permutation.fits(top_k_index)):
         y = experts_in_torch(x, top_k_index, top_k_weights, *parameters, activation, post_expert_norm)
         return y.to(hidden_states.dtype)
     x, top_k_index, top_k_weights = x.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous()

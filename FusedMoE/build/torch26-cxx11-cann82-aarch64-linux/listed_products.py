@@ -8,12 +8,15 @@ to the front by the device, which alone knows where they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from . import grouped_products
+from .derivatives import gradients
 from .grouped_products import MOST_LISTED, bias_gradient, multiply_by_list, sum_over_rows
+from .in_torch import product_in_torch
 from .neighbours import joined
 
 
@@ -36,14 +39,18 @@ class HybridGmmFunction(torch.autograd.Function):
         return multiply(x, counts, tail, has_bias, parameters)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, counts, tail, *parameters = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+            function = partial(_in_torch, counts, ctx.has_bias)
+            d_x, *d_parameters = gradients(function, (x, *parameters), needs, grad)
+            return d_x, None, None, None, *d_parameters
         needs_x, _, _, _, *needs = ctx.needs_input_grad
         grad = grad.contiguous()
-        gradients = parameter_gradients(x, grad, counts, ctx.has_bias, parameters, needs)
+        d_parameters = parameter_gradients(x, grad, counts, ctx.has_bias, parameters, needs)
         d_x = input_gradient(grad, counts, tail, ctx.has_bias, parameters) if needs_x else None
-        return d_x, None, None, None, *gradients
+        return d_x, None, None, None, *d_parameters
 
 
 def multiply(x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, parameters: Sequence[Tensor]) -> Tensor:
@@ -52,6 +59,24 @@ def multiply(x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, par
     experts = counts.shape[0]
     matrices = _matrices(weights, experts, transposed=True)
     return _multiply(x, matrices, counts, _joined_biases(biases, experts, x.dtype), tail)
+
+
+def stacked(parameters: Sequence[Tensor], experts: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Copy the parameters of :class:`HybridGmmFunction` into a weight ``[E, K, N]`` and a bias ``[E, N]``.
+
+    They are differentiable; the bias is None where there is none.
+    """
+    weights, biases = _split(parameters, has_bias)
+    weight, bias = (torch.stack(part).unflatten(0, (-1, experts)) if part else None for part in (weights, biases))
+    assert weight is not None
+    bias = None if bias is None else bias.transpose(0, 1).flatten(1)
+    return weight.transpose(0, 1).flatten(1, 2).mT, bias
+
+
+def _in_torch(counts: Tensor, has_bias: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    """Compute what :class:`HybridGmmFunction` does with operators of torch."""
+    weight, bias = stacked(parameters, counts.shape[0], has_bias)
+    return product_in_torch(x, weight, counts, bias)
 
 
 def input_gradient(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .derivatives import gradients
+
 _MOST_ROWS = (1 << 24) - 2  # npu_moe_token_permute sorts indices as float32
 _MOST_CHOICES = 512
 
@@ -105,9 +107,13 @@ class PermuteFunction(torch.autograd.Function):
         return rows, order
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, None]:
-        return None if grad is None else permute_gradient(grad.contiguous(), *ctx.saved_tensors), None
+        if grad is None:
+            return None, None
+        tokens, top_k_index, order = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _unpermute_in_torch(grad, order, torch.ones_like(top_k_index, dtype=grad.dtype)), None
+        return permute_gradient(grad.contiguous(), tokens, top_k_index, order), None
 
 
 class UnpermuteFunction(torch.autograd.Function):
@@ -119,7 +125,16 @@ class UnpermuteFunction(torch.autograd.Function):
         return unpermute(rows, order, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
-        d_rows, d_weights = unpermute_gradient(grad.contiguous(), *ctx.saved_tensors)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, order, weights, top_k_index = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            inputs = rows, order, weights
+            return *gradients(_unpermute_in_torch, inputs, ctx.needs_input_grad[:3], grad), None
+        d_rows, d_weights = unpermute_gradient(grad.contiguous(), rows, order, weights, top_k_index)
         return d_rows, None, d_weights, None
+
+
+def _unpermute_in_torch(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Compute what :func:`unpermute` does with operators of torch."""
+    by_choice = rows[order.long()].unflatten(0, weights.shape)
+    return (by_choice.float() * weights.unsqueeze(-1).float()).sum(1).to(rows.dtype)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .derivatives import gradients
+from .in_torch import product_in_torch
+
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUPS = 1024
 MOST_LISTED = 128  # groups of weights that come as a list
@@ -21,22 +24,23 @@ _SINGLE, _SINGLE_K = 2, 3  # split_item: one tensor comes out
 
 
 def fits(x: Tensor, *weights: Tensor) -> bool:
-    """Tell whether ``npu_grouped_matmul`` takes rows like ``x`` and weights ``[E, K, N]``.
+    """Tell whether ``npu_grouped_matmul`` takes rows like ``x`` and weights ``[E, K, N]``, all of as many groups.
 
     CANN, aclnnGroupedMatmulV4, Atlas A2 and A3: at most 1024 groups, last dimensions below 65536 of every operand as it
     lies and as its gradient needs it, weights contiguous or the transposed view of a contiguous tensor. Nothing empty.
     """
     dtype, device = x.dtype, x.device
+    sizes: list[int] = []
     for weight in weights:
         groups, inner, outer = weight.shape
         if not (
             weight.dtype is dtype
             and weight.device == device
-            and fits_sizes(x, groups, inner, outer)
             and (weight.stride() == (inner * outer, 1, inner) or weight.is_contiguous() or weight.mT.is_contiguous())
         ):
             return False
-    return True
+        sizes += inner, outer
+    return fits_sizes(x, groups, *sizes)
 
 
 def fits_sizes(x: Tensor, groups: int, *sizes: int) -> bool:
@@ -66,9 +70,11 @@ class GmmFunction(torch.autograd.Function):
         return multiply(x, weight, counts, bias, tail)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts, bias, tail = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            inputs = x, weight, counts, bias
+            return *gradients(product_in_torch, inputs, ctx.needs_input_grad[:4], grad), None
         needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         d_weight = weight_gradient(x, grad, counts, weight) if needs_weight else None

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .derivatives import gradients
+from .second_order import let_differentiate
+from .transforms import is_transformed
+
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -13,7 +17,8 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
 
     That is LlamaRMSNorm.forward of transformers, models/llama/modeling_llama.py, without its rounding in between. It is
     one launch of ``npu_rms_norm`` for float16, bfloat16 and float32 with 2 to 8 dimensions on the NPU, a weight of the
-    same dtype or float32; the same formula in torch for everything else. Differentiable.
+    same dtype or float32; the same formula in torch for everything else, and under torch.func and forward-mode
+    derivatives. Differentiable as often as torch's own operators are.
 
     Args:
         hidden_states: ``[..., H]``, of a floating dtype.
@@ -85,7 +90,8 @@ def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
         hidden_states.device.type == "npu"
         and dtype in _FUSED_DTYPES
         and 2 <= hidden_states.dim() <= 8
-        and (weight is None or weight.dtype is dtype or weight.dtype is torch.float32)
+        and (weight is None or weight.dtype in (dtype, torch.float32))
+        and not is_transformed()
     )
 
 
@@ -100,6 +106,25 @@ def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float)
     x = hidden_states.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x if weight is None else x * weight.float()).to(hidden_states.dtype)
+
+
+def register_derivative_of_rms_norm() -> None:
+    """Let the gradient of ``npu_rms_norm`` be differentiated, where torch_npu is there."""
+    if hasattr(torch.ops.npu, "npu_rms_norm_backward"):
+        let_differentiate(torch.ops.npu.npu_rms_norm_backward.default, _gradient_in_torch)
+
+
+def _gradient_in_torch(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+    """Compute what ``npu_rms_norm_backward`` does, from the reciprocal root ``rstd`` that the forward found."""
+    dims = tuple(range(-weight.dim(), 0))
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.float()
+        mean = x.square().mean(dims, keepdim=True)
+        eps = (rstd.square().reciprocal() - mean).detach()
+        return x * torch.rsqrt(mean + eps) * weight.float()
+
+    return tuple(gradients(normed, (x, weight), (True, True), grad))  # type: ignore[arg-type]
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -104,13 +104,17 @@ def _has(module: nn.Module, name: str) -> bool:
 
 def _weight(module: nn.Module) -> Tensor:
     """Return the weight, as a parameter without the search that an attribute takes, or what others have made of it."""
-    weight = module._parameters.get("weight")
-    return module.weight if weight is None else weight
+    parameters = module._parameters
+    if "weight" in parameters:
+        return parameters["weight"]  # type: ignore[return-value]  # get() would be a call
+    return module.weight
 
 
 def _eps(module: nn.Module) -> float:
     """Return what is added to the mean, under either of the names that norms have for it."""
-    return module.variance_epsilon if _has(module, "variance_epsilon") else module.eps
+    # what _has tells, without the call: every forward asks
+    named = "variance_epsilon" in module.__dict__ or hasattr(type(module), "variance_epsilon")
+    return module.variance_epsilon if named else module.eps
 
 
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .layer import Layer, Pair
+from .transforms import is_transformed
 
 
 class RotaryEmbedding(Layer):
@@ -68,6 +69,8 @@ def _tables(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Pa
     """Compute cos and sin, ``[..., M * N]``, of positions ``[...]`` times frequencies ``[M, N]``, without gradients."""
     with torch.no_grad():
         angles = position_ids[..., None, None].float() * frequencies
+        if is_transformed():  # torch.func writes to no tensor that it is given
+            return angles.cos().flatten(-2).to(dtype), angles.sin().flatten(-2).to(dtype)
         tables = angles.new_empty((2, *angles.shape))
         torch.cos(angles, out=tables[0])
         torch.sin(angles, out=tables[1])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave
-from .rotation import check, rotate
+from .rotation import check, rotate, rotate_back
+from .transforms import is_transformed
 
 _KEPT = "_rope_layout"
 
@@ -29,31 +30,37 @@ def rotate_both(
         ValueError: the shapes do not fit, or the tensors are on different devices.
         TypeError: a tensor is not floating point.
     """
-    layout = None if torch.compiler.is_compiling() else _layout(q, k, cos, sin, unsqueeze_dim, interleaved)
+    enabled = torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or is_transformed():
+        layout = None
+    else:
+        layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled)
     if layout is None:
         check(cos, sin, q=q, k=k)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    trains = enabled and (q.requires_grad or k.requires_grad)
     a, b = (_Rotations.apply if trains else _rotate_both)(q, k, layout, "interleave" if interleaved else "half")
     return (a.transpose(1, 2), b.transpose(1, 2)) if layout[0] else (a, b)
 
 
 def _layout(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, enabled: bool
 ) -> tuple[bool, Tensor, Tensor] | None:
     """Find how the operator takes q and k as they lie in memory; None where it does not, or one differs from the other.
+
+    ``enabled`` says that gradients are: where cos or sin need one, torch computes.
 
     Returns:
         Whether the dimensions in the middle of q and k change places, and cos and sin in that order.
     """
-    if is_distributed(q) or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
+    if enabled and (cos.requires_grad or sin.requires_grad):
         return None
-    key = (q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim, interleaved)
+    key = (type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim, interleaved)
     kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)
     if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
         return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
-    if not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):
+    if is_distributed(q) or not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):
         return None
     (q_batch, q1, q2, size), (k_batch, k1, k2, _), (rows, positions, _) = q.shape, k.shape, cos.shape
     swap = q.stride(1) < q.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
@@ -111,7 +118,6 @@ class _Rotations(torch.autograd.Function):
         return _rotate_both(q, k, layout, mode)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         swap, cos, sin = ctx.layout
         if (cos._version, sin._version) != ctx.versions:
@@ -122,6 +128,6 @@ class _Rotations(torch.autograd.Function):
         gradients: list[Tensor | None] = [None, None]
         for i, grad in enumerate(grads):
             if ctx.needs_input_grad[i]:
-                gradient = torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0]
+                gradient = rotate_back(grad, cos, sin, ctx.mode)
                 gradients[i] = gradient.transpose(1, 2) if swap else gradient
         return *gradients, None, None

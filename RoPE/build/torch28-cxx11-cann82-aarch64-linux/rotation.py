@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave, fits_tokens
+from .transforms import is_transformed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float32: bool = False) -> Tensor:
@@ -39,6 +40,14 @@ def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Ten
     parts = torch.view_as_real(factors)
     cos, sin = each_twice(parts[..., 0]), each_twice(parts[..., 1])
     return rotate(x, cos, sin, True, True).to(x.dtype), rotate(y, cos, sin, True, True).to(y.dtype)
+
+
+def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """Compute the gradient of what was rotated: in one launch, or in torch where it is to be differentiated itself."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, mode)[0]
+    turned = _turned(grad.float() * sin, mode == "interleave")
+    return (grad.float() * cos - turned).to(grad.dtype)
 
 
 def each_twice(table: Tensor) -> Tensor:
@@ -96,12 +105,15 @@ def _times(x: Tensor, factors: Tensor) -> Tensor:
 
 def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Compute the same formula in torch, for what the operator does not take."""
+    return x * cos + _turned(x, interleaved) * sin
+
+
+def _turned(x: Tensor, interleaved: bool) -> Tensor:
+    """Turn pairs ``[x1, x2]`` by a right angle, into ``[-x2, x1]``."""
     if interleaved:
-        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        half = x.shape[-1] // 2
-        rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + rotated * sin
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
 def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,18 +164,18 @@ class _Rotation(torch.autograd.Function):
         return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         # the device gives a contiguous gradient, the meta kernel one that lies as grad: graphs trust the latter
         grad = grad.contiguous() if torch.compiler.is_compiling() else grad
-        return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, ctx.mode)[0], None, None, None
+        return rotate_back(grad, cos, sin, ctx.mode), None, None, None
 
 
 def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether the operator takes them, if there is a layout for the shapes.
 
-    Where cos or sin need a gradient, torch computes: for those the operator has limits of its own.
+    Where cos or sin need a gradient, torch computes: for those the operator has limits of its own. So it does for
+    torch.func and forward-mode derivatives.
     """
     needs_grad_of_cos = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return (
@@ -175,4 +187,5 @@ def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
         and x.shape[-1] < HEAD_SIZE
         and not needs_grad_of_cos
         and not is_distributed(x, cos)
+        and not is_transformed()
     )

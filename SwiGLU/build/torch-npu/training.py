@@ -3,18 +3,22 @@
 Node by node an MLP keeps the product of gate and up, and what the unit makes of it for the gradient of the down
 projection: SwiGLU three times its inner size a token, GeGLU four times. One node keeps the product and computes the
 rest again, but for the MLP that ran last: its gradient comes first, when nothing else has grown yet. Weight gradients
-come out contiguous, so that autograd takes them as they are instead of copying them.
+come out contiguous, so that autograd takes them as they are instead of copying them. Whoever differentiates a gradient
+gets that of the same formula, node by node.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .derivatives import gradients
 from .functional import is_aligned, is_fused_dtype
 from .latest import Latest
-from .neighbours import as_one, joined
+from .neighbours import joined, with_neighbour
 from .operators import GatedUnit
 from .packing import unfit
 
@@ -50,17 +54,21 @@ class PackedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, unit: GatedUnit, x: Tensor, *parameters: Tensor | None) -> Tensor:
         gate, up, down, gate_bias, up_bias, down_bias = parameters
-        bias = None if gate_bias is None else as_one(gate_bias, up_bias)
-        product = F.linear(x, as_one(gate, up), bias)
+        bias = None if gate_bias is None else with_neighbour(gate_bias)
+        product = F.linear(x, with_neighbour(gate), bias)
         computed = unit.forward(product)
         ctx.unit, ctx.computed = unit, Latest(computed)
         ctx.save_for_backward(x, product, gate, up, down)
+        ctx.biases = gate_bias, up_bias, down_bias  # the gradient asks whose it is, never for their values
         return F.linear(computed[0], down, down_bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, product, gate, up, down = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            function = partial(_mlp_in_torch, ctx.unit, product)
+            inputs = x, gate, up, down, *ctx.biases
+            return None, *gradients(function, inputs, ctx.needs_input_grad[1:], grad)
         _, needs_x, needs_gate, needs_up, needs_down, *needs_biases = ctx.needs_input_grad
         grad, product = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, product))
         known = ctx.computed.take() or (ctx.unit.forward(product) if ctx.unit.backward_wants_forward else ())
@@ -76,3 +84,11 @@ class PackedMLP(torch.autograd.Function):
         if needs_down and d_down is None:
             d_down = grad.t() @ ctx.unit.forward(product)[0]
         return None, d_x, d_gate, d_up, d_down, d_gate_bias, d_up_bias, d_down_bias
+
+
+def _mlp_in_torch(unit: GatedUnit, product: Tensor, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """Compute an MLP whose gate and up gave ``product``: a bias may have been changed since."""
+    gate, up, down, gate_bias, up_bias, down_bias = parameters
+    halves = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+    halves = [half + (then - half).detach() for half, then in zip(halves, product.chunk(2, -1))]
+    return F.linear(unit.in_torch(*halves), down, down_bias)

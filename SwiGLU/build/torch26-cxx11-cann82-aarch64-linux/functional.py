@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from .clipped import clipped_swiglu_in_torch, has_clipped_swiglu
 from .distributed import is_distributed
 from .operators import clipped_swiglu_fused, geglu_fused
+from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
@@ -19,7 +20,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     It is one launch of ``npu_swiglu`` where both come as one tensor, as one matrix product gives them; its gradient
     saves that tensor and nothing else. Two tensors are joined for it where a gradient is needed, and multiplied as they
-    are where none is: that moves less. Differentiable.
+    are where none is: that moves less. Differentiable as often as torch's own operators are, and computed in torch
+    under torch.func and forward-mode derivatives.
 
     Args:
         gate: ``[..., I]``, of a floating dtype; without ``up`` ``[..., 2·I]``, the gate first.
@@ -36,10 +38,13 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return swiglu_of(gate, up)
 
 
-def swiglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute :func:`swiglu` of arguments that fit, as those from projections do: nothing is checked."""
+def swiglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
+    """Compute :func:`swiglu` of arguments that fit, as those from projections do: nothing is checked.
+
+    ``is_plain`` says what else would be asked: the tensors are no DTensors, and torch transforms nothing.
+    """
     if up is None:
-        if _is_fused(gate) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
+        if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
             return torch.ops.npu.npu_swiglu(gate, -1)
         gate, up = gate.chunk(2, -1)
     elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
@@ -51,7 +56,7 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Compute ``gelu(gate, approximate="tanh") * up``.
 
     It is one launch of ``npu_geglu``, with the conditions of :func:`swiglu`. In float16 the operator rounds the
-    activation before it multiplies. Differentiable, under ``torch.compile`` too.
+    activation before it multiplies. Differentiable as :func:`swiglu` is, under ``torch.compile`` too.
 
     Args:
         gate: ``[..., I]``, of a floating dtype; without ``up`` ``[..., 2·I]``, the gate first.
@@ -68,10 +73,10 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return geglu_of(gate, up)
 
 
-def geglu_of(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute :func:`geglu` of arguments that fit: nothing is checked."""
+def geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
+    """Compute :func:`geglu` of arguments that fit, with ``is_plain`` as in :func:`swiglu_of`: nothing is checked."""
     if up is None:
-        if _is_fused(gate):
+        if _is_fused(gate, is_plain):
             return geglu_fused(gate)
         gate, up = gate.chunk(2, -1)
     elif _is_worth_joining(gate, up):
@@ -83,7 +88,7 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
     """Compute ``g · sigmoid(alpha · g) · (u + 1)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
 
     That is the activation of gpt-oss: GptOssExperts._apply_gate of transformers. It is one launch of
-    ``npu_clipped_swiglu`` where torch_npu has it. Differentiable once; what is saved is ``gate_up``.
+    ``npu_clipped_swiglu`` where torch_npu has it. Differentiable as :func:`swiglu` is; what is saved is ``gate_up``.
 
     Args:
         gate_up: ``[..., 2·I]``, of a floating dtype.
@@ -114,14 +119,17 @@ def is_aligned(size: int, dtype: torch.dtype) -> bool:
     return size * dtype.itemsize % _ALIGNMENT == 0
 
 
-def _is_fused(x: Tensor) -> bool:
-    """Tell whether the operators take a tensor (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
+def _is_fused(x: Tensor, is_plain: bool = False) -> bool:
+    """Tell whether the operators take a tensor (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu.
+
+    What torch.func or forward-mode derivatives transform is left to torch, which has the rules for it.
+    """
     return (
         x.device.type == "npu"
         and x.dtype in _FUSED_DTYPES
         and x.numel() > 0
-        and not is_distributed(x)
         and x.is_contiguous()
+        and (is_plain or not (is_distributed(x) or is_transformed()))
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .clipped import clipped_swiglu_gradient, launch_clipped_swiglu
+from .derivatives import gradients
+from .second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
 _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
@@ -33,21 +37,57 @@ class GatedUnit(NamedTuple):
         forward: computes the value, and what ``backward`` wants besides.
         backward: computes the gradient from that of the value, the input, and the rest of what ``forward`` gave.
         backward_wants_forward: whether there is such a rest.
+        activation: what the gate goes through before it is multiplied with up.
+        activations: the classes of activations that were met, and whether each of them computes that.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
     backward_wants_forward: bool
+    activation: Callable[[Tensor], Tensor]
+    activations: dict[type, bool]
+
+    def in_torch(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute the value of gate and up, ``[..., I]`` each, differentiable as often as one likes."""
+        return self.activation(gate) * up
 
 
 SWIGLU = GatedUnit(
     lambda x: (torch.ops.npu.npu_swiglu(x, -1),),
     lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
     backward_wants_forward=False,
+    activation=F.silu,
+    activations={nn.SiLU: True},
 )
 GEGLU = GatedUnit(
-    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT), _geglu_grad, backward_wants_forward=True
+    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),
+    _geglu_grad,
+    backward_wants_forward=True,
+    activation=partial(F.gelu, approximate="tanh"),
+    activations={},
 )
+
+
+def register_derivative_of_swiglu() -> None:
+    """Let the gradient of ``npu_swiglu`` be differentiated, where torch_npu is there."""
+    if hasattr(torch.ops.npu, "npu_swiglu_backward"):
+        let_differentiate(torch.ops.npu.npu_swiglu_backward.default, _swiglu_gradient_in_torch)
+
+
+def _swiglu_gradient_in_torch(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    """Compute what ``npu_swiglu_backward`` does."""
+
+    def swiglu(x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim)
+        return F.silu(gate) * up
+
+    return gradients(swiglu, (x,), (True,), grad)[0]  # type: ignore[return-value]
+
+
+def _geglu_in_torch(x: Tensor) -> Tensor:
+    """Compute what ``npu_geglu`` does, in float32."""
+    gate, up = x.float().chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class _GeGLU(torch.autograd.Function):
@@ -61,7 +101,10 @@ class _GeGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        return GEGLU.backward(grad.contiguous(), *ctx.saved_tensors)
+        x, gelu = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return gradients(_geglu_in_torch, (x,), (True,), grad)[0]  # type: ignore[return-value]
+        return GEGLU.backward(grad.contiguous(), x, gelu)
 
 
 def geglu_fused(x: Tensor) -> Tensor:
@@ -72,7 +115,7 @@ def geglu_fused(x: Tensor) -> Tensor:
 
 
 class _ClippedSwiGLU(torch.autograd.Function):
-    """Launches the clipped SwiGLU, whose operator has no derivative, and is differentiable once."""
+    """Launches the clipped SwiGLU, whose operator has no derivative."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, *options: float | bool) -> Tensor:
@@ -81,13 +124,13 @@ class _ClippedSwiGLU(torch.autograd.Function):
         return launch_clipped_swiglu(gate_up, *options)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return clipped_swiglu_gradient(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        (gate_up,) = ctx.saved_tensors
+        return clipped_swiglu_gradient(grad, gate_up, *ctx.options), None, None, None, None
 
 
 def clipped_swiglu_fused(gate_up: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
-    """Compute the clipped SwiGLU in one launch, differentiable once: ``[..., 2·I]`` to ``[..., I]``."""
+    """Compute the clipped SwiGLU in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _ClippedSwiGLU.apply(gate_up, alpha, limit, offset, interleaved)
     return launch_clipped_swiglu(gate_up, alpha, limit, offset, interleaved)

@@ -8,7 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import experts, forwards, packing, rotary, state, waiting
+from kernels_ext_npu.swapping import experts, forwards, rotary, state, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ def restore(model: Model) -> Model:
     """
     if not vars(model).get("_use_kernels"):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
-    packing.unpack(model)
     experts.restore(model)
     for module in model.modules():
         waiting.forget(module)

@@ -174,7 +174,7 @@ def _gated_layer(module: nn.Module) -> str | None:
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         grid = torch.linspace(-9, 9, 181, device="cpu")
         try:
-            values = activation(grid.clone())
+            values = getattr(activation, "forward", activation)(grid.clone())  # not its hooks
         except Exception:  # it wants something else than one tensor on the CPU
             return None
         for layer, kernel in _KERNELS.items():

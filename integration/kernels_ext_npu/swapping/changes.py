@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.swapping import experts, forwards, loaded, packing, refusals
+from kernels_ext_npu.swapping import experts, forwards, loaded, refusals
 
 
 def since_swapped(module: nn.Module) -> str | None:
@@ -35,5 +35,4 @@ def take_out(model: nn.Module) -> None:
     experts.look_again(model)
     for module in model.modules():
         if since_swapped(module) is not None:
-            packing.unpack_pair(module)
             forwards.take_out(module)

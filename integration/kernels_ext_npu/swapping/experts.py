@@ -43,12 +43,12 @@ def has_changed(module: nn.Module) -> bool:
 
 
 def restore(model: nn.Module) -> None:
-    """Give a model the default and its weights' memory back."""
+    """Give a model the default and its weights' memory back, where nobody else holds it and would not follow."""
     for module in _experts_of(model):
         if (kernel := _kernel(module)) is not None:
             kernel.gates.forget(module)
             for weight in _weights(module):
-                if weight.dim() == 3 and weight.mT.is_contiguous():
+                if weight.dim() == 3 and weight.mT.is_contiguous() and kernel.layout.immovable(weight) is None:
                     kernel.layout.store_contiguous(weight)
     for module in _experts_of(model):  # one config is that of many
         experts_choice.give_back(module.config)
@@ -60,7 +60,7 @@ def transpose_experts(model: Model) -> Model:
     transformers stores most of them the other way around, and ``npu_grouped_matmul`` is given transposed views. Stored
     like this, the views fall to the gradient of the input: it suits inference and frozen experts, where it is faster,
     which the device at hand has to tell. Nothing is held twice: the parameters are moved, one after the other.
-    restore(model) moves them back.
+    restore(model) moves them back, but for those that somebody else holds by then.
 
     Returns:
         The model itself.
@@ -87,10 +87,12 @@ def transpose_experts(model: Model) -> Model:
             "transpose_experts: the model has no experts with a kernel: load it with device_map='npu' after "
             "register(), and look at report(model)"
         )
-    for module, kernel in served:
-        for weight in _weights(module):
-            if not module.is_transposed:
-                kernel.layout.store_transposed(weight)
+    moved = [(w, kernel.layout) for module, kernel in served if not module.is_transposed for w in _weights(module)]
+    for weight, layout in moved:  # all or none
+        if (reason := layout.immovable(weight)) is not None:
+            raise ValueError(f"transpose_experts: {reason}: it would not follow. Let go of it first, nothing has moved")
+    for weight, layout in moved:
+        layout.store_transposed(weight)
     return model
 
 

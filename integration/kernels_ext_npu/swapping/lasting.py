@@ -1,14 +1,12 @@
 """What stays after unregister(), on purpose.
 
-Models keep their kernels and their packed weights until restore(model), and must then neither lose the wrappers of
-other libraries in train() and eval(), nor weights when they are saved:
+Models keep their kernels and the layout of their weights until restore(model), and must then neither lose the wrappers
+of other libraries in train() and eval(), nor end in an error when they are saved:
 
 - ``_replace_forward`` of `kernels` puts forwards below wrappers (forwards.py);
-- ``PreTrainedModel.save_pretrained`` and accelerate's ``clean_state_dict_for_safetensors`` write packed weights as two
-  tensors (saving.py).
+- ``safetensors.torch`` writes experts that were transposed (saving.py).
 
-For a model that has no kernels of ours they change nothing, but for one thing: weights that share a storage without
-sharing a byte are written each for itself by accelerate too, whoever laid them so.
+For what is not on an NPU both do nothing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""Whether the activation that an MLP has now is the one that its kernel computes, which passes it by.
+
+It is asked in every forward, of the class of the activation: that takes no call. The values of a class are looked at
+once. An attribute that changes what an object computes is not seen here, but when the model is kernelized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .operators import GatedUnit
+
+_NAMES = ("act_fn", "activation_fn", "activation")  # what transformers calls it
+
+
+def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] | None:
+    """Return the activation of an MLP if it has to be called: it computes something else, or somebody watches it.
+
+    Args:
+        mlp: has its activation as a member, or none where its forward names a function.
+        unit: what is computed otherwise.
+    """
+    modules = mlp._modules
+    for name in _NAMES:
+        if name in modules:
+            break
+    else:
+        return None
+    activation, kinds = modules[name], unit.activations
+    kind = type(activation)
+    if kind not in kinds and not torch.compiler.is_compiling():
+        kinds[kind] = _has_values_of(unit, activation)
+    members = activation.__dict__
+    if (
+        (kind in kinds and not kinds[kind])
+        or members["_forward_hooks"]
+        or members["_forward_pre_hooks"]
+        or members["_backward_hooks"]
+        or members["_backward_pre_hooks"]
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+    ):
+        return activation
+    return None
+
+
+def _has_values_of(unit: GatedUnit, activation: nn.Module) -> bool:
+    """Compare an activation with that of a unit, on the host. One with parameters of its own is another function."""
+    if any(True for _ in (*activation.parameters(), *activation.buffers())):
+        return False
+    with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
+        grid = torch.linspace(-9, 9, 181, device="cpu")
+        try:
+            values = activation.forward(grid.clone())  # not its hooks
+        except Exception:  # it wants something else than one tensor on the CPU
+            return False
+        # float32 leaves 1e-6 between two ways to compute tanh; the next of kin, quick gelu, is 2e-2 away
+        return isinstance(values, Tensor) and torch.allclose(values, unit.activation(grid), rtol=0, atol=1e-5)

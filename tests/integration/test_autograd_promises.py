@@ -1,0 +1,316 @@
+"""What torch promises of any differentiable function, kept by the functions of the kernels.
+
+Derivatives are compared with those that torch computes of the formula in float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import kernels_ext_npu
+from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
+from tests.support import list_blocks, zoo
+from tests.support.differentiated import CASES, Case, kernel
+
+# float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;
+# bfloat16 rounds to 2^-9, up to sixteen times on the way to a second derivative
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
+NODES = {name: case for name, case in CASES.items() if case.is_node}
+FUNCTIONS = {name: case for name, case in CASES.items() if not case.is_node}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_function = pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+Derivative = Callable[..., Sequence[Tensor]]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        # where nothing depends on an input, a derivative is zero
+        assert (a.detach().cpu().double() - b.detach()).norm() <= tolerance * max(b.norm().item(), 1e-3)
+
+
+def on_both(case: Case, derivative: Derivative, dtype: torch.dtype = torch.float32) -> None:
+    """Compare a derivative of ours on the NPU with that of the formula, of the same values in float64."""
+    inputs = case.inputs(dtype)
+    found = derivative(case.ours, *[x.to("npu") for x in inputs])
+    assert_same(found, derivative(case.formula, *[x.double() for x in inputs]), TOLERANCE[dtype])
+
+
+def loss(y: Tensor) -> Tensor:
+    """A scalar with derivatives of every order, different in every element."""
+    weights = torch.arange(1.0, y.numel() + 1, device=y.device).view_as(y) / y.numel()
+    return (y * weights.to(y.dtype)).sin().sum()
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    trained = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(loss(function(*trained)), trained)
+
+
+def second(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Differentiate the squared norm of the gradient."""
+    trained = [x.detach().requires_grad_() for x in inputs]
+    first = torch.autograd.grad(loss(function(*trained)), trained, create_graph=True)
+    return *first, *torch.autograd.grad(sum(g.square().sum() for g in first), trained)
+
+
+def second_with_more(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Differentiate a loss that has a gradient penalty beside something else, so that a missing part is no error."""
+    trained = [x.detach().requires_grad_() for x in inputs]
+    value = loss(function(*trained))
+    penalty = sum(g.square().sum() for g in torch.autograd.grad(value, trained, create_graph=True))
+    return torch.autograd.grad(value + penalty + sum(x.square().sum() for x in trained), trained)
+
+
+def third(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    x = inputs[0].detach().requires_grad_()
+    first = torch.autograd.grad(loss(function(x, *inputs[1:])), x, create_graph=True)[0]
+    again = torch.autograd.grad(first.square().sum(), x, create_graph=True)[0]
+    return torch.autograd.grad(again.square().sum(), x)
+
+
+def hvp(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    found = torch.autograd.functional.hvp(lambda *xs: loss(function(*xs)), inputs, tuple(x.cos() for x in inputs))
+    return found[1]
+
+
+@each_case
+@pytest.mark.parametrize("derivative", [second, second_with_more, third, hvp], ids=lambda d: d.__name__)
+def test_derivatives_of_derivatives_are_those_of_the_formula(case: Case, derivative: Derivative) -> None:
+    on_both(case, derivative)
+
+
+@each_case
+def test_second_derivatives_in_bfloat16_are_those_of_the_formula(case: Case) -> None:
+    on_both(case, second, torch.bfloat16)
+
+
+def transformed(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Differentiate by torch.func: once, twice, and forward."""
+    numbers = tuple(range(len(inputs)))
+
+    def scalar(*xs: Tensor) -> Tensor:
+        return loss(function(*xs))
+
+    def norm_of_gradient(*xs: Tensor) -> Tensor:
+        return sum(g.square().sum() for g in grad(scalar, numbers)(*xs))
+
+    tangents = tuple(x.cos() for x in inputs)
+    return [
+        *grad(scalar, numbers)(*inputs),
+        *grad(norm_of_gradient, numbers)(*inputs),
+        *jvp(function, inputs, tangents),
+        *jvp(grad(scalar, numbers), inputs, tangents)[1],
+    ]
+
+
+@each_function
+def test_torch_func_gives_the_derivatives_of_the_formula(case: Case) -> None:
+    on_both(case, transformed)
+
+
+def for_each_sample(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Give values and gradients for two samples, and for two sets of all that is not the first input."""
+    two = torch.stack((inputs[0], inputs[0].sin()))
+    others = [torch.stack((x, x.sin())) for x in inputs[1:]]
+    numbers = tuple(range(len(inputs)))
+    rest = (None,) * len(others)
+    found = [vmap(function, (0, *rest))(two, *inputs[1:])]
+    found += vmap(grad(lambda *xs: loss(function(*xs)), numbers), (0, *rest))(two, *inputs[1:])
+    if others:
+        found.append(vmap(function, (None, *[0] * len(others)))(inputs[0], *others))
+    return found
+
+
+@each_function
+def test_vmap_gives_every_sample_its_own(case: Case) -> None:
+    on_both(case, for_each_sample)
+
+
+def jacobian(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor]:
+    return (jacrev(lambda x: function(x, *inputs[1:]).flatten()[:8])(inputs[0]),)
+
+
+def along(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor]:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, x.cos()) for x in inputs]
+        return (forward_ad.unpack_dual(function(*duals)).tangent,)
+
+
+@each_function
+@pytest.mark.parametrize("derivative", [jacobian, along], ids=lambda d: d.__name__)
+def test_jacobians_and_forward_derivatives_are_those_of_the_formula(case: Case, derivative: Derivative) -> None:
+    on_both(case, derivative)
+
+
+@pytest.mark.parametrize("case", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("derivative", [transformed, jacobian, along], ids=lambda d: d.__name__)
+def test_a_node_of_autograd_is_refused_by_torch_func_and_forward_derivatives(case: Case, derivative) -> None:
+    inputs = [x.to("npu").requires_grad_() for x in case.inputs()]
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"autograd\.Function"):
+        derivative(case.ours, *inputs)
+
+
+@each_case
+def test_what_is_differentiated_in_an_unusual_way_is_the_same(case: Case) -> None:
+    """Saved on the CPU, checked for what is not a number, checkpointed, twice, and for some inputs only."""
+    inputs = [x.to("npu") for x in case.inputs()]
+    expected = gradients(case.ours, *inputs)
+
+    def same(found: Sequence[Tensor], wanted: Sequence[Tensor] = expected) -> None:
+        assert_same(found, [w.cpu().double() for w in wanted], 1e-6)  # sums in another order at most
+
+    with save_on_cpu():
+        same(gradients(case.ours, *inputs))
+    with torch.autograd.detect_anomaly(check_nan=True):
+        same(gradients(case.ours, *inputs))
+    same(gradients(lambda *xs: checkpoint(case.ours, *xs, use_reentrant=False), *inputs))
+    trained = [x.detach().requires_grad_() for x in inputs]
+    value = loss(checkpoint(case.ours, *trained, use_reentrant=True))
+    value.backward()
+    same([x.grad for x in trained])
+    value = loss(case.ours(*trained))
+    same(torch.autograd.grad(value, trained, retain_graph=True))
+    same(torch.autograd.grad(value, trained, retain_graph=True))
+    for x, wanted in zip(trained, expected):
+        same(torch.autograd.grad(value, x, retain_graph=True), [wanted])
+    for number, wanted in enumerate(expected):  # the others are frozen
+        frozen = [x.detach().requires_grad_(i == number) for i, x in enumerate(inputs)]
+        same(torch.autograd.grad(loss(case.ours(*frozen)), frozen[number]), [wanted])
+
+
+def is_read(case: Case, number: int) -> bool:
+    """Tell by the formula whether a gradient of another input depends on an input: then the backward needs it."""
+    inputs = [x.double().requires_grad_() for x in case.inputs()]
+    first = torch.autograd.grad(case.formula(*inputs).sum(), inputs, create_graph=True)
+    return any(
+        g.requires_grad and torch.autograd.grad(g.square().sum(), inputs[number], allow_unused=True)[0] is not None
+        for g in first
+    )
+
+
+@each_case
+def test_what_a_backward_needs_may_not_change_before_it(case: Case) -> None:
+    """It says so, or what is kept is a copy or a result, and the gradients are right."""
+    expected = gradients(case.formula, *[x.double() for x in case.inputs()])
+    for number in filter(partial(is_read, case), range(len(case.shapes))):
+        inputs = [x.to("npu").requires_grad_() for x in case.inputs()]
+        value = loss(case.ours(*inputs))
+        with torch.no_grad():
+            inputs[number].mul_(2)
+        refused = ""
+        try:
+            found = torch.autograd.grad(value, inputs)
+        except RuntimeError as error:
+            refused = str(error)
+        if refused:
+            assert "inplace" in refused
+        else:
+            assert_same(found, expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["weights", "gate_up_proj", "down_proj"])
+def test_weights_that_change_before_the_backward_of_experts_are_refused(number: int) -> None:
+    case = CASES["fused_experts"]
+    inputs = [x.to("npu").requires_grad_() for x in case.inputs()]
+    y = case.ours(*inputs)
+    with torch.no_grad():
+        inputs[number].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_block_with_a_list_of_experts_has_the_originals_forward_where_something_is_transformed() -> None:
+    blocks = kernel("FusedMoE").blocks
+    block, x = list_blocks.bound(kernel("FusedMoE"), list_blocks.block(Qwen3MoeSparseMoeBlock)), torch.zeros(2, 32)
+    x = x.to("npu")
+    assert blocks.experts_of(block, x, 2) is not None
+    with forward_ad.dual_level():
+        assert blocks.experts_of(block, x, 2) is None
+    assert not vmap(lambda row: row + (blocks.experts_of(block, x, 2) is not None))(x).any()
+
+
+# attention in torch: that of torch_npu looks into storages, which torch.func has none of
+MODELS = ("qwen3", "qwen3_moe", "gpt_oss", "phi3")
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = zoo.build(name).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def tokens(samples: int = 3) -> Tensor:
+    return torch.randint(2, 90, (samples, 6), generator=torch.Generator().manual_seed(0))
+
+
+def of_next(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def assert_same_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare gradients relative to the length of all of them: some are all but zero."""
+    whole = torch.stack([g.norm() for g in expected.values()]).norm()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name].cpu() - gradient).norm() <= TOLERANCE[torch.float32] * whole, name
+
+
+@each_model
+def test_a_whole_model_has_a_gradient_for_every_sample(registered, name: str) -> None:
+    model, ids = kernels_ext_npu.kernelize(build(name).to("npu")), tokens()
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def lost(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+        options = {"input_ids": ids[None], "use_cache": False}
+        return of_next(functional_call(model, (parameters, buffers), (), options).logits, ids[None])
+
+    found = vmap(grad(lost), (None, 0))(state, ids.to("npu"))
+    original = build(name)
+    for number, sample in enumerate(ids):
+        original.zero_grad()
+        of_next(original(input_ids=sample[None], use_cache=False).logits, sample[None]).backward()
+        expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in original.named_parameters()}
+        assert_same_of_all({n: gradient[number] for n, gradient in found.items()}, expected)
+
+
+def test_an_ensemble_of_stacked_models_computes_what_each_does(registered) -> None:
+    models = [kernels_ext_npu.kernelize(build("qwen3_moe").to("npu")) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.25)
+    parameters, buffers = stack_module_state(models)
+    ids = tokens().to("npu")
+
+    def logits(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        return functional_call(models[0], (parameters, buffers), (), {"input_ids": ids, "use_cache": False}).logits
+
+    found = vmap(logits)(parameters, buffers)
+    for number, model in enumerate(models):
+        expected = model(input_ids=ids, use_cache=False).logits
+        assert (found[number] - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_of_a_gradient_penalty_is_the_originals(registered, name: str) -> None:
+    found = []
+    for model, ids in ((build(name), tokens()), (kernels_ext_npu.kernelize(build(name).to("npu")), tokens().to("npu"))):
+        trained = dict(model.named_parameters())
+        loss = of_next(model(input_ids=ids, use_cache=False).logits, ids)
+        first = torch.autograd.grad(loss, list(trained.values()), create_graph=True, materialize_grads=True)
+        (loss + sum(g.square().sum() for g in first)).backward()
+        found.append({n: p.grad for n, p in trained.items() if p.grad is not None})
+    assert_same_of_all(found[1], found[0])

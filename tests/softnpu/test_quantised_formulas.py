@@ -1,0 +1,136 @@
+"""Rows quantised to int8, and products of int8 matrices and weights, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_npu
+
+NUMBERS = {torch.int8: 1, torch.float16: 5, torch.bfloat16: 15}  # c10/core/ScalarType.h
+
+
+def drawn(*shapes) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smooth", [None, "all", "groups"])
+def test_rows_are_quantised_by_their_largest(dtype, smooth) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16).to(dtype)
+    x[1, 1] = 0
+    scales, ends = torch.rand(2, 16).to(dtype) + 0.5, torch.tensor([4, 6], dtype=torch.int32)
+    options = {"all": {"smooth_scales": scales[0]}, "groups": {"smooth_scales": scales, "group_index": ends}}
+    given = {k: v.to("npu") for k, v in options.get(smooth, {}).items()}
+    y, scale = torch_npu.npu_dynamic_quant(x.to("npu"), **given)
+    exact = x.double().view(6, 16)
+    if smooth:
+        exact = exact * (scales[0] if smooth == "all" else scales[[0] * 4 + [1] * 2]).double()
+    largest = exact.abs().amax(-1)
+    torch.testing.assert_close(scale.cpu().double().view(6), largest / 127, rtol=1e-6, atol=0)
+    assert scale[1, 1] == 0
+    assert (y[1, 1] == 0).all()
+    # half a step, and what float32 adds at a tie
+    error = (y.cpu().double().view(6, 16) * largest.unsqueeze(-1) / 127 - exact).abs()
+    assert (error <= (0.5 + 1e-4) * largest.unsqueeze(-1) / 127).all()
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_products_of_int8_matrices(dtype, by_token, batch) -> None:
+    if by_token and dtype == torch.int8:
+        pytest.skip("int8 results have no scale of tokens")
+    a, b = drawn((*batch, 3, 16), (*batch, 16, 4))
+    scale, tokens = torch.rand(4) * 1e-3 + 1e-4, torch.rand(3) + 0.5
+    whole = torch.randint(-500, 500, (4,), dtype=torch.int32)
+    for bias in (whole, whole.float() if by_token or dtype == torch.bfloat16 else whole):
+        offset = torch.tensor([3.0]) if dtype == torch.int8 else None
+        options = {"pertoken_scale": tokens if by_token else None, "bias": bias, "offset": offset}
+        options = {k: v if v is None else v.to("npu") for k, v in options.items()}
+        found = torch_npu.npu_quant_matmul(
+            a.to("npu"), b.to("npu"), scale.to("npu"), output_dtype=NUMBERS[dtype], **options
+        )
+        expected = a.double() @ b.double()
+        expected = (
+            (expected + bias.double()) * scale.double() if bias.dtype == torch.int32 else expected * scale.double()
+        )
+        expected = expected * tokens.double().unsqueeze(-1) if by_token else expected
+        expected = expected + bias.double() if bias.dtype != torch.int32 else expected
+        assert found.dtype == dtype
+        if dtype == torch.int8:
+            assert ((expected + 3).clamp(-128, 127) - found.cpu().double()).abs().max() <= 0.51
+            continue
+        # one rounding, and 2^-10 of a scale that lost 13 of its bits
+        lost = 0.0 if by_token or dtype == torch.bfloat16 else 2.0**-10
+        tolerance = lost + (2.0**-11 if dtype == torch.float16 else 2.0**-8)
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=1.01 * tolerance, atol=1e-3)
+
+
+def test_a_scale_of_the_matrix_unit_has_19_bits() -> None:
+    a, b = (t.to("npu") for t in (torch.ones(1, 1).char(), torch.ones(1, 1).char()))
+    scale = torch.tensor([1 + 2.0**-10 + 2.0**-11]).to("npu")
+    assert torch_npu.npu_quant_matmul(a, b, scale, output_dtype=5).item() == 1 + 2.0**-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 32])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_with_int8_weights(dtype, size, turned) -> None:
+    torch.manual_seed(0)
+    (weight,) = drawn((80, 8))
+    x = torch.randn(3, 80).to(dtype)
+    scale, offset = (torch.rand((3, 8) if size else (1, 8)).to(dtype) * s for s in (0.01, 4))
+    bias = torch.randn(8).to(torch.float16 if dtype == torch.float16 else torch.float32)
+    on_device = weight.T.contiguous().to("npu").T if turned else weight.to("npu")
+    found = torch_npu.npu_weight_quant_batchmatmul(
+        x.to("npu"), on_device, scale.to("npu"), offset.to("npu"), bias=bias.to("npu"), antiquant_group_size=size
+    )
+    groups = torch.arange(80) // 32 if size else torch.zeros(80, dtype=torch.int64)
+    restored = (weight.double() + offset.double()[groups]) * scale.double()[groups]
+    # each weight and the result are rounded: sums of 80 terms up to 4
+    tolerance = 2.0**-9 if dtype == torch.float16 else 2.0**-6
+    expected = x.double() @ restored + bias.double()
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=4 * tolerance)
+
+
+A, B = torch.ones(3, 16).char().to("npu"), torch.ones(16, 4).char().to("npu")
+X = torch.ones(3, 64).half().to("npu")
+W = torch.ones(64, 4).char().to("npu")
+SCALE = torch.ones(4, device="npu")
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: torch_npu.npu_dynamic_quant(SCALE.half()), "two dimensions"),
+        (lambda: torch_npu.npu_dynamic_quant(X.float()), "dtypes"),
+        (lambda: torch_npu.npu_dynamic_quant(X, smooth_scales=SCALE.half()), "smooth_scales must be"),
+        (lambda: torch_npu.npu_quant_matmul(A, A, SCALE), "needs"),
+        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE[:3]), "scale must be"),
+        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE.bfloat16(), output_dtype=5), "no torch.float16 result"),
+        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE, bias=SCALE), "no torch.int8 result"),
+        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE, pertoken_scale=SCALE[:3]), "no torch.int8 result"),
+        (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.bfloat16()), "dtypes"),
+        (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), antiquant_group_size=48), "by 32"),
+        (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), bias=SCALE), "bias must be"),
+    ],
+)
+def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
+    with pytest.raises(RuntimeError, match=rule):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch_npu.npu_dynamic_quant(X, quant_mode="pertensor"),
+        lambda: torch_npu.npu_quant_matmul(A.int(), B.int(), SCALE),
+        lambda: torch_npu.npu_quant_matmul(A, B, SCALE.long(), output_dtype=5),
+        lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), quant_scale=SCALE),
+    ],
+)
+def test_other_forms_are_refused_by_name(call) -> None:
+    with pytest.raises(NotImplementedError, match="the software device"):
+        call()

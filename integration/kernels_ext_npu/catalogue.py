@@ -103,6 +103,7 @@ TABLES = Kind(
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
 ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS,)),

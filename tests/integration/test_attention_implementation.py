@@ -17,6 +17,8 @@ from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
+    SamConfig,
+    SamModel,
 )
 
 import kernels_ext_npu
@@ -194,6 +196,31 @@ def test_a_kernel_that_cannot_be_loaded_is_missed_by_the_forward(checkpoint) -> 
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu", attn_implementation=NAME)
     with pytest.raises(ValueError, match="not available in the local cache"):
         launches(model)
+
+
+@pytest.mark.parametrize("named", NAMES)
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_a_class_that_calls_its_attention_by_no_name_keeps_it_and_says_so(registered, name, named) -> None:
+    config = zoo.build(name).config
+    config._attn_implementation = named
+    with pytest.warns(UserWarning, match=f"{NAME}: .* does not call its attention by name, and keeps"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.config._attn_implementation in ("eager", "sdpa")
+    assert rows(model) == []
+    model(**zoo.inputs(name, model))  # computes
+
+
+def test_sub_configs_without_a_model_of_their_own_are_named_too(registered) -> None:
+    tower = {"hidden_size": 32, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
+    config = SamConfig(vision_config=tower | {"global_attn_indexes": [0]})
+    by_part = {"": ON_HUB, "prompt_encoder_config": ON_HUB, "mask_decoder_config": ON_HUB, "vision_config": "sdpa"}
+    config._attn_implementation = by_part
+    model = SamModel(config)
+    named = [config, config.prompt_encoder_config, config.mask_decoder_config]
+    assert [part._attn_implementation for part in named] == [NAME] * 3
+    assert {row.class_name for row in rows(model)} == {"SamAttention"}
+    kernels_ext_npu.unregister()
+    assert [part._attn_implementation for part in named] == ["sdpa"] * 3
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.patches import ABSENT
 
 NAME = "npu_flash_attention"
 REPOSITORY = "FlashAttention"
 ON_HUB = f"{sources.ORGANISATION}/{REPOSITORY}"
+_ANSWER = "_can_set_attn_implementation_cached_value"
 _FIELD = "_attn_implementation_internal"  # what the property `_attn_implementation` of configs reads
 
 
@@ -36,11 +38,26 @@ def names_it(config: Any) -> bool:
 
 
 def adopt(model: PreTrainedModel) -> None:
-    """Let the configs of a model that is being made name ours by our name, and note what it would have without it."""
+    """Let the configs of a model that is being made name ours by our name, and note what it would have without it.
+
+    Sub-configs with a model of their own are noted once more when that one is made.
+    """
     default = model.get_correct_attn_implementation(None, is_init_check=True)
     for config in _tree(model.config):
         if meant(config._attn_implementation) == NAME:
-            _name_it(config, default if config is model.config else None)
+            _name_it(config, default)
+
+
+def can_take_it(cls: type[PreTrainedModel]) -> bool:
+    """Tell whether the modules of a class of models call an implementation by its name.
+
+    transformers reads the file of the class for it, and remembers the answer in the class.
+    """
+    assert state.current is not None
+    known = vars(cls).get(_ANSWER, ABSENT)
+    answer = cls._can_set_attn_implementation()
+    state.current.patches.note(cls, _ANSWER, known, vars(cls).get(_ANSWER, ABSENT))
+    return answer
 
 
 @contextmanager
@@ -67,7 +84,7 @@ def give_back(modules: Collection[nn.Module]) -> None:
         if state.current is not None:
             state.current.patches.give_back(config, _FIELD)
         if names_it(config):  # a copy of one that was noted
-            setattr(config, _FIELD, defaults.get(id(config)))
+            setattr(config, _FIELD, defaults.get(id(config), next(iter(defaults.values()), None)))
 
 
 def _configs_of(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:

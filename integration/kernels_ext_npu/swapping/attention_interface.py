@@ -7,6 +7,7 @@ of packed sequences: vision towers and continuous batching give them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
@@ -76,6 +77,12 @@ def _check_and_adjust(
     """
     if attention_choice.meant(requested) != NAME:
         return original(self, requested, *args, **kwargs)
+    if not attention_choice.can_take_it(type(self)):
+        default = original(self, None, *args, **kwargs)
+        warnings.warn(
+            f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
+        )
+        return default
     attention_choice.adopt(self)
     _try_to_load()
     return NAME

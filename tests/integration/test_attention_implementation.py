@@ -109,6 +109,16 @@ def test_a_vision_tower_takes_all_its_windows_in_one_launch(registered) -> None:
     assert_equal(found.cpu()[seen], expected[seen])
 
 
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_biases_of_positions_are_for_a_batch_with_its_padding(registered, device) -> None:
+    model, ours = zoo.build("t5"), zoo.build("t5").to(device)
+    model.set_attn_implementation("eager")
+    ours.set_attn_implementation(NAME)
+    inputs = zoo.inputs("t5", model)  # with padding before the tokens of the first row
+    found = ours(**{key: value.to(device) for key, value in inputs.items()})
+    assert_equal(found.logits, model(**inputs).logits)
+
+
 def test_continuous_batching_gives_the_tokens_of_single_prompts(registered) -> None:
     model, ours = pair_by_name("qwen3")
     prompts = [list(range(3, 10)), list(range(5, 20)), [4, 5, 6]]

@@ -82,6 +82,8 @@ def attention_forward(
         seen = Packing(Sequences(ends_of(cu_seq_lens_q), ends_of(cu_seq_lens_k)), band)
     elif isinstance(attention_mask, MaskDescription):
         seen = _seen(attention_mask, query, key)
+        if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
+            seen = attention_mask.left_out(query.device)
     elif attention_mask is not None:
         seen, added = of_the_caller(attention_mask, query, key)
         if added is not None:

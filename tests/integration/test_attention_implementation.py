@@ -117,6 +117,8 @@ def test_biases_of_positions_are_for_a_batch_with_its_padding(registered, device
     inputs = zoo.inputs("t5", model)  # with padding before the tokens of the first row
     found = ours(**{key: value.to(device) for key, value in inputs.items()})
     assert_equal(found.logits, model(**inputs).logits)
+    elsewhere, here = "in torch, since it is on cpu", "in torch, where biases of positions are added to scores"
+    assert {row.reason for row in rows(ours)} == {elsewhere if device == "cpu" else here}
 
 
 def test_continuous_batching_gives_the_tokens_of_single_prompts(registered) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ def remark(module: nn.Module) -> str | None:
         return "in torch, since it is in float64"
     if getattr(module, "attn_logit_softcapping", None):
         return "in torch, since no operator of torch_npu caps scores"
+    if _gives(inspect.unwrap(type(module).forward), "position_bias"):
+        return "in torch, where biases of positions are added to scores"
     return None
 
 
@@ -47,3 +50,8 @@ def _calls_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the attention that its config names."""
     forward = inspect.unwrap(type(module).forward)
     return inspect.isfunction(forward) and kinds.names(forward) >= _CALLS
+
+
+def _gives(forward: FunctionType, keyword: str) -> bool:
+    """Tell whether a function gives an argument of a name to what it calls: such names are a tuple in its code."""
+    return any(isinstance(constant, tuple) and keyword in constant for constant in forward.__code__.co_consts)

@@ -69,5 +69,9 @@ def test_the_tables_name_what_the_package_exports(repository: str) -> None:
     called = [name for row in rows for name in re.findall(r"`([\w.]+)\(", row)]
     assert all(callable(attribute(kernel, name.removesuffix(".apply"))) for name in called)
     parts = {name for name in kernel.__all__ if isinstance(getattr(kernel, name), ModuleType)}
-    named = {name.partition(".")[0] for name in called} | set(re.findall(r"`(\w+)` is `\w+\(\)`", text)) | {"layers"}
+    named = (
+        {name.partition(".")[0] for name in called}
+        | set(re.findall(r"`(\w+)` is `\w+\(\)`", text))
+        | {"layers"} & parts
+    )
     assert named == set(kernel.__all__), parts

@@ -125,6 +125,9 @@ def example(page: str, folder: Path) -> tuple[str, str]:
     model = MODELS[name]
     zoo.build(model).save_pretrained(folder / model)
     code = code.replace(f'"{name}"', repr(str(folder / model))).replace('source="hub"', f"source={str(ROOT)!r}")
+    code = code.replace("import get_kernel", "import get_local_kernel").replace("kernels-ext-npu/", f"{ROOT}/")
+    code = re.sub(r"get_kernel\((\S+), version=\S+, trust_remote_code=\S+\)", r"get_local_kernel(Path(\1))", code)
+    code = f"from pathlib import Path\n{code}"
     return code, model
 
 

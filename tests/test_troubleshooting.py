@@ -32,7 +32,9 @@ SOURCES = {
     "httpx2": [(SITE, ("httpx2/*.py",))],
     "torch": [(SITE, ("torch/__init__.py",))],
     "torch_npu": [(SITE, ("torch_npu/__init__.py", "torch_npu/_init/**/*.py"))],
-    "transformers": [(SITE, ("transformers/integrations/*.py",))],
+    "transformers": [
+        (SITE, ("transformers/integrations/*.py", "transformers/modeling_utils.py", "transformers/masking_utils.py"))
+    ],
     "the loader": [(path.parent, (path.name,)) for path in LOADERS],
 }
 ENTRIES = re.findall(r"^### (.+)\n(From .+)$", PAGE, re.MULTILINE)

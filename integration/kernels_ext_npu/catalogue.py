@@ -33,7 +33,7 @@ class Repository:
     Attributes:
         name: the name of its folder, and of the repository on the Hub.
         kernel: its name in build.toml and ``metadata.json``.
-        kinds: what its layers serve.
+        kinds: what its layers serve; none where it has no layers.
     """
 
     name: str
@@ -103,14 +103,18 @@ TABLES = Kind(
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
 ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS,)),
     Repository("SwiGLU", "swiglu", (MLPS,)),
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
+    Repository("FlashAttention", "flash-attention", ()),
 )
 
+# those with layers for classes and functions of transformers; what the others compute is called by name
+SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)
 REPOSITORIES = tuple(sorted(repository.name for repository in CATALOGUE))
 KERNELS = frozenset(repository.kernel for repository in CATALOGUE)
 KINDS = tuple(kind for repository in CATALOGUE for kind in repository.kinds)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import nn
 
 ORGANISATION = "kernels-ext-npu"
@@ -32,6 +34,20 @@ def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource
         name = f"{ORGANISATION}/{repository}"
         return LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
     return LocalLayerRepository(root(source) / repository, layer_name=layer)
+
+
+def load_package(source: str | Path, repository: str) -> ModuleType:
+    """Load the package of a kernel repository, for what it exports beside layers.
+
+    Args:
+        source: "bundled", "hub", or the path of a clone of the project.
+    """
+    from kernels import get_kernel, get_local_kernel
+
+    if source == "hub":
+        name = f"{ORGANISATION}/{repository}"
+        return get_kernel(name, version=VERSION, trust_remote_code=[name])
+    return get_local_kernel(root(source) / repository)
 
 
 def check(source: str | Path, repositories: Collection[str]) -> None:

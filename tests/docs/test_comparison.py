@@ -37,11 +37,11 @@ ENGINES = {
 }
 # what a repository of kernels would end the lack of
 LACKING = {
-    "FlashAttention": ("no attention", "没有注意力"),
     "LinearAttention": ("no linear attention", "线性注意力"),
     "CrossEntropy": ("no losses", "损失函数"),
 }
 SERVED = {
+    "FlashAttention": ("attention", "注意力"),
     "RMSNorm": ("RMS norms", "RMS 归一化"),
     "SwiGLU": ("gated MLPs", "门控 MLP"),
     "FusedMoE": ("experts, routers", "专家、路由器"),

@@ -295,7 +295,10 @@ def test_the_command_refuses_in_sentences(monkeypatch, tmp_path: Path, archive: 
     for arguments, words in [
         (["--install", str(tmp_path / "cut.zip")], f"{tmp_path}/cut.zip: not a bundle, or cut short"),
         (["--install", str(tmp_path / "unsafe.zip")], f"{tmp_path}/unsafe.zip: '../escape.py' is not a path"),
-        (["--output", str(tmp_path / "a.zip"), "--source", "/nowhere"], "/nowhere has no FusedMoE/build"),
+        (
+            ["--output", str(tmp_path / "a.zip"), "--source", "/nowhere"],
+            f"/nowhere has no {catalogue.REPOSITORIES[0]}/build",
+        ),
         (["--output", str(tmp_path / "none" / "a.zip")], "is a folder, or lies in one that does not exist"),
         (["--output", str(tmp_path)], "is a folder, or lies in one that does not exist"),
     ]:

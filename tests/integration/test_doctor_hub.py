@@ -44,7 +44,7 @@ def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> 
     hub, publisher, _ = ask(monkeypatch)
     assert (hub.verdict, publisher.verdict) == (Verdict.OK, Verdict.WARNING)
     assert publisher.summary == "kernels-ext-npu is not trusted by the Hub"
-    assert 'trust_remote_code=["kernels-ext-npu/FusedMoE"]' in str(publisher.advice)
+    assert f'trust_remote_code=["kernels-ext-npu/{REPOSITORIES[0]}"]' in str(publisher.advice)
     localhub.faults.add("status", path="*/overview", status=404)
     _, publisher, _ = ask(monkeypatch)
     assert (publisher.verdict, publisher.see) == (Verdict.WARNING, network.UNTOLD)

@@ -7,12 +7,12 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.catalogue import CATALOGUE, REPOSITORIES
+from kernels_ext_npu.catalogue import REPOSITORIES, SERVING
 from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 
-KINDS_OF = {repository.name: {kind.in_models for kind in repository.kinds} for repository in CATALOGUE}
+KINDS_OF = {repository.name: {kind.in_models for kind in repository.kinds} for repository in SERVING}
 OPERATOR = {
     "RMSNorm": "npu_rms_norm",
     "SwiGLU": "npu_swiglu",
@@ -52,7 +52,7 @@ def test_without_any_the_model_is_the_original() -> None:
     [
         ("RMSNorm", r"is one name; give a list, such as \['RMSNorm'\]"),
         (["RoPe"], f"no kernel 'RoPe', only {NAMES}; did you mean RoPE"),
-        (["FlashAttention"], f"no kernel 'FlashAttention', only {NAMES}$"),
+        (["Convolution"], f"no kernel 'Convolution', only {NAMES}$"),
     ],
 )
 def test_a_name_that_is_none_changes_nothing(registered, kernels, message: str) -> None:

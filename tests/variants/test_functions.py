@@ -7,12 +7,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tests.support import experts_classes, proofs
+from tests.support import attention_truth, experts_classes, proofs
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 12, 32, 48, 4, 2
 COUNTS = torch.tensor([5, 0, 4, 3])
@@ -89,7 +89,36 @@ def draw(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    return attention_truth.attention(q, k, v, 0.25, True, (3, 0), sinks=sinks)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_truth.packed(q, k, v, [5, 7], [5, 7], 0.25, causal=True)
+
+
+class SelfAttention(nn.Module):
+    is_causal = True
+
+
+def attention_of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return forward(SelfAttention(), *(t.transpose(1, 2) for t in (q, k, v)), None)[0]
+
+
+def masked_attention(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the description says, as a mask, is what the attention of torch leaves out."""
+    mask = kernel_mask(q.shape[0], q.shape[1], k.shape[1], device=q.device)[:]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+    scores = (q @ k.mT * 0.25).masked_fill(~mask, -torch.inf)
+    return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_truth.attention(q, k, v, 0.25, True)
+
+
 HEADS = (2, 4, 6, 16), (2, 2, 6, 16)
+ATTENDED = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
 INDEX = torch.stack(
     [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:CHOICES] for i in range(TOKENS)]
 )
@@ -111,6 +140,15 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("RoPE", "apply_multimodal_rotary_pos_emb"): (
         lambda f, *t: f(*t, SECTION), multimodal, draw(*HEADS, (3, 2, 6, 16), (3, 2, 6, 16)),
     ),
+    ("FlashAttention", "flash_attn_func"): (
+        lambda f, q, k, v, s: f(q, k, v, causal=True, window_size=(3, 0), s_aux=s), attention, draw(*ATTENDED, (4,)),
+    ),
+    ("FlashAttention", "flash_attn_varlen_func"): (
+        lambda f, *t: f(*t, [0, 5, 12], [0, 5, 12], causal=True), packed_attention,
+        draw((12, 4, 16), (12, 2, 16), (12, 2, 16)),
+    ),
+    ("FlashAttention", "attention_forward"): (attention_of_module, causal_attention, draw(*ATTENDED)),
+    ("FlashAttention", "attention_mask"): (masked_attention, causal_attention, draw(*ATTENDED)),
     ("FusedMoE", "grouped_matmul"): (
         lambda f, x, w, b: f(x, w, COUNTS.to(x.device), b),
         product,

@@ -25,6 +25,7 @@ def register(
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
+    Models use that for attention if they name it: ``attn_implementation="npu_flash_attention"``.
 
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
@@ -58,7 +59,7 @@ def register(
 
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
-    from kernels_ext_npu.swapping import experts_interface, lasting, state, table, waiting
+    from kernels_ext_npu.swapping import attention_interface, experts_interface, lasting, state, table, waiting
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -71,6 +72,8 @@ def register(
         use_kernels.install(registration.patches)
         if experts_interface.is_installed():
             experts_interface.install(registration.patches)
+        if attention_interface.is_installed():
+            attention_interface.install(registration.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:
@@ -85,6 +88,7 @@ def unregister() -> None:
 
     Models that are swapped already keep the kernels of their modules until restore(model); rotary functions belong to
     transformers, and are the original again for all models, as is the default of what no kernel was swapped into.
+    Models that name ``npu_flash_attention`` have again what they had before.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU

@@ -156,7 +156,7 @@ def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
 def _calls(model: PreTrainedModel) -> Iterator[Call]:
     """Find the calls that a kernel may serve, and that of the last layer, without their arguments."""
     for row in report(model):
-        if row.kernel is None or not row.is_candidate:
+        if row.kernel not in LAYERS or not row.is_candidate:
             continue
         use = None
         if row.function is not None:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import transformers
 
-from kernels_ext_npu.catalogue import CATALOGUE, KINDS, Kind
+from kernels_ext_npu.catalogue import KINDS, SERVING, Kind
 from kernels_ext_npu.coverage.survey import Row
 from kernels_ext_npu.coverage.tables import cell, empty, entries_of, kept_by_reason, name_of, not_empty
 
-KERNELS = [repository.name for repository in CATALOGUE]
+KERNELS = [repository.name for repository in SERVING]
 _INTRODUCTION = """\
 # What of transformers {version} is served
 
@@ -49,7 +49,7 @@ def page(rows: Sequence[Row]) -> str:
 
 def sums(rows: Sequence[Row]) -> list[list[str]]:
     """Return a row of kernel, kind, served and kept for every kind."""
-    found = [(kernel, kind, entries_of(rows, kind)) for kernel in CATALOGUE for kind in kernel.kinds]
+    found = [(kernel, kind, entries_of(rows, kind)) for kernel in SERVING for kind in kernel.kinds]
     served = [sum(entry.layer is not None for entry in entries) for _, _, entries in found]
     return [
         [kernel.name, kind.name, str(n), str(len(entries) - n)] for (kernel, kind, entries), n in zip(found, served)
@@ -58,7 +58,7 @@ def sums(rows: Sequence[Row]) -> list[list[str]]:
 
 def cells(row: Row) -> list[str]:
     """Return a cell for each kernel repository: what is served of what there is."""
-    return [cell(row.of(kernel)) for kernel in CATALOGUE]
+    return [cell(row.of(kernel)) for kernel in SERVING]
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kernels_ext_npu.catalogue import CATALOGUE, KINDS, Kind
+from kernels_ext_npu.catalogue import KINDS, SERVING, Kind
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
 
@@ -25,11 +25,11 @@ MEANING = (
 
 def whole(rows: Sequence[Row]) -> RenderableType:
     """Lay out all rows, what is kept and why, and the sums, for a terminal."""
-    cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in CATALOGUE))
+    cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in SERVING))
     for column in cells.columns[1:]:
         column.justify = "right"
     for row in not_empty(rows):
-        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in CATALOGUE))
+        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in SERVING))
     return Group(cells, *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
 
 
@@ -42,15 +42,15 @@ def to_json(rows: Sequence[Row]) -> dict:
     """Return for each model type what is in its folder, and the sums over the folders."""
     return {
         "transformers": transformers.__version__,
-        "kernels": {k.name: _count(entry for row in rows for entry in row.of(k)) for k in CATALOGUE},
+        "kernels": {k.name: _count(entry for row in rows for entry in row.of(k)) for k in SERVING},
         "kinds": {kind.name: _count(entries_of(rows, kind)) for kind in KINDS},
         "model_types": {
             model_type: {
                 "folder": row.folder.name,
-                "kernels": {kernel.name: _count(row.of(kernel)) for kernel in CATALOGUE},
+                "kernels": {kernel.name: _count(row.of(kernel)) for kernel in SERVING},
                 "entries": [
                     {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
-                    for kernel in CATALOGUE
+                    for kernel in SERVING
                     for e in row.of(kernel)
                 ],
                 "with": list(row.parts),
@@ -147,7 +147,7 @@ def _sums(rows: Sequence[Row]) -> Table:
     shown = _table(f"{count} model types in {len(rows)} folders", "kernel", "", "served", "kept")
     for column in shown.columns[2:]:
         column.justify = "right"
-    for kernel in CATALOGUE:
+    for kernel in SERVING:
         for kind in kernel.kinds:
             sums = _count(entries_of(rows, kind))
             shown.add_row(
@@ -158,7 +158,7 @@ def _sums(rows: Sequence[Row]) -> Table:
 
 def _details(row: Row) -> RenderableType:
     shown = _table(f"{', '.join(row.folder.model_types)}: models/{row.folder.name}", "", "class or function", "layer")
-    for kernel in CATALOGUE:
+    for kernel in SERVING:
         for entry in row.of(kernel):
             served = Text(entry.layer, style="green") if entry.layer else Text(f"kept: {entry.reason}", style="yellow")
             shown.add_row(entry.kind, Text(entry.name, overflow="fold"), served)

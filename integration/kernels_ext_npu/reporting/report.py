@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import KINDS, LAYERS, ROTARY
+from kernels_ext_npu.catalogue import ATTENTION, KINDS, LAYERS, ROTARY
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import rotary, waiting
@@ -39,7 +39,10 @@ class Report:
 
     def summary(self) -> str:
         """Say how many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
-        kinds = {kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models] for kind in SHOWN}
+        kinds = {
+            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models]
+            for kind in (*SHOWN, ATTENTION)
+        }
         return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
     def to_json(self) -> str:
@@ -82,6 +85,8 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
 
+    Attention is reported where a model names ``npu_flash_attention``.
+
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
         >>> import kernels_ext_npu
@@ -98,7 +103,13 @@ def report(model: nn.Module) -> Report:
         model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
     """
     with on_its_way(model):
-        found = [rows.passed_by(row, model) for row in (*rows.of_modules(model), *rows.of_functions(model))]
+        found = [rows.passed_by(row, model) for row in _rows(model)]
         if any(map(waiting.waits, model.modules())):
             found = [rows.expected(row, model) for row in found]
         return Report(found)
+
+
+def _rows(model: nn.Module) -> Iterator[Row]:
+    yield from rows.of_modules(model)
+    yield from rows.of_functions(model)
+    yield from rows.of_attention(model)

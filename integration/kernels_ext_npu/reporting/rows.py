@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
 from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
+    attention,
     changes,
     experts,
     experts_choice,
@@ -22,6 +23,7 @@ from kernels_ext_npu.swapping import (
     rotary,
     state,
 )
+from kernels_ext_npu.swapping.attention_choice import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.refusals import refusal, replaced
 from kernels_ext_npu.swapping.rotary_uses import Use, uses
@@ -37,7 +39,8 @@ class Row:
     Attributes:
         path: its name in the model; of a function that of the module, a dot, and the name in its file.
         class_name: its class, or the function.
-        kernel: the layer that serves it or would serve it, None if there is none.
+        kernel: the layer that serves it or would serve it, None if there is none; of attention the name of the
+            implementation.
         swapped: whether the kernel's forward is in place.
         reason: why not, or why not as fast as it could be; None if there is nothing to say.
         is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
@@ -66,6 +69,15 @@ def of_modules(model: nn.Module) -> Iterator[Row]:
     for path, module in model.named_modules():
         if (kind := of_module(module)) is not None:
             yield _of_module(path, module, kind)
+
+
+def of_attention(model: nn.Module) -> Iterator[Row]:
+    """Describe every module of a model that calls the attention implementation of ours."""
+    for path, module in model.named_modules():
+        if attention.is_called_by_name(module):
+            stranger = replaced(module)
+            reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
+            yield Row(path, type(module).__name__, NAME, True, reason, kind=ATTENTION.in_models)
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:

@@ -7,10 +7,8 @@ implementation gets that one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -43,8 +41,8 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 def install(patches: Patches) -> None:
     """Register the implementation, and let models take it that would take the default."""
     patches.item(ALL_EXPERTS_FUNCTIONS._global_mapping, NAME, npu_grouped_mm)
-    _wrap(patches, "get_correct_experts_implementation", _get_correct)
-    _wrap(patches, "set_experts_implementation", _set)
+    patches.method(PreTrainedModel, "get_correct_experts_implementation", _get_correct, is_installed)
+    patches.method(PreTrainedModel, "set_experts_implementation", _set, is_installed)
 
 
 def is_installed() -> bool:
@@ -87,15 +85,3 @@ def _set(original: Callable, self: PreTrainedModel, requested: str | dict) -> No
     for module in self.modules():
         if experts_choice.is_experts(module) and experts_choice.named(module.config) is not None:
             forwards.take_out(module)
-
-
-def _wrap(patches: Patches, name: str, replacement: Callable) -> None:
-    original = getattr(PreTrainedModel, name)
-
-    @functools.wraps(original)
-    def wrapped(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if not is_installed():  # somebody has wrapped it since, and ours stays below
-            return original(self, *args, **kwargs)
-        return replacement(original, self, *args, **kwargs)
-
-    patches.attribute(PreTrainedModel, name, wrapped)

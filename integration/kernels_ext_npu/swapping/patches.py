@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class _Change:
-    """One change: how its place is read and written, what stood there before, and what was put there."""
+    """One change: how its place is read and written, what stood there before, and what was put there.
+
+    `is_of` tells whether its place is an attribute of an object.
+    """
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
     before: Any
     new: Any
+    is_of: Callable[[Any, str], bool] = lambda owner, name: False
 
     def undo(self) -> None:
         if self.read() is self.new:  # otherwise somebody else has changed it since, and it is theirs
@@ -57,7 +62,29 @@ class Patches:
             else:
                 setattr(owner_of(), name, value)
 
-        self._changes.append(_Change(read, write, before, new))
+        self._changes.append(_Change(read, write, before, new, lambda o, n: o is owner_of() and n == name))
+
+    def method(self, owner: type, name: str, replacement: Callable, is_in_use: Callable[[], bool]) -> None:
+        """Let calls of a method go to `replacement(original, self, ...)`.
+
+        While it is not in use they go to the original: somebody may have wrapped ours since, so that it stays below.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_in_use():
+                return original(self, *args, **kwargs)
+            return replacement(original, self, *args, **kwargs)
+
+        self.attribute(owner, name, wrapped)
+
+    def give_back(self, owner: Any, name: str) -> None:
+        """Take back what was changed of one attribute, as `undo` does."""
+        found = [change for change in self._changes if change.is_of(owner, name)]
+        self._changes = [change for change in self._changes if not change.is_of(owner, name)]
+        for change in reversed(found):
+            change.undo()
 
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
         """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""

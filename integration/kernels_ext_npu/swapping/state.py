@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernels_ext_npu.swapping.patches import Patches
 
 if TYPE_CHECKING:
-    from types import FunctionType
+    from types import FunctionType, ModuleType
 
     from torch import nn
 
@@ -30,6 +30,7 @@ class Registration:
         rotary: the modules that `kernels` made of rotary functions, by function.
         experts_named: the configs whose owner named an implementation of experts, by id.
         experts_layer: the layer that computes experts by name, once it is loaded.
+        attention_kernel: the package that computes attention by name, once it is loaded.
         waiting: the models that were not called on the NPU yet.
     """
 
@@ -42,6 +43,7 @@ class Registration:
     rotary: dict[FunctionType, nn.Module] = field(default_factory=dict)
     experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     experts_layer: type[nn.Module] | None = None
+    attention_kernel: ModuleType | None = None
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 

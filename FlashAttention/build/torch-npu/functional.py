@@ -1,0 +1,183 @@
+"""Attention as functions of tensors, with the parameters and the meaning of the package flash-attn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .attention import attend, attend_packed
+from .lengths import ends_of
+from .options import Band, Options, Sequences
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Compute ``softmax(scale · q·kᵀ)·v``, as ``flash_attn_func`` of flash-attn 2.8 does.
+
+    It is one launch of ``npu_fusion_attention`` for float16, bfloat16 and float32 with up to 256 heads of up to 768
+    values. With softcap or ALiBi, which the operator does not have, on other devices and in other dtypes it is computed
+    in torch, with all scores in memory. Differentiable; a query that sees no key gives zero.
+
+    Args:
+        q: ``[B, S_q, N, D]``, of a floating dtype.
+        k: ``[B, S_k, N_k, D]``, where ``N`` is a multiple of ``N_k``.
+        v: ``[B, S_k, N_k, D_v]``.
+        dropout_p: which part of the weights is dropped.
+        softmax_scale: the factor of the scores, by default ``1 / sqrt(D)``.
+        causal: whether a query sees no key behind its own. The last query stands at the last key.
+        window_size: how many keys before and behind its own a query sees; -1 for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; 0 for none.
+        alibi_slopes: ``[N]`` or ``[B, N]``: ``-slope · |i + S_k - S_q - j|`` is added to the score of i and j.
+        deterministic: whether gradients have to be the same, bit for bit, in every run.
+        return_attn_probs: only False.
+        s_aux: ``[N]``, sinks: one more score of every row of a head, whose value is zero.
+
+    Returns:
+        ``[B, S_q, N, D_v]``, in the dtype of ``q``.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit, or the weights are asked for.
+        TypeError: ``q`` is not floating point.
+    """
+    name = "flash_attn_func"
+    _refuse_weights(name, return_attn_probs)
+    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
+    _check(name, q, k, v, 4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"{name}: q, k and v must have one batch size, got {q.shape[0]} and {k.shape[0]}")
+    return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), _band(causal, window_size), options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int],
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Compute attention within each sequence of a packed batch, as ``flash_attn_varlen_func`` of flash-attn 2.8 does.
+
+    What is said of :func:`flash_attn_func` holds for each sequence. The operator wants the lengths on the host: those
+    on the NPU are read once for all calls with the same tensor, those on the CPU and in a list cost nothing.
+
+    Args:
+        q: ``[T_q, N, D]``, the sequences one behind the other.
+        k: ``[T_k, N_k, D]``.
+        v: ``[T_k, N_k, D_v]``.
+        cu_seqlens_q: ``[1 + sequences]``, where each sequence of ``q`` begins, and the end of the last one.
+        cu_seqlens_k: the same of ``k`` and ``v``.
+        max_seqlen_q: the longest sequence of ``q``; not needed here.
+        max_seqlen_k: the longest sequence of ``k``; not needed here.
+        dropout_p: as there, like all that follow.
+        alibi_slopes: ``[N]`` or ``[sequences, N]``.
+        block_table: only None: keys and values have to lie one behind the other.
+
+    Returns:
+        ``[T_q, N, D_v]``, in the dtype of ``q``; zero behind the last sequence.
+
+    Raises:
+        ValueError: shapes, devices, dtypes or lengths do not fit, or weights or paged keys are asked for.
+        TypeError: ``q`` is not floating point.
+    """
+    name = "flash_attn_varlen_func"
+    _refuse_weights(name, return_attn_probs)
+    if block_table is not None:
+        raise ValueError(f"{name}: block_table must be None, paged keys and values are not supported")
+    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
+    _check(name, q, k, v, 3)
+    ends, key_ends = _ends(name, "cu_seqlens_q", cu_seqlens_q, q), _ends(name, "cu_seqlens_k", cu_seqlens_k, k)
+    if len(ends) != len(key_ends):
+        raise ValueError(f"{name}: cu_seqlens_q has {len(ends)} sequences, cu_seqlens_k has {len(key_ends)}")
+    return attend_packed(q, k, v, Sequences(ends, key_ends), _band(causal, window_size), options)
+
+
+def _refuse_weights(name: str, return_attn_probs: bool) -> None:
+    if return_attn_probs:
+        raise ValueError(f"{name}: return_attn_probs must be False, the weights are never in memory")
+
+
+def _options(
+    name: str,
+    q: Tensor,
+    dropout: float,
+    scale: float | None,
+    softcap: float,
+    slopes: Tensor | None,
+    deterministic: bool,
+    sink: Tensor | None,
+) -> Options:
+    """Collect the options of the function ``name``, and raise what it says of those that do not fit."""
+    if not q.is_floating_point():
+        raise TypeError(f"{name}: q must be floating point, got {q.dtype}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{name}: dropout_p must be in [0, 1), got {dropout}")
+    heads = q.shape[-2]
+    if sink is not None and sink.shape != (heads,):
+        raise ValueError(f"{name}: s_aux must be [{heads}], a value for each head of q, got {list(sink.shape)}")
+    if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != heads):
+        raise ValueError(f"{name}: alibi_slopes must be [{heads}] or [batch, {heads}], got {list(slopes.shape)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Options(scale, dropout, sink, softcap, slopes, deterministic=deterministic)
+
+
+def _band(causal: bool, window_size: tuple[int, int]) -> Band:
+    """Return which keys a query sees; a negative limit is none."""
+    left, right = window_size
+    return Band(None if left < 0 else left, 0 if causal else None if right < 0 else right)
+
+
+def _ends(name: str, what: str, cumulative: Tensor | Sequence[int], tensor: Tensor) -> tuple[int, ...]:
+    """Return where each sequence ends, and raise what the function ``name`` says of lengths that do not fit."""
+    if isinstance(cumulative, Tensor):
+        if cumulative.dim() != 1 or cumulative.numel() == 0 or cumulative.is_floating_point():
+            raise ValueError(f"{name}: {what} must be [1 + sequences] integers, got {list(cumulative.shape)}")
+        ends = ends_of(cumulative)
+    else:
+        ends = tuple(int(end) for end in cumulative[1:])
+    if any(end < start for start, end in zip((0, *ends), ends)) or (ends and ends[-1] > tensor.shape[0]):
+        raise ValueError(
+            f"{name}: {what} must ascend from 0 to at most {tensor.shape[0]}, got 0, {', '.join(map(str, ends))}"
+        )
+    return ends
+
+
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
+    """Raise what the function ``name`` says of tensors that do not fit."""
+    shape = "[B, S, N, D]" if dimensions == 4 else "[T, N, D]"
+    for what, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != dimensions:
+            raise ValueError(f"{name}: {what} must be {shape}, got {list(tensor.shape)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{name}: k and v must differ in head size only, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{name}: q and k must have one head size, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{name}: the {q.shape[-2]} heads of q must be a multiple of the {k.shape[-2]} heads of k")
+    for what, found in (("dtype", {t.dtype for t in (q, k, v)}), ("device", {t.device for t in (q, k, v)})):
+        if len(found) > 1:
+            raise ValueError(f"{name}: q, k and v must have one {what}, got {', '.join(sorted(map(str, found)))}")

@@ -1,0 +1,7 @@
+"""Attention for Huawei Ascend NPUs: flash-attn's functions, and what the attention of transformers is made of."""
+
+from .forward import attention_forward
+from .functional import flash_attn_func, flash_attn_varlen_func
+from .masks import attention_mask
+
+__all__ = ["attention_forward", "attention_mask", "flash_attn_func", "flash_attn_varlen_func"]

@@ -1,0 +1,194 @@
+"""Attention of tensors as they lie: on the NPU in one launch where an operator computes it, otherwise in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .decoding import decode, is_decoding
+from .deterministic import launch_deterministic
+from .distributed import is_distributed
+from .in_torch import attend_in_torch, attend_packed_in_torch
+from .operators import Sparsity, launch, refuses_sinks, sparsity_of, takes_sinks
+from .options import Band, Options, Sequences
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST_HEAD, _MOST_HEADS, _LONGEST, _MOST_BATCHES = 768, 256, 2**20, 2**21
+_MOST_SEQUENCES = 1024  # in one launch
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, options: Options) -> Tensor:
+    """Compute attention of a batch of sequences of one length.
+
+    Args:
+        query: ``[B, N, S_q, D]``, a view of memory that lies as ``[B, S_q, N, D]`` or as its shape says, as all of the
+            three: what lies otherwise is copied.
+        key: ``[B, N_k, S_k, D]``.
+        value: ``[B, N_k, S_k, D_v]``.
+        seen: a band, or what is left out, bool ``[B or 1, N or 1, S_q, S_k]``.
+        options: how scores become weights.
+
+    Returns:
+        ``[B, S_q, N, D_v]``, in the dtype of the query. A query that sees no key gives zero.
+    """
+    if isinstance(seen, Band):
+        key, value = _reachable(query, key, value, seen)
+    if not _is_fused(query, key, value, options) or max(query.shape[2], key.shape[2]) > _LONGEST:
+        return attend_in_torch(query, key, value, seen, options)
+    if is_decoding(query, key, value, seen, options):
+        return decode(query, key, value, options)
+    size = value.shape[3]
+    padded = _padded(query, key, value)
+    layout = _nearest_layout(*padded)
+    arguments = padded if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in padded)
+    if isinstance(seen, Tensor):
+        seen = _whole(seen, query, key)
+    sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query)
+    try:
+        result = _launch_one(*arguments, layout, sparsity, options)
+    except RuntimeError as error:
+        if options.sink is None or not refuses_sinks(error):
+            raise
+        return attend_in_torch(query, key, value, seen, options)
+    return (result.transpose(1, 2) if layout == "BNSD" else result)[..., :size]
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, band: Band, options: Options
+) -> Tensor:
+    """Compute attention within each sequence of a packed batch.
+
+    Args:
+        query: ``[T, N, D]``, the sequences one behind the other.
+        key: ``[T_k, N_k, D]``.
+        value: ``[T_k, N_k, D_v]``.
+        sequences: where they end. What lies behind the last one gives zero.
+        band: which keys of its sequence a query sees.
+        options: how scores become weights.
+
+    Returns:
+        ``[T, N, D_v]``, in the dtype of the query.
+    """
+    total = query.shape[0]
+    used, key_used = (ends[-1] if ends else 0 for ends in sequences)
+    query, key, value = query[:used], key[:key_used], value[:key_used]
+    if _is_fused(query, key, value, options) and _is_fused_packed(sequences, band):
+        try:
+            result = _launch_packed(query, key, value, sequences, band, options)
+        except RuntimeError as error:
+            if options.sink is None or not refuses_sinks(error):
+                raise
+            result = attend_packed_in_torch(query, key, value, sequences, band, options)
+    else:
+        result = attend_packed_in_torch(query, key, value, sequences, band, options)
+    return result if used == total else F.pad(result, (0, 0, 0, 0, 0, total - used))
+
+
+def _launch_one(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, sparsity: Sparsity, options: Options, *ends: tuple[int, ...]
+) -> Tensor:
+    needs_care = options.deterministic and not torch.are_deterministic_algorithms_enabled()
+    function = launch_deterministic if needs_care and torch.is_grad_enabled() else launch
+    return function(query, key, value, layout, sparsity, options, *ends)
+
+
+def _launch_packed(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, band: Band, options: Options
+) -> Tensor:
+    """Launch once for as many sequences as the operator takes."""
+    size, sequences = value.shape[2], sequences.without_empty()
+    query, key, value = _padded(query, key, value)
+    longest = (max(lengths) for lengths in zip(*sequences.lengths()))
+    sparsity = sparsity_of(band, *longest, query)
+    parts, start, key_start = [], 0, 0
+    for first in range(0, len(sequences.ends), _MOST_SEQUENCES):
+        ends, key_ends = (ends[first : first + _MOST_SEQUENCES] for ends in sequences)
+        end, key_end = ends[-1], key_ends[-1]
+        if end > start:
+            some = query[start:end], key[key_start:key_end], value[key_start:key_end]
+            shifted = tuple(e - start for e in ends), tuple(e - key_start for e in key_ends)
+            parts.append(_launch_one(*some, "TND", sparsity, options, *shifted))
+        start, key_start = end, key_end
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[..., :size]
+
+
+def _reachable(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+    """Leave out the keys before all that a query sees: of a long cache a window sees its end."""
+    if band.left is None:
+        return key, value
+    reachable = query.shape[2] + band.left
+    if reachable >= key.shape[2]:
+        return key, value
+    return key[:, :, -reachable:], value[:, :, -reachable:]
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
+    """Tell whether the operators take tensors, ``[B, N, S, D]`` or ``[T, N, D]``.
+
+    Their limits (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention_v3.md.
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    return (
+        query.device.type == "npu"
+        and query.dtype in _FUSED_DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and not is_distributed(query, key, value)
+        and query.numel() > 0
+        and key.numel() > 0
+        and value.numel() > 0
+        and query.shape[-1] <= _LARGEST_HEAD
+        and value.shape[-1] <= _LARGEST_HEAD
+        and heads <= _MOST_HEADS
+        and heads % key_heads == 0
+        and query.shape[0] <= _MOST_BATCHES
+        and not options.needs_torch()
+        and (options.sink is None or takes_sinks())
+        and options.dropout < 1
+    )
+
+
+def _is_fused_packed(sequences: Sequences, band: Band) -> bool:
+    """Tell whether the operators take sequences: in this layout no query may be without a key."""
+    return max(sequences.ends[-1], sequences.key_ends[-1]) <= _LONGEST and not any(
+        queries and band.leaves_rows_empty(queries, keys) for queries, keys in sequences.lengths()
+    )
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill heads up with zeros, which change no score.
+
+    The value has to have heads that are not larger than those of the key, and heads in float32 are of whole 16 bytes,
+    as torch_npu's scaled_dot_product_attention has them: op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp.
+    """
+    unit = 4 if query.dtype == torch.float32 else 1
+    value_size = -(-value.shape[-1] // unit) * unit
+    size = max(-(-query.shape[-1] // unit) * unit, value_size)
+    return _filled(query, size), _filled(key, size), _filled(value, value_size)
+
+
+def _filled(tensor: Tensor, size: int) -> Tensor:
+    missing = size - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _nearest_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Choose the layout in which less has to be copied: projections leave BSND, caches hold BNSD.
+
+    The result is wanted as BSND, and copied where it is not.
+    """
+    as_bnsd = _copied(query) + _copied(key) + _copied(value) + (query.numel() if query.shape[2] > 1 else 0)
+    as_bsnd = sum(_copied(tensor.transpose(1, 2)) for tensor in (query, key, value))
+    return "BNSD" if as_bnsd < as_bsnd else "BSND"
+
+
+def _copied(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.numel()
+
+
+def _whole(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Give a mask one of the shapes that the operators take: BNSS, B1SS or 11SS."""
+    batch, heads = query.shape[:2]
+    rows, columns = mask.shape[:2]
+    shape = (1, 1) if rows == columns == 1 else (batch, heads if columns > 1 else 1)
+    return mask.expand(*shape, query.shape[2], key.shape[2]).contiguous()

@@ -1,0 +1,70 @@
+"""Lengths of sequences on the host: read from the device once, however many layers want them.
+
+A read lets the host wait for all that was launched before it.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# the values of cumulative lengths, with the version of the tensor that they were read from
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_waiting: WeakSet[HostValues] = WeakSet()
+
+
+class HostValues:
+    """Holds a tensor of integers or booleans, and its values on the host once they are wanted.
+
+    All that are waiting on a device are read together: a model with several kinds of masks lets the host wait once.
+
+    >>> padding, packed = HostValues(padding_mask), HostValues(sequence_ids)
+    >>> padding.values  # reads both
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._values: Tensor | None = None
+        _waiting.add(self)
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values, int32 on the CPU, in the shape of the tensor."""
+        if self._values is None:
+            _read([waiting for waiting in _waiting if waiting.tensor.device == self.tensor.device])
+            assert self._values is not None
+        return self._values
+
+    def _take(self, values: Tensor) -> None:
+        self._values = values.view(self.tensor.shape)
+        _waiting.discard(self)
+
+
+def ends_of(cumulative: Tensor) -> tuple[int, ...]:
+    """Return where each sequence of a packed batch ends.
+
+    What was read of a tensor is remembered as long as the tensor lives and nobody writes to it. Of tensors that were
+    made in inference mode torch does not tell whether somebody did; those are read each time.
+
+    Args:
+        cumulative: ``[1 + sequences]``, integers that begin with zero.
+    """
+    followed = not cumulative.is_inference()
+    known = _known.get(cumulative) if followed else None
+    if known is not None and known[0] == cumulative._version:
+        return known[1]
+    ends = tuple(cumulative.tolist()[1:])
+    if followed:
+        _known[cumulative] = (cumulative._version, ends)
+    return ends
+
+
+def _read(waiting: list[HostValues]) -> None:
+    parts = [value.tensor.reshape(-1) for value in waiting]
+    together = parts[0] if len(parts) == 1 else torch.cat([part.to(torch.int32) for part in parts])
+    found = together.cpu().to(torch.int32)
+    for value, values in zip(waiting, found.split([part.numel() for part in parts])):
+        value._take(values)

@@ -1,0 +1,120 @@
+"""The mask function that transformers calls, by the contract of its ``AttentionMaskInterface``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .description import MaskDescription
+from .options import CAUSAL, Band
+from .patterns import Pattern, recognised
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> MaskDescription | Tensor:
+    """Describe the mask of a forward.
+
+    Plain patterns, causal, sliding, bidirectional, chunked and packed, are recognised, and go without a mask; any other
+    is made here, once for all layers.
+
+    Args:
+        batch_size: how many sequences there are.
+        q_length: how many queries each has.
+        kv_length: how many keys each has.
+        q_offset: the position of the first query; a tensor with a static cache.
+        kv_offset: the position of the first key.
+        mask_function: tells of indices whether a query sees a key; causal by default.
+        attention_mask: ``[B, tokens]``, False where a token is padding.
+        use_vmap: whether ``mask_function`` is to be asked of one index at a time.
+        device: where the mask would be.
+        kwargs: what else transformers' own mask functions take, and this one does not need.
+
+    Returns:
+        What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``;
+        under ``torch.compile`` it is that tensor.
+    """
+    kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
+
+    def make() -> Tensor:
+        found_on = device if kept is None else kept.device
+        rows, heads = torch.arange(batch_size, device=found_on), torch.arange(1, device=found_on)
+        queries = torch.arange(q_length, device=found_on) + q_offset
+        keys = torch.arange(kv_length, device=found_on) + kv_offset
+        function = mask_function or _causal
+        mask = (_one_by_one if use_vmap else _together)(function, rows, heads, queries, keys)
+        mask = mask.expand(batch_size, -1, q_length, kv_length)
+        return mask if kept is None else mask & kept[:, None, None]
+
+    if torch.compiler.is_compiling():  # a graph cannot hold what depends on lengths, nor on what a function closes over
+        return make()
+    # every pattern is said with the last query at the last key; where a static cache is, only the device knows
+    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    pattern = _recognised(mask_function) if at_the_end else None
+    if pattern is not None and pattern.chunk is not None:
+        pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
+    description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
+    if pattern is None:
+        description.mask()  # now: a static cache moves its offset on while layers compute
+    return description
+
+
+def _recognised(function: Callable | None) -> Pattern | None:
+    return Pattern(CAUSAL) if function is None else recognised(function)
+
+
+def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def _of_keys(padding: Tensor, first: int, keys: int) -> Tensor:
+    """Return the padding of the keys from a position on, ``[B, keys]``; what was not said yet is padding."""
+    missing = first + keys - padding.shape[1]
+    padding = F.pad(padding, (0, missing)) if missing > 0 else padding
+    return padding[:, first : first + keys].bool()
+
+
+def _together(function: Callable, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Ask a mask function of all indices at once."""
+    return function(rows.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+
+
+def _one_by_one(function: Callable, *indices: Tensor) -> Tensor:
+    """Ask a mask function of one index after the other, as a caller may have written it."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for place in (3, 2, 1, 0):
+        function = torch.vmap(function, in_dims=tuple(0 if i == place else None for i in range(4)))
+    with TransformGetItemToIndex():  # an index of a tensor by a tensor without dimensions
+        return function(*indices)
+
+
+def _of_chunks(pattern: Pattern, queries: int, keys: int, first: int, padded: bool) -> Pattern | None:
+    """Return a chunked pattern for keys that begin at a position: None where only a mask says it.
+
+    Padding moves the chunks, so that with padding only what ends within the first chunk is known here.
+    """
+    chunk, last = pattern.chunk, first + keys - 1
+    if last < chunk or (not padded and first // chunk == last // chunk):
+        return replace(pattern, chunk=None)
+    if padded:
+        return None
+    if queries == 1:
+        reach = last % chunk
+        left = reach if pattern.band.left is None else min(reach, pattern.band.left)
+        return replace(pattern, band=Band(left, pattern.band.right), chunk=None)
+    return pattern if first == 0 and queries == keys else None

@@ -1,0 +1,165 @@
+"""The attention that transformers calls, by the contract of its ``AttentionInterface``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import attend, attend_packed
+from .caller_masks import described, of_the_caller
+from .description import MaskDescription, Packing
+from .in_torch import outside
+from .lengths import ends_of
+from .options import CAUSAL, FULL, Band, Options, Sequences
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskDescription | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    cache: Any = None,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of a module of transformers.
+
+    Args:
+        module: whose attention it is; its ``is_causal`` counts where nothing else says so.
+        query: ``[B, N, S_q, D]``.
+        key: ``[B, N_k, S_k, D]``, where ``N`` is a multiple of ``N_k``.
+        value: ``[B, N_k, S_k, D_v]``.
+        attention_mask: what ``attention_mask`` of this package returned; a mask of the caller, bool
+            ``[B or 1, N or 1, S_q, S_k]``, True where a query sees a key, or floating and added to the scores; padding,
+            ``[B, S_k]``; or None: causal or full, as the module is.
+        dropout: which part of the weights is dropped.
+        scaling: the factor of the scores, by default ``1 / sqrt(D)``.
+        sliding_window: of how many keys a query sees the last, itself included, where ``attention_mask`` is None; in
+            both directions where it is not causal.
+        softcap: scores become ``softcap · tanh(score / softcap)``.
+        is_causal: whether a query sees no key behind its own, where ``attention_mask`` does not say so.
+        s_aux: ``[N]``, sinks.
+        position_bias: ``[B or 1, N, S_q, S_k]``, added to the scores.
+        cu_seq_lens_q: ``[1 + sequences]``, of packed sequences in a batch of one.
+        cu_seq_lens_k: the same for the keys.
+        cache: the paged cache of continuous batching.
+        indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it.
+        kwargs: what other implementations take, and the paged cache.
+
+    Returns:
+        ``[B, S_q, N, D_v]`` and None: the weights are never in memory.
+
+    Raises:
+        ValueError: an argument says of the keys what is not computed here, or a mask does not fit.
+    """
+    if kwargs.get("block_indices") is not None:
+        raise ValueError("attention_forward: block_indices are not supported, choose the implementation 'sdpa'")
+    if cache is not None:
+        kwargs["cu_seq_lens_k"] = cu_seq_lens_k
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        cu_seq_lens_k = kwargs["cu_seq_lens_k"]
+    query, key, value = _of_one_dtype(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    band = _band(query, key, causal, sliding_window)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        attention_mask = described(attention_mask, query.shape[2], key.shape[2], band)
+    seen: Band | Packing | Tensor
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and _says_no_more_than_distances(attention_mask):
+        band = band if attention_mask is None else attention_mask.pattern.band
+        seen = Packing(Sequences(ends_of(cu_seq_lens_q), ends_of(cu_seq_lens_k)), band)
+    elif isinstance(attention_mask, MaskDescription):
+        seen = _seen(attention_mask, query, key)
+        if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
+            seen = attention_mask.left_out(query.device)
+    elif attention_mask is not None:
+        seen, added = of_the_caller(attention_mask, query, key)
+        if added is not None:
+            position_bias = added if position_bias is None else position_bias + added
+    else:
+        seen = band
+    options = Options(scale, dropout, s_aux, softcap or 0.0, bias=position_bias)
+    if indices is not None:
+        seen = _chosen_by(indices, seen, attention_mask, query, key)
+    if isinstance(seen, Packing):
+        return _attend_packing(query, key, value, seen, options), None
+    return attend(query, key, value, seen, options), None
+
+
+def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast under autocast as torch does before a product."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    return tensors
+
+
+def _band(query: Tensor, key: Tensor, causal: bool, sliding_window: int | None) -> Band:
+    """Return which keys a query sees where no mask says so.
+
+    A window is in both directions as flash attention has it: transformers 5.22.2, modeling_flash_attention_utils.py,
+    ``_process_flash_attention_kwargs``.
+    """
+    if sliding_window is None or key.shape[2] <= sliding_window:
+        return CAUSAL if causal else FULL
+    return Band(sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _says_no_more_than_distances(mask: MaskDescription | Tensor | None) -> bool:
+    """Tell whether the lengths of the caller say more than a mask: what is packed is in both, read once here."""
+    return mask is None or (isinstance(mask, MaskDescription) and mask.is_band())
+
+
+def _seen(mask: MaskDescription, query: Tensor, key: Tensor) -> Band | Packing | Tensor:
+    """Return what a description says of a layer, whose cache can be shorter than those it was made for."""
+    queries, keys = query.shape[2], key.shape[2]
+    if (queries, keys) == (mask.queries, mask.keys):
+        plain = mask.plain(query.shape[0])
+        return mask.left_out(query.device) if plain is None else plain
+    if queries != mask.queries or keys > mask.keys:
+        raise ValueError(
+            f"attention_forward: attention_mask is for {mask.queries} queries and {mask.keys} keys, "
+            f"got {queries} and {keys}"
+        )
+    return mask.left_out(query.device)[..., :keys]
+
+
+def _chosen_by(indices: Tensor, seen: Band | Packing | Tensor, mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Return what is left out where a query sees chosen keys only, as DeepSeek-V3.2's indexer chooses them."""
+    queries, keys = query.shape[2], key.shape[2]
+    left_out = torch.ones(*indices.shape[:2], keys, dtype=torch.bool, device=query.device)
+    left_out = left_out.scatter(-1, indices.long(), False).unsqueeze(1)
+    if isinstance(seen, Tensor):
+        return left_out | seen
+    if isinstance(mask, MaskDescription):
+        return left_out | mask.left_out(query.device)[..., :keys]
+    if isinstance(seen, Band):
+        beyond = outside(seen, queries, keys, query.device)
+        return left_out if beyond is None else left_out | beyond
+    raise ValueError("attention_forward: indices in packed sequences need the mask of these sequences")
+
+
+def _attend_packing(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: Options) -> Tensor:
+    """Compute attention within the sequences of a batch, and zero for the tokens that are in none."""
+    batch, _, queries, _ = query.shape
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    index = packing.index(query.device)
+    if index is None:
+        result = attend_packed(query, key, value, packing.sequences, packing.band, options)
+    else:
+        some = (tensor.index_select(0, index) for tensor in (query, key, value))
+        result = attend_packed(*some, packing.sequences, packing.band, options)
+        result = result.new_zeros(query.shape[0], *result.shape[1:]).index_copy(0, index, result)
+    return result.unflatten(0, (batch, queries))

@@ -1,0 +1,165 @@
+"""Attention as one launch of ``npu_fusion_attention``, and which of its versions a release has."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from .options import CAUSAL, FULL, Band, Options
+
+_UNBOUNDED = 2147483647
+_TRIANGLE = 2048  # the size of the mask that the modes below share, whatever the lengths are
+_DEFAULT, _ALL, _LOWER_RIGHT, _BAND = 0, 1, 3, 4  # sparse_mode
+_EXPECT_EMPTY_ROWS = 2  # inner_precise: a query without any key gives zero
+
+_triangles: dict[torch.device, Tensor] = {}
+_fake_triangles: WeakKeyDictionary[FakeTensorMode, dict[torch.device, Tensor]] = WeakKeyDictionary()
+_refused: list[str] = []
+
+
+class Sparsity(NamedTuple):
+    """Holds how an operator is told which keys a query sees.
+
+    Attributes:
+        mask: True where a key is left out; for a band the upper triangle of 2048 x 2048; None where all are seen.
+        mode: the ``sparse_mode``.
+        before: how many keys before its own a query sees.
+        behind: how many keys behind its own a query sees.
+        inner_precise: whether queries are expected that see no key.
+    """
+
+    mask: Tensor | None = None
+    mode: int = _DEFAULT
+    before: int = _UNBOUNDED
+    behind: int = _UNBOUNDED
+    inner_precise: int = 0
+
+
+def sparsity_of(seen: Band | Tensor, queries: int, keys: int, query: Tensor) -> Sparsity:
+    """Return how an operator is told of a band among so many queries and keys, or of a mask.
+
+    Args:
+        seen: a band, or what is left out.
+        queries: how many queries there are, of a packed batch in its longest sequence.
+        keys: how many keys there are, likewise.
+        query: a tensor on the device where the mask has to be.
+    """
+    if isinstance(seen, Tensor):
+        return Sparsity(seen, _ALL, inner_precise=_EXPECT_EMPTY_ROWS)
+    inner_precise = _EXPECT_EMPTY_ROWS if seen.leaves_rows_empty(queries, keys) else 0
+    band = seen.within(queries, keys)
+    if band == FULL:
+        return Sparsity()
+    if band == CAUSAL:
+        return Sparsity(_triangle(query), _LOWER_RIGHT, inner_precise=inner_precise)
+    before, behind = (_UNBOUNDED if limit is None else limit for limit in band)
+    return Sparsity(_triangle(query), _BAND, before, behind, inner_precise)
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: str,
+    sparsity: Sparsity,
+    options: Options,
+    ends: tuple[int, ...] | None = None,
+    key_ends: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Launch the newest version that the release has, differentiable.
+
+    Args:
+        query: in the layout ``BNSD``, ``BSND`` or ``TND``.
+        key: likewise, with heads that divide those of the query.
+        value: likewise, with a head size that is not larger.
+        layout: which of them.
+        sparsity: which keys a query sees.
+        options: scale, dropout and sink.
+        ends: where each sequence of the queries ends; for ``TND`` only.
+        key_ends: where each sequence of the keys ends; for ``TND`` only.
+
+    Returns:
+        The result in the layout of the query, with the head size of the value.
+    """
+    heads = query.shape[2 if layout == "BSND" else 1]
+    sink = None if options.sink is None else options.sink.float()
+    mask, mode, before, behind, inner = sparsity
+    scale, keep = options.scale, 1.0 - options.dropout
+    # fmt: off
+    if hasattr(torch.ops.npu, "npu_fusion_attention_v3"):
+        q_ends, k_ends = (None if e is None else torch.tensor(e, dtype=torch.int64) for e in (ends, key_ends))
+        return torch.ops.npu.npu_fusion_attention_v3(
+            query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, q_ends,
+            k_ends, mode, sink=sink,
+        )[0]
+    if sink is None:
+        return torch.ops.npu.npu_fusion_attention(
+            query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, ends,
+            key_ends, mode,
+        )[0]
+    return torch.ops.npu.npu_fusion_attention(
+        query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, ends, key_ends,
+        mode, sink=sink,
+    )[0]
+    # fmt: on
+
+
+def takes_sinks() -> bool:
+    """Tell whether the release has sinks, forward and backward, and this CANN has not refused them."""
+    return (
+        not _refused
+        and has_parameter("npu_fusion_attention", "sink")
+        and has_parameter("npu_fusion_attention_grad", "sink")
+    )
+
+
+@torch.compiler.assume_constant_result
+def has_parameter(operator: str, name: str) -> bool:
+    """Tell whether an operator of torch_npu has a parameter in this release."""
+    return name in _parameters_of(operator)
+
+
+@functools.cache
+def _parameters_of(operator: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in getattr(torch.ops.npu, operator).default._schema.arguments)
+
+
+def refuses_sinks(error: RuntimeError) -> bool:
+    """Tell whether an error says that this CANN has no sinks, and remember it: op-plugin has had them for longer."""
+    if "sink is not supported" not in str(error):
+        return False
+    _refused.append(str(error))
+    warnings.warn(
+        f"flash_attention: attention with sinks is computed in torch from now on, with all scores in memory: {error}",
+        stacklevel=2,
+    )
+    return True
+
+
+def _triangle(query: Tensor) -> Tensor:
+    """Return the mask that causal and band modes share: made once a device, and not once a call.
+
+    Fake tensors have one of their own in each mode, since they do not go with real ones.
+    """
+    device = query.device
+    if torch.compiler.is_compiling():
+        return _new_triangle(device)
+    known = _triangles
+    if isinstance(query, FakeTensor):
+        known = _fake_triangles.setdefault(query.fake_mode, {})
+    found = known.get(device)
+    if found is None:
+        with torch.inference_mode(False):  # what is made in inference mode cannot be saved for a gradient
+            found = _new_triangle(device)
+        known[device] = found
+    return found
+
+
+def _new_triangle(device: torch.device) -> Tensor:
+    return torch.ones(_TRIANGLE, _TRIANGLE, dtype=torch.bool, device=device).triu(1)

@@ -1,0 +1,102 @@
+"""The attention implementation ``npu_flash_attention`` of transformers.
+
+It is the kernel FlashAttention, called by name: who names it gets it, and nobody else. On other devices than the NPU
+the kernel computes in torch. The name contains "flash", by which transformers knows implementations that take lengths
+of packed sequences: vision towers and continuous batching give them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kernels_ext_npu import sources
+from kernels_ext_npu.swapping import attention_choice, state
+from kernels_ext_npu.swapping.attention_choice import NAME, REPOSITORY
+from kernels_ext_npu.swapping.patches import Patches
+
+
+def npu_flash_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Compute the attention of a module: transformers calls this by the name in the module's config.
+
+    Args:
+        module: whose attention it is.
+        args: query ``[B, N, S_q, D]``, key ``[B, N_k, S_k, D]``, value ``[B, N_k, S_k, D_v]`` and the mask.
+        kwargs: what ``attention_forward`` of the kernel takes.
+
+    Returns:
+        ``[B, S_q, N, D_v]`` and None.
+    """
+    return kernel().attention_forward(module, *args, **kwargs)
+
+
+def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
+    """Describe the mask of a forward: transformers calls this by the name in the model's config.
+
+    Args:
+        args: those of the masks in transformers' ``AttentionMaskInterface``.
+        kwargs: the same.
+    """
+    return kernel().attention_mask(*args, **kwargs)
+
+
+def install(patches: Patches) -> None:
+    """Register the implementation and its mask, and accept the name of the repository on the Hub for it."""
+    patches.item(AttentionInterface._global_mapping, NAME, npu_flash_attention)
+    patches.item(AttentionMaskInterface._global_mapping, NAME, npu_flash_attention_mask)
+    patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_and_adjust, is_installed)
+    patches.method(PreTrainedModel, "set_attn_implementation", _set, is_installed)
+
+
+def is_installed() -> bool:
+    """Tell whether models can name the implementation."""
+    return state.uses(REPOSITORY)
+
+
+def kernel() -> ModuleType:
+    """Return the package of the kernel, which is loaded when it is first asked for."""
+    assert state.current is not None
+    if state.current.attention_kernel is None:
+        state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
+    return state.current.attention_kernel
+
+
+def _check_and_adjust(
+    original: Callable, self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any
+) -> str:
+    """Return the implementation of a model.
+
+    Ours needs no package to be imported for it, and serves those models too that list the flash attentions that they
+    get on with: none of these has a build for the NPU.
+    """
+    if attention_choice.meant(requested) != NAME:
+        return original(self, requested, *args, **kwargs)
+    if not attention_choice.can_take_it(type(self)):
+        default = original(self, None, *args, **kwargs)
+        warnings.warn(
+            f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
+        )
+        return default
+    attention_choice.adopt(self)
+    _try_to_load()
+    return NAME
+
+
+def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args: Any, **kwargs: Any) -> None:
+    with attention_choice.noted(self):
+        original(self, attention_choice.meant(requested), *args, **kwargs)
+
+
+def _try_to_load() -> None:
+    """Load the kernel now: while a graph is captured it would be too late.
+
+    What is wrong is said when the kernel is needed.
+    """
+    with suppress(Exception):
+        kernel()

@@ -1,0 +1,186 @@
+"""What the mask function describes, against the masks that transformers makes; and the attention that takes them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import masking_utils
+
+import softnpu
+from tests.support import attention_truth
+
+TOKENS = 12
+SEQUENCES = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
+BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1], [-1] * 12])
+
+
+def functions() -> dict[str, Any]:
+    """Mask functions of transformers, and some of a caller; whether each is asked of one index at a time."""
+    m = masking_utils
+    causal, none = m.causal_mask_function, torch.zeros(2, dtype=torch.long)
+    packed, blocks = m.packed_sequence_mask_function, m.blockwise_overlay(BLOCKS)
+    return {
+        "causal": (causal, False),
+        "sliding": (m.sliding_window_causal_mask_function(4), False),
+        "chunked": (m.chunked_causal_mask_function(5, none), False),
+        "bidirectional": (m.bidirectional_mask_function, False),
+        "bidirectional window": (m.sliding_window_bidirectional_mask_function(3), False),
+        "packed": (m.and_masks(causal, packed(SEQUENCES)), False),
+        "packed and sliding": (m.and_masks(m.sliding_window_causal_mask_function(3), packed(SEQUENCES)), False),
+        "blocks of images": (m.or_masks(causal, blocks), False),
+        "prefix": (m.or_masks(causal, lambda b, h, q, k: k < 4), True),
+        "every second": (m.and_masks(causal, lambda b, h, q, k: (q - k) % 2 == 0), True),
+    }
+
+
+PADDING = {
+    "none": None,
+    "left": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]).bool(),
+    "right": torch.tensor([[1] * 9 + [0] * 3, [1] * 12]).bool(),
+    "between": torch.tensor([[1] * 4 + [0] * 3 + [1] * 5, [1] * 12]).bool(),
+    "everything": torch.tensor([[0] * 12, [1] * 12]).bool(),
+}
+
+
+class Module(nn.Module):
+    is_causal = True
+
+
+def describe(kernel: ModuleType, name: str, padding: Tensor | None, queries: int, device: str) -> tuple[Any, Tensor]:
+    """Return the description and transformers' mask, of the last queries among all keys."""
+    function, one_by_one = functions()[name]
+    sizes = {"batch_size": 2, "q_length": queries, "kv_length": TOKENS, "q_offset": TOKENS - queries}
+    options = sizes | {"mask_function": function, "use_vmap": one_by_one, "allow_is_causal_skip": False}
+    expected = masking_utils.sdpa_mask(**options, attention_mask=padding)
+    moved = None if padding is None else padding.to(device)
+    found = kernel.attention_mask(**options, attention_mask=moved, device=device)
+    return found, expected
+
+
+@pytest.mark.parametrize("queries", [TOKENS, 5, 1])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", functions())
+def test_the_description_is_the_mask_of_transformers(kernel: ModuleType, name: str, padding: str, queries: int) -> None:
+    """Its shape, its items and torch's functions of it are those of that tensor."""
+    found, expected = describe(kernel, name, PADDING[padding], queries, "cpu")
+    assert found.shape == expected.shape
+    assert found.dtype == torch.bool
+    assert torch.equal(found[:, 0], expected[:, 0])
+    assert torch.equal(torch.where(found, 1.0, 0.0), torch.where(expected, 1.0, 0.0))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(list(functions())), st.sampled_from(list(PADDING)), st.sampled_from([TOKENS, 5, 1]), st.data())
+def test_attention_sees_what_the_mask_says(kernel: ModuleType, name: str, padding: str, queries: int, data) -> None:
+    """On the CPU and on the NPU, against float64 with the mask of transformers; float32 to 2^-20.
+
+    Left out are the queries of padding, whose results nobody needs: they are finite.
+    """
+    device = data.draw(st.sampled_from(["cpu", "npu"]))
+    strided = data.draw(st.booleans())
+    found, expected = describe(kernel, name, PADDING[padding], queries, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, s, 8, generator=generator) for n, s in ((4, queries), (2, TOKENS), (2, TOKENS)))
+    if strided:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    with torch.no_grad():
+        out, weights = kernel.attention_forward(Module(), *(t.to(device) for t in (q, k, v)), found)
+    assert weights is None
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 8**-0.5
+    exact = scores.masked_fill(~expected, -torch.inf).softmax(-1).nan_to_num() @ v.double().repeat_interleave(2, 1)
+    kept = torch.ones(2, queries, dtype=torch.bool) if padding == "none" else PADDING[padding][:, -queries:]
+    error = (out.cpu().double() - exact.transpose(1, 2)).abs()[kept]
+    assert out.isfinite().all()
+    assert error.numel() == 0 or error.max() <= 2**-20
+
+
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [("causal", 0), ("sliding", 0), ("chunked", 0), ("bidirectional", 0), ("bidirectional window", 0), ("prefix", 1)],
+)
+def test_plain_patterns_make_no_mask_and_the_host_does_not_wait(kernel: ModuleType, name: str, masked: int) -> None:
+    q, k, v = (torch.randn(2, n, TOKENS, 8).npu() for n in (4, 2, 2))
+    softnpu.reset_counters()
+    found, _ = describe(kernel, name, None, TOKENS, "npu")
+    for _ in range(3):
+        kernel.attention_forward(Module(), q, k, v, found)
+    counts = softnpu.counters()
+    assert counts["npu_fusion_attention_v3"] == 3
+    assert not counts.get("stream_syncs")
+    assert counts.get("logical_not", 0) == masked
+    assert bool(found._masks) == bool(masked)
+
+
+# ---- lengths of the caller -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_lengths_of_the_caller(kernel: ModuleType, causal: bool, window: int | None) -> None:
+    """As towers of vision models and collators give them; a window is in both directions where it is not causal."""
+    lengths = [5, 4, 3]
+    q, k, v = (torch.randn(1, n, TOKENS, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().npu()
+    options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    softnpu.reset_counters()
+    for _ in range(2):
+        out, _ = kernel.attention_forward(
+            Module(), *(t.npu() for t in (q, k, v)), None, is_causal=causal, sliding_window=window, **options
+        )
+    assert softnpu.counters()["stream_syncs"] == 1
+    limits = (-1, -1) if window is None else (window - 1, window - 1)
+    tensors = (t[0].transpose(0, 1).double() for t in (q, k, v))
+    expected = attention_truth.packed(*tensors, lengths, lengths, 8**-0.5, causal=causal, window=limits)
+    assert (out[0].cpu().double() - expected).abs().max() <= 2**-20
+
+
+def test_cross_attention_with_padded_keys(kernel: ModuleType) -> None:
+    """Queries of a decoder among the keys of an encoder, of which some are padding."""
+    padding = torch.tensor([[1] * 7, [1] * 4 + [0] * 3]).bool()
+    q, k, v = (torch.randn(2, 2, s, 8, generator=torch.Generator().manual_seed(s)) for s in (3, 7, 7))
+    mask = kernel.attention_mask(
+        2, 3, 7, mask_function=masking_utils.bidirectional_mask_function, attention_mask=padding
+    )
+    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, is_causal=False)
+    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~padding[:, None, None], -torch.inf)
+    assert (out.cpu().double() - (scores.softmax(-1) @ v.double()).transpose(1, 2)).abs().max() <= 2**-20
+
+
+def test_chosen_keys_of_an_indexer(kernel: ModuleType) -> None:
+    """DeepSeek-V3.2 hands them on beside the mask: a query sees what both leave it."""
+    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    chosen = torch.rand(2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)).topk(5).indices
+    chosen[..., 0] = torch.arange(TOKENS)
+    mask = kernel.attention_mask(2, TOKENS, TOKENS)
+    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, indices=chosen.npu())
+    seen = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool).scatter(-1, chosen, True).tril().unsqueeze(1)
+    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
+    assert (out.cpu().double() - (scores.softmax(-1) @ v.double()).transpose(1, 2)).abs().max() <= 2**-20
+
+
+def test_biases_of_positions_are_added_to_scores(kernel: ModuleType) -> None:
+    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    bias = torch.randn(1, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
+    leaf = bias.npu().requires_grad_()
+    mask = kernel.attention_mask(2, TOKENS, TOKENS)
+    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, position_bias=leaf)
+    exact = bias.double().requires_grad_()
+    left_out = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    scores = (q.double() @ k.double().mT * 8**-0.5 + exact).masked_fill(left_out, -torch.inf)
+    expected = (scores.softmax(-1) @ v.double()).transpose(1, 2)
+    out.sum().backward()
+    expected.sum().backward()
+    assert (out.detach().cpu().double() - expected.detach()).abs().max() <= 2**-20
+    assert (leaf.grad.cpu() - exact.grad).abs().max() <= 2**-18
+
+
+def test_what_is_not_computed_is_refused(kernel: ModuleType) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="block_indices are not supported"):
+        kernel.attention_forward(Module(), q, q, q, None, block_indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="attention_mask is for 5 queries and 5 keys, got 4 and 4"):
+        kernel.attention_forward(Module(), q, q, q, kernel.attention_mask(1, 5, 5))

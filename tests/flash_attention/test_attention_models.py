@@ -1,0 +1,176 @@
+"""Whole models with both functions registered, against eager attention in float32 on the CPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
+
+import softnpu
+from tests.support.attention_models import BATCHES, MODELS, NAME, TOKENS, UNNAMED, ids, on_npu, padded, pair
+
+# Both are float32, with sums in another order: logits of size one differ by 1e-6 at most, gradients likewise.
+FLOAT32 = 5e-6
+LAUNCH = "npu_fusion_attention_v3"
+
+
+@pytest.fixture(autouse=True)
+def _implementation(kernel: ModuleType, monkeypatch) -> None:
+    for name in (NAME, UNNAMED):
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, kernel.attention_forward)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, kernel.attention_mask)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
+    built: dict[str, tuple[PreTrainedModel, PreTrainedModel]] = {}
+
+    class Pairs(dict):
+        def __missing__(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+            return built.setdefault(name, pair(name))
+
+    return Pairs()
+
+
+def assert_equal(found: Tensor, expected: Tensor, kept: Tensor | None = None) -> None:
+    """Compare, where a token is no padding."""
+    error = (found.detach().cpu() - expected.detach()).abs()
+    if kept is not None:
+        error = error * kept.unsqueeze(-1)
+    assert error.max() <= FLOAT32 * max(1.0, float(expected.abs().max())), float(error.max())
+
+
+def logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs, use_cache=False).logits
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_is_that_of_eager_attention(pairs, npu_counters, name: str, batch: str) -> None:
+    model, ours = pairs[name]
+    inputs = BATCHES[batch]()
+    expected = logits(model, inputs)
+    softnpu.reset_counters()
+    found = logits(ours, on_npu(inputs))
+    assert npu_counters().get(LAUNCH, 0) == (0 if name == "gemma2" else ours.config.num_hidden_layers)
+    assert not npu_counters().get("repeat_interleave") or name in ("gemma2", "gpt_oss")
+    assert_equal(found, expected, inputs.get("attention_mask"))
+
+
+@pytest.mark.parametrize("batch", ["plain", "left padding", "right padding", "packed"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "llama4"])
+def test_gradients_are_those_of_eager_attention(pairs, name: str, batch: str) -> None:
+    """Of every parameter, sinks among them; labels leave padding out, as in training."""
+    model, ours = pairs[name]
+    inputs = BATCHES[batch]()
+    labels = inputs["input_ids"].clone()
+    if (mask := inputs.get("attention_mask")) is not None:
+        labels[mask == 0] = -100
+        # behind padding a first token is predicted from padding, where implementations differ
+        labels[:, 1:][(mask[:, :-1] == 0)] = -100
+    for each, given in ((model, inputs | {"labels": labels}), (ours, on_npu(inputs | {"labels": labels}))):
+        each.zero_grad()
+        each(**given, use_cache=False).loss.backward()
+    found = dict(ours.named_parameters())
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert_equal(found[parameter_name].grad, parameter.grad)
+
+
+# ---- host waits ------------------------------------------------------------------------------------------------------
+# what transformers itself waits for: whether position_ids are packed, for each kind of mask, where no padding is given
+OF_TRANSFORMERS = {"plain": 1, "packed": 1}
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2)])
+@pytest.mark.parametrize(
+    ("batch", "ours"), [("plain", 0), ("left padding", 1), ("right padding", 1), ("no padding", 1), ("packed", 1)]
+)
+def test_the_host_waits_once_however_many_layers_there_are(name, kinds, batch, ours, checkpointing, layers) -> None:
+    types = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if name == "gemma3" else {}
+    model = pair(name, num_hidden_layers=layers, **types)[1].train(checkpointing)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    inputs = on_npu(BATCHES[batch]())
+    softnpu.reset_counters()
+    out = model(**inputs, use_cache=False).logits
+    if checkpointing:
+        out.sum().backward()
+    assert softnpu.counters()["stream_syncs"] == ours + OF_TRANSFORMERS.get(batch, 0) * kinds
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("batch", ["plain", "left padding"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_gives_the_same_tokens(pairs, name: str, batch: str, cache: str) -> None:
+    model, ours = pairs[name]
+    inputs = BATCHES[batch]()
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True} | ({"cache_implementation": "static"} if cache == "static" else {})
+    expected, found = model.generate(**inputs, **options), ours.generate(**on_npu(inputs), **options)
+    assert_equal(torch.stack(found.logits), torch.stack(expected.logits))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+def steps(model: PreTrainedModel, tokens: Tensor, cache: Any, mask: Tensor | None, lengths: list[int]) -> Tensor:
+    """Run a sequence in several forwards with one cache."""
+    found, end = [], 0
+    for length in lengths:
+        start, end = end, end + length
+        options = {} if mask is None else {"attention_mask": mask[:, :end]}
+        positions = torch.arange(start, end, device=tokens.device).expand(tokens.shape[0], -1)
+        with torch.no_grad():
+            out = model(tokens[:, start:end], past_key_values=cache, position_ids=positions, use_cache=True, **options)
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("lengths", [[5, 9, 10], [20, 1, 3], [1, 1, 22]], ids=str)
+@pytest.mark.parametrize("mask", [None, padded(slice(4))], ids=["plain", "left padding"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt_oss", "llama4"])
+def test_prefill_in_steps_and_several_tokens_at_decode(pairs, name, static, mask, lengths) -> None:
+    model, ours = pairs[name]
+
+    def cache(of: PreTrainedModel) -> Any:
+        return StaticCache(config=of.config, max_cache_len=TOKENS + 6) if static else DynamicCache(config=of.config)
+
+    tokens = ids(2)
+    expected = steps(model, tokens, cache(model), mask, lengths)
+    found = steps(ours, tokens.npu(), cache(ours), None if mask is None else mask.npu(), lengths)
+    assert_equal(found, expected, mask)
+
+
+# ---- masks of the caller ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, "bias"], ids=str)
+def test_masks_of_the_caller(pairs, kind) -> None:
+    """[B, 1, S, S]: a prefix that sees itself, and later tokens that see what is before them."""
+    model, ours = pairs["qwen3"]
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    seen[:6, :6] = True
+    seen = seen.expand(2, 1, -1, -1).clone()
+    seen[0, :, :, 9] = False
+    seen[0, :, 9, 9] = True
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    added = mask + torch.linspace(-1, 1, TOKENS) if kind == "bias" else mask
+    expected = logits(model, {"input_ids": ids(2), "attention_mask": added})
+    given = seen if kind == torch.bool else added
+    softnpu.reset_counters()
+    found = logits(ours, {"input_ids": ids(2).npu(), "attention_mask": given.npu()})
+    assert softnpu.counters().get(LAUNCH, 0) == (0 if kind == "bias" else 2)
+    assert softnpu.counters()["stream_syncs"] == (0 if kind == torch.bool else 1)
+    assert_equal(found, expected)
+
+
+def test_a_mask_of_another_shape_is_refused(pairs) -> None:
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        logits(pairs["qwen3"][1], {"input_ids": ids(2).npu(), "attention_mask": torch.ones(2, 1, 3, TOKENS).npu()})

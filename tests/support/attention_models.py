@@ -1,0 +1,113 @@
+"""Tiny models of every kind of attention, and how their inputs are padded and packed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+TOKENS, VOCABULARY, WINDOW = 24, 64, 8
+NAME = "npu_flash_attention"
+UNNAMED = (
+    "npu_fused"  # chunked attention refuses every name with "flash" in it: masking_utils.create_chunked_causal_mask
+)
+_TEXT = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+_WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA = {"query_pre_attn_scalar": 16}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_YARN_OFF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": WINDOW}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, _GEMMA | _WINDOWED),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA | _WINDOWED),
+    "gemma3_bidirectional": (
+        Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA | _WINDOWED | {"use_bidirectional_attention": True},
+    ),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, _WINDOWED | _EXPERTS | _YARN_OFF),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM, DeepseekV3Config,
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2, "n_routed_experts": 4,
+            "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": None,
+        },
+    ),
+    "llama4": (
+        Llama4ForCausalLM, Llama4TextConfig,
+        {
+            "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], "moe_layers": [],
+            "no_rope_layers": [1, 0], "intermediate_size_mlp": 32, "num_local_experts": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+def pair(name: str, **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Build a model twice, in float32: with eager attention on the CPU, with ours on the NPU."""
+    cls, config, own = MODELS[name]
+    torch.manual_seed(0)
+    model = cls(config(**{k: v for k, v in (_TEXT | own | changes).items() if v is not None})).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "sinks" in parameter_name:
+            torch.nn.init.normal_(parameter, 1.0, 1.0)
+    model.set_attn_implementation("eager")
+    ours = copy.deepcopy(model).to("npu")
+    ours.config._attn_implementation_internal = UNNAMED if name == "llama4" else NAME
+    return model, ours
+
+
+def ids(batch: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*places: slice) -> Tensor:
+    """Return the padding of a batch with a row for each place that is padding, and one without any."""
+    mask = torch.ones(len(places) + 1, TOKENS, dtype=torch.long)
+    for row, place in zip(mask, places):
+        row[place] = 0
+    return mask
+
+
+def _packed() -> dict[str, Tensor]:
+    return {"input_ids": ids(1), "position_ids": torch.cat([torch.arange(5), torch.arange(12), torch.arange(7)])[None]}
+
+
+BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "plain": lambda: {"input_ids": ids(2)},
+    "no padding": lambda: {"input_ids": ids(2), "attention_mask": padded(slice(0))},
+    "left padding": lambda: {"input_ids": ids(3), "attention_mask": padded(slice(7), slice(1))},
+    "right padding": lambda: {"input_ids": ids(3), "attention_mask": padded(slice(-7, None), slice(-1, None))},
+    "padding between": lambda: {"input_ids": ids(2), "attention_mask": padded(slice(4, 9))},
+    "packed": _packed,
+}
+
+
+def on_npu(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.npu() if isinstance(value, Tensor) else value for name, value in inputs.items()}

@@ -6,6 +6,8 @@ are neighbours are their addresses. Fake tensors have none; of those two views o
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -29,11 +31,10 @@ def with_neighbour(a: Tensor) -> Tensor:
     size = (2 * rows, *others)
     if type(a) is FakeTensor:
         return a.as_strided(size, a.stride(), a.storage_offset())
-    import torch_npu  # there is nothing to view where it is not installed
-
-    storage = torch_npu._C._construct_storage_from_data_pointer(a.data_ptr(), a.device, 2 * a.nbytes)
+    native = sys.modules["torch_npu"]._C  # whoever has a tensor on the NPU has imported it
+    storage = native._construct_storage_from_data_pointer(a.data_ptr(), a.device, 2 * a.nbytes)
     form = {"dtype": a.dtype, "size": size, "stride": a.stride(), "storage_offset": 0}
-    return torch_npu._C._construct_NPU_Tensor_From_Storage_And_Metadata(form, storage)
+    return native._construct_NPU_Tensor_From_Storage_And_Metadata(form, storage)
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -33,9 +35,7 @@ def neighbours_in(both: Tensor) -> tuple[Tensor, Tensor]:
 
 def _with_own_storage(part: Tensor) -> Tensor:
     """Return a tensor in the memory of a part of another, with a storage that keeps that other one's alive."""
-    import torch_npu  # there is nothing to pack where it is not installed
-
-    native = torch_npu._C
+    native = sys.modules["torch_npu"]._C  # whoever has a tensor on the NPU has imported it
     if hasattr(native, "_npu_from_dlpack"):
         storage = native._npu_from_dlpack(native._npu_to_dlpack(part)).untyped_storage()
     else:

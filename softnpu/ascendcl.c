@@ -25,6 +25,8 @@ enum { STREAM_COMPLETE = 0, EVENT_COMPLETE = 1, WAIT_COMPLETE = 0 };
 #define DEVICE_MEMORY (64ull << 30) /* bytes a device, as on Atlas 800T A2 */
 
 static __thread int device = 0;
+static __thread int is_set; /* whether this thread has set a device; it has the first one of its process before */
+static int first_device = -1;
 static __thread void *context = (void *)0x1000;
 static int active[MAX_DEVICES]; /* which devices this process has set */
 static __thread char message[256]; /* of the last error, until it is asked for; only a launch has none */
@@ -34,6 +36,7 @@ static uint64_t device_to_host_copies, stream_syncs;
 #define COUNT(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
 
 /* device and context */
+static int current_device(void) { return is_set ? device : first_device < 0 ? 0 : first_device; }
 aclError aclInit(const char *config) { return ACL_SUCCESS; }
 aclError aclFinalize(void) { return ACL_SUCCESS; }
 static int between(int least, int count) {
@@ -67,11 +70,12 @@ aclError aclrtSetDevice(int id) {
         return ACL_ERROR_RT_INVALID_DEVICEID;
     }
     device = id;
-    active[id] = 1;
+    active[id] = is_set = 1;
+    if (first_device < 0) first_device = id;
     context = (void *)(uintptr_t)(0x1000 + id);
     return ACL_SUCCESS;
 }
-aclError aclrtGetDevice(int *id) { *id = device; return ACL_SUCCESS; }
+aclError aclrtGetDevice(int *id) { *id = current_device(); return ACL_SUCCESS; }
 aclError aclrtGetPrimaryCtxState(int id, uint32_t *flags, int *is_active) {
     if (id < 0 || id >= MAX_DEVICES) return ACL_ERROR_RT_INVALID_DEVICEID;
     if (flags) *flags = 0;
@@ -108,7 +112,7 @@ aclError aclGetCompileopt(int opt, char *value, size_t size) { strncpy(value, "d
 /* memory */
 aclError aclrtGetMemInfo(int kind, size_t *free_, size_t *total) {
     *total = DEVICE_MEMORY;
-    *free_ = DEVICE_MEMORY - in_use[device];
+    *free_ = DEVICE_MEMORY - in_use[current_device()];
     return ACL_SUCCESS;
 }
 static aclError host_malloc(void **p, size_t n) {
@@ -118,9 +122,9 @@ static aclError host_malloc(void **p, size_t n) {
 struct block { uint64_t size; int device; };
 aclError aclrtMalloc(void **p, size_t n, int policy) {
     char *start;
-    if (n > DEVICE_MEMORY - in_use[device] || host_malloc((void **)&start, n + 512)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
-    *(struct block *)start = (struct block){n, device};
-    __atomic_fetch_add(&in_use[device], n, __ATOMIC_RELAXED);
+    if (n > DEVICE_MEMORY - in_use[current_device()] || host_malloc((void **)&start, n + 512)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    *(struct block *)start = (struct block){n, current_device()};
+    __atomic_fetch_add(&in_use[current_device()], n, __ATOMIC_RELAXED);
     *p = start + 512;
     return ACL_SUCCESS;
 }
@@ -187,9 +191,9 @@ aclError aclrtReleaseMemAddress(void *p) {
     return n && !munmap(p, n) ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID;
 }
 aclError aclrtMallocPhysical(struct block **piece, size_t n, const void *properties, uint64_t flags) {
-    if (n > DEVICE_MEMORY - in_use[device] || !(*piece = malloc(sizeof **piece))) return ACL_ERROR_RT_MEMORY_ALLOCATION;
-    **piece = (struct block){n, device};
-    __atomic_fetch_add(&in_use[device], n, __ATOMIC_RELAXED);
+    if (n > DEVICE_MEMORY - in_use[current_device()] || !(*piece = malloc(sizeof **piece))) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    **piece = (struct block){n, current_device()};
+    __atomic_fetch_add(&in_use[current_device()], n, __ATOMIC_RELAXED);
     return ACL_SUCCESS;
 }
 aclError aclrtFreePhysical(struct block *piece) {

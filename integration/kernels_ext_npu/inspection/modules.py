@@ -6,9 +6,11 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+
+from kernels_ext_npu.swapping.patches import Patches
 
 _WORTH_A_REMARK = 0.01  # of all parameters
 
@@ -17,11 +19,18 @@ _WORTH_A_REMARK = 0.01  # of all parameters
 def remark_idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
     """Remark the larger parts of a model that were not called meanwhile."""
     called: set[nn.Module] = set()
-    hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    original = nn.Module.__call__
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.add(module)
+        return original(module, *args, **kwargs)
+
+    patches = Patches()  # no hook: kernels step aside for those that watch all modules
+    patches.attribute(nn.Module, "__call__", noted)
     try:
         yield
     finally:
-        hook.remove()
+        patches.undo()
     if model in called:
         remarks += [f"not counted, since these inputs do not reach it: {idle}" for idle in _idle(model, called)]
 

@@ -84,15 +84,12 @@ def pytest_sessionfinish():
 """
 COME_BY_THEMSELVES = (
     "tests/scripts/test_build.py",
-    "tests/softnpu/test_conformance.py",
     *(f"tests/variants/test_{what}.py" for what in ("choice", "functions", "layers")),
 )
 # what the page adds, by the name of what is there already
 ALIKE = {
     "RMSNorm-rms_norm": "QuickGELU-quick_gelu",
     "RMSNorm": "QuickGELU",
-    "npu_rms_norm_backward": "npu_fast_gelu_backward",
-    "npu_rms_norm": "npu_fast_gelu",
 }
 
 

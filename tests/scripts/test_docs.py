@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from documents import DocumentError, generated, parallel, savings
+from kernels_ext_npu import catalogue
 from tests.support.counted import counted
 
 INSPECTED = ("ranks", "savings")
@@ -99,7 +100,7 @@ def test_headings_are_in_the_language_of_the_document() -> None:
 @counted
 def test_the_short_table_links_the_card_of_each_kernel() -> None:
     linked = re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", generated.PARTS["coverage"]("en"), re.MULTILINE)
-    assert {name for name, _ in linked} == {path.parent.name for path in ROOT.glob("*/build.toml")}
+    assert {name for name, _ in linked} == {repository.name for repository in catalogue.SERVING}
     assert all((ROOT / path).is_file() and path.startswith(f"{name}/") for name, path in linked)
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import kernels_ext_npu
 from kernels_ext_npu import cli, sources
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import models, run
 
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_of_ones_own_is_shown(checkpoint) -> None:
 def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path: Path) -> None:
     """The same repository with a norm that forgets its epsilon and a part in a thousand of its result."""
     shutil.copytree(ROOT / "RMSNorm", tmp_path / "RMSNorm", ignore=shutil.ignore_patterns("build"))
-    for repository in ("FusedMoE", "RoPE", "SwiGLU"):
+    for repository in set(REPOSITORIES) - {"RMSNorm"}:
         shutil.copytree(ROOT / repository, tmp_path / repository)
     source = tmp_path / "RMSNorm" / "torch-ext" / "rmsnorm" / "functional.py"
     text = source.read_text()

@@ -45,11 +45,12 @@ print(first, len(sources))
 
 
 def test_sources_are_read_once_a_class_and_for_models_only(run_forks) -> None:
-    """However many layers there are, and none by register(), which imports nothing else but this package."""
+    """However many layers there are, and none by register(), which imports this package and a registry."""
     registered, *kernelized = run_forks(FIRST, [REGISTERED, *(KERNELIZED.format(layers=n) for n in (2, 94))])
     read, *modules = registered.stdout.split()
     assert read == "0"
-    assert {name.partition(".")[0] for name in modules} <= {"kernels_ext_npu", "packaging"}
+    others = {name for name in modules if name.partition(".")[0] not in ("kernels_ext_npu", "packaging")}
+    assert others <= {"transformers.masking_utils"}  # where the mask of an attention implementation is registered
     # what classes are compared with, before there is a model
     assert not [name for name in modules if name.startswith(("kernels_ext_npu.references", "kernels_ext_npu.matching"))]
     few, many = ([int(word) for word in result.stdout.split()] for result in kernelized)

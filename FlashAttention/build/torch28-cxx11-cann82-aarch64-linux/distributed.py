@@ -16,6 +16,6 @@ else:
 def is_distributed(*tensors: Tensor | None) -> bool:
     """Tell whether one of the tensors is spread over a mesh of devices."""
     for tensor in tensors:  # noqa: SIM110 - a generator takes longer, and every forward asks
-        if isinstance(tensor, _DISTRIBUTED):
+        if type(tensor) is not Tensor and isinstance(tensor, _DISTRIBUTED):
             return True
     return False

@@ -122,7 +122,7 @@ def activation_of(experts: nn.Module) -> Activation:
         activation = modules["act_fn"]
         kind = type(activation).__qualname__
         members = activation.__dict__
-        if (
+        if (  # what is_watched tells of hooks, without the call: every forward asks
             members["_forward_hooks"]
             or members["_forward_pre_hooks"]
             or members["_backward_hooks"]

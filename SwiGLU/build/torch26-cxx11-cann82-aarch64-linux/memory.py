@@ -26,8 +26,8 @@ def immovable(parameter: Tensor) -> str | None:
 def neighbours_in(both: Tensor) -> tuple[Tensor, Tensor]:
     """Return the halves of a new tensor ``[2·I, ...]`` as tensors with storages of their own in its memory.
 
-    The memory is freed when both are gone. Releases of torch_npu without DLPack (2.6.0 to 2.7.1, by their wheels) give
-    storages that cannot be resized.
+    The memory is freed when both are gone. Releases of torch_npu without DLPack, by their wheels 2.6.0, 2.7.1 and 2.8.0
+    among them, give storages that cannot be resized.
     """
     first, second = both.chunk(2)
     return (first, second) if type(both) is FakeTensor else (_with_own_storage(first), _with_own_storage(second))

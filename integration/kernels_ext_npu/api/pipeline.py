@@ -95,7 +95,8 @@ def _swap_again_with_the_mode(model: nn.Module) -> None:
     """
     assert state.current is not None
     for pretrained in _pretrained(model):
-        state.current.patches.attribute(pretrained, "_use_kernels", True)
+        if not vars(pretrained).get("_use_kernels"):
+            state.current.patches.attribute(pretrained, "_use_kernels", True)
 
 
 def _take_otherwise_served(model: nn.Module, mode: kernels.Mode) -> None:

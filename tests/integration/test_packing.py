@@ -552,3 +552,15 @@ def test_another_activation_is_computed_at_once(activation: nn.Module, layout: s
         mlp = each.model.layers[0].mlp
         setattr(mlp, "act_fn" if layout == "three" else "activation_fn", activation)
     assert_equal_logits(model, original)
+
+
+def test_another_formula_of_gelu_is_computed_at_once_and_only_then(npu_counters) -> None:
+    """Whichever comes first: its class is the same."""
+    model, original = kernelized(hidden_act="gelu_pytorch_tanh"), llama(hidden_act="gelu_pytorch_tanh")
+    for formula, launches in (("none", 0), ("tanh", 2), ("none", 0), ("tanh", 2)):
+        for each in (model, original):
+            for layer in each.model.layers:
+                layer.mlp.act_fn = nn.GELU(approximate=formula)
+        before = npu_counters().get("npu_geglu", 0)
+        assert_equal_logits(model, original)
+        assert npu_counters().get("npu_geglu", 0) - before == launches

@@ -38,14 +38,14 @@ class GatedUnit(NamedTuple):
         backward: computes the gradient from that of the value, the input, and the rest of what ``forward`` gave.
         backward_wants_forward: whether there is such a rest.
         activation: what the gate goes through before it is multiplied with up.
-        activations: the classes of activations that were met, and whether each of them computes that.
+        activations: the classes that were met, or formulas of torch's GELU, and whether each of them computes that.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
     backward_wants_forward: bool
     activation: Callable[[Tensor], Tensor]
-    activations: dict[type, bool]
+    activations: dict[type | str, bool]
 
     def in_torch(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute the value of gate and up, ``[..., I]`` each, differentiable as often as one likes."""

@@ -1,7 +1,8 @@
 """Whether the activation that an MLP has now is the one that its kernel computes, which passes it by.
 
-It is asked in every forward, of the class of the activation: that takes no call. The values of a class are looked at
-once. An attribute that changes what an object computes is not seen here, but when the model is kernelized.
+It is asked in every forward, of the class of the activation and of the formula of torch's GELU: that takes no call. The
+values of each are looked at once. Any other attribute that changes what an object computes is not seen here, but when
+the model is kernelized.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
     else:
         return None
     activation, kinds = modules[name], unit.activations
-    kind = type(activation)
+    members = activation.__dict__
+    kind = members["approximate"] if type(activation) is nn.GELU else type(activation)
     if kind not in kinds and not torch.compiler.is_compiling():
         kinds[kind] = _has_values_of(unit, activation)
-    members = activation.__dict__
     if (
         (kind in kinds and not kinds[kind])
         or members["_forward_hooks"]

@@ -116,6 +116,15 @@ def _unregistered() -> Iterator[None]:
         package.unregister()
 
 
+@pytest.fixture(autouse=True)
+def _without_accelerators() -> Iterator[None]:
+    """Forgets the device that accelerate has chosen in a test: it is one for the process."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 @pytest.fixture
 def registered() -> None:
     """A registration, which ends with the test as every one does."""

@@ -11,7 +11,6 @@ import huggingface_hub
 import pytest
 import torch
 import transformers.utils.hub
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import Trainer, TrainingArguments
 
@@ -54,13 +53,6 @@ def _frozen() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[Loading, int, int]:

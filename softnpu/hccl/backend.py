@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
 from softnpu.hccl import NAME
-from softnpu.hccl.combined_works import Works
 from softnpu.hccl.rank_agreement import Agreement
 from softnpu.hccl.self_sends import SelfSends
 

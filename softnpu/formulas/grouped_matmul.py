@@ -54,9 +54,12 @@ def npu_grouped_matmul(
     1) or where they end (0, the default).
 
     group_type 0: rows of ``x [M, K]`` times ``weight [E, K, N]``, or E weights [K, N], to one [M, N]; x may be a list
-    as well, one tensor a group, then group_list may be left out. 2: parts of the sum, ``x [M, K]`` times ``weight [K, N]`` to one [E, M, N], zero for
-    an empty group. -1: lists of x [..., K_i] and weights [K_i, N_i] to a list, without group_list. The bias is one
-    [E, N], or E tensors [N] for E weights.
+    as well, one tensor a group, then group_list may be left out. 2: parts of the sum, ``x [M, K]`` times
+    ``weight [K, N]`` to one [E, M, N], zero for an empty group. -1: lists of x [..., K_i] and weights [K_i, N_i] to a
+    list, without group_list. The bias is one [E, N], or E tensors [N] for E weights.
+
+    x and weight of int8 take a scale a column, and one a row as per_token_scale; a weight of int8 alone takes
+    antiquant_scale and antiquant_offset, one a column.
     """
     limits.require_absent(
         offset=offset,

@@ -198,6 +198,25 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "_npu_fusion_attention_grad_v3_get_max_workspace": [attention_backward()],
     "_npu_fusion_attention_v3_infer_output": [attention(), attention(d_v=4)],
     "_npu_fusion_attention_grad_v3_infer_output": [(attention()[0][:3], {})],
+    "batch_norm_reduce": [((rows(2, 3, 4), 1e-5), {})],
+    "batch_norm_gather_stats_update": [
+        ((rows(2, 3, 4), rows(2, 3), rows(2, 3), rows(3), rows(3), 0.1, 1e-5, torch.tensor([8.0, 8.0])), {})
+    ],
+    "batch_norm_stats": [((rows(2, 3, 4), 1e-5), {})],
+    "batch_norm_elemt": [((rows(2, 3, 4, dtype=HALF), rows(3), rows(3), rows(3), rows(3), 1e-5), {})],
+    "batch_norm_elemt.out": [
+        ((rows(2, 3, 4), None, None, rows(3), rows(3), 1e-5), {"out": torch.empty(2, 3, 4)}),
+    ],
+    "batch_norm_backward_reduce": [
+        ((rows(2, 3, 4), rows(2, 3, 4), rows(3), rows(3), rows(3), *wanted), {})
+        for wanted in ((True, True, True), (False, True, False))
+    ],
+    "batch_norm_backward_elemt": [
+        ((*[rows(2, 3, 4, dtype=HALF)] * 2, *[rows(3)] * 5, torch.tensor([8, 8], dtype=torch.int32)), {})
+    ],
+    "batch_norm_gather_stats_with_counts": [
+        ((rows(2, 3, 4), rows(2, 3), rows(2, 3), rows(3), rows(3), 0.1, 1e-5, torch.tensor([8.0, 8.0])), {})
+    ],
     "npu_prompt_flash_attention": [
         inference("BSH", (2, 3, 256), (2, 5, 256)),
         inference("BNSD_BSND", (2, 4, 3, 64), (2, 4, 5, 64)),

@@ -46,7 +46,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
     outputs = [a.name for _, a in arguments if a.is_out]
     random = torch.Tag.nondeterministic_seeded in op.tags and op.namespace != "npu"  # those draw themselves
-    lengths = [(i, a.name) for i, a in arguments if a.name in LENGTHS and "Tensor" in str(a.type)]
+    lengths = [(i, a.name) for i, a in arguments if a.name in LENGTHS and name in HOST_ARGUMENTS]
     scalars = next((i for i, a in arguments if a.name == SCALARS and str(a.type) == "Tensor"), None)
     generator_position = next((i for i, a in arguments if a.name == "generator"), None)
     waits_for_shape = _waits_for_shape(op, name)

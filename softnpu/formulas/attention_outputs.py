@@ -1,8 +1,8 @@
 """Define the overloads of the attention operators that write to tensors of the caller, and what prepares for them.
 
 Programs that capture graphs ask for a workspace and for outputs once, and give both to ``.out``. op-plugin,
-op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp and FusedInferAttentionScoreKernelNpuOpApi.cpp. The workspace has no
-elements here. The outputs are what nobody has written yet, here NaN.
+op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp and FusedInferAttentionScoreKernelNpuOpApi.cpp. The workspace has
+no elements here. The outputs are what nobody has written yet, here NaN.
 """
 
 from __future__ import annotations

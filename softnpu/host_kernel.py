@@ -53,6 +53,8 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     reads_data = torch.Tag.data_dependent_output in op.tags
 
     several = name.startswith("_foreach_")
+    takes_numbers = torch._C._should_allow_numbers_as_tensors(name.removesuffix("_"))
+    tensors = set() if takes_numbers else {i for i, a in arguments if str(a.type) == "Tensor"}
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other
@@ -69,7 +71,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
             _count_copy(*args)
         with _AutoDispatchBelowAutograd():
             call = HostCall(name, contiguous)
-            host_args = call.enter(args)
+            host_args = _tensors_again(call.enter(args), tensors) if tensors else call.enter(args)
             host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
             if name not in HOST_ARGUMENTS:
                 _refuse_host_tensors(call, [a for i, a in enumerate(host_args) if i != scalars], host_kwargs)
@@ -93,6 +95,13 @@ def refusal(operator: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _tensors_again(args: list, positions: set[int]) -> list:
+    """Undo what torch does to a number that it has wrapped in a tensor: it hands it to Python as a number."""
+    return [
+        torch.tensor(a) if i in positions and isinstance(a, (int, float, complex)) else a for i, a in enumerate(args)
+    ]
 
 
 def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:

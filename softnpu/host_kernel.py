@@ -14,6 +14,7 @@ from softnpu.dynamo_exclusion import untraced
 from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.int64_indices import INDEX, with_int64_indices
+from softnpu.out_of_reach import UNWRITTEN
 from softnpu.randomness import default_generator, host_generator
 
 # operators that take index, length or seed tensors of the CPU beside tensors of the device
@@ -86,12 +87,13 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     return untraced(kernel)
 
 
-def refusal(operator: str) -> Callable[..., Any]:
-    """Make a kernel that raises, for an operator that nothing on the host computes."""
+def refusal(operator: str, why: str = UNWRITTEN) -> Callable[..., Any]:
+    """Make a kernel that raises, for an operator that nothing on the host computes, and says why."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
+            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has): "
+            f"{why}"
         )
 
     return refuse

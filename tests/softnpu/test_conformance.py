@@ -13,7 +13,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from softnpu.aten_missing_on_cpu import FORMULAS as ATEN
+from softnpu.formulas import COMPOSED, FORMAT_CASTS, NATIVE
 from softnpu.formulas import FORMULAS as NPU
+from softnpu.out_of_reach import REFUSED
 
 # returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents
 RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3", "npu_fusion_attention_v3.out"}
@@ -522,6 +524,20 @@ def test_broken_meta_kernels_are_still_broken(name: str) -> None:
 
 def test_every_formula_has_samples() -> None:
     assert SAMPLES.keys() == ALL.keys()
+
+
+def test_every_operator_without_a_formula_is_refused_with_one_reason() -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    names = {name.partition("::")[2] for name in registered if name.startswith("npu::")}
+    composed = {name for name, inner in COMPOSED.items() if hasattr(torch.ops.npu, inner)}
+    listed = [name for group in REFUSED.values() for name in group.split()]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == names - NPU.keys() - NATIVE - set(FORMAT_CASTS) - composed
+
+
+def test_a_refusal_says_why() -> None:
+    with pytest.raises(NotImplementedError, match=r"npu::npu_prefetch: .*reads or changes the state of a card"):
+        torch.ops.npu.npu_prefetch(rows(2).to("npu"), None, 8)
 
 
 def move(values, device: str):

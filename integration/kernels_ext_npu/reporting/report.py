@@ -83,9 +83,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
-
-    Attention is reported where a model names ``npu_flash_attention``.
+    """Report every norm, gated MLP, experts module, router, attention, rotary function and table: swapped, or kept and why.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU

@@ -55,7 +55,7 @@ def remark(module: nn.Module) -> str | None:
     if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
         return "in torch, since it is in float64"
     reason = _not_fused(module)
-    return reason and f"in torch, since {reason}"
+    return reason and f"in torch, {'where' if reason is _BIASED else 'since'} {reason}"
 
 
 def reason(module: nn.Module, kept: dict[int, str | None]) -> str:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
-from tests.support.attention_models import MODELS, ids
+from tests.support.attention_models import BATCHES, MODELS, ids, on_npu
 
 NAME = "npu_flash_attention"
 LAUNCH = "npu_fusion_attention_v3"
@@ -173,6 +173,37 @@ def test_what_no_operator_computes_keeps_its_own_and_says_why(registered, name, 
     model = kernels_ext_npu.kernelize(model.to("npu"))
     assert implementation(model) == before
     assert reasons(model) == {reason}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "minimax"])
+def test_a_class_whose_masks_are_not_for_its_keys_keeps_its_own(registered, name) -> None:
+    model = zoo.build(name)
+    before = implementation(model)
+    assert implementation(kernels_ext_npu.kernelize(model.to("npu"))) == before
+    assert len(reasons(model)) == 1
+
+
+# ---- host waits ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # with one kind of masks, and with two
+@pytest.mark.parametrize(("batch", "waits"), [("plain", 0), ("left padding", 1), ("right padding", 1), ("packed", 1)])
+def test_the_host_waits_for_lengths_only_and_once_a_step(registered, name, batch, waits, checkpointing) -> None:
+    model = build(name).to("npu").train(checkpointing)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    inputs = on_npu(BATCHES[batch]())
+    softnpu.reset_counters()
+    model(**inputs, use_cache=False).logits.sum().backward()
+    assert softnpu.counters()["stream_syncs"] == waits
+
+
+def test_positions_without_their_name_are_looked_at(registered) -> None:
+    """As in ``model(input_ids, None, position_ids)``: packed sequences stay apart."""
+    model = build().to("npu")
+    inputs = on_npu(BATCHES["packed"]())
+    expected = model(**inputs, use_cache=False).logits
+    assert torch.equal(model(inputs["input_ids"], None, inputs["position_ids"], use_cache=False).logits, expected)
+    assert not torch.equal(model(inputs["input_ids"], use_cache=False).logits, expected)
 
 
 # ---- weights of attention --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu import sources
-from kernels_ext_npu.swapping import attention_choice, attention_default, state
+from kernels_ext_npu.swapping import attention_choice, attention_default, attention_packing, state
 from kernels_ext_npu.swapping.attention_choice import NAME, REPOSITORY
 from kernels_ext_npu.swapping.patches import Patches
 
@@ -69,6 +69,7 @@ def install(patches: Patches) -> None:
     patches.attribute(masking_utils, "is_flash_attention_requested", _cannot_be_in_chunks)
     attention_choice.install(patches)
     attention_default.install(patches)
+    attention_packing.install(patches)
 
 
 def is_installed() -> bool:

@@ -14,7 +14,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import attention_default, changes, classes, experts, experts_interface, packing, rotary, state, table
+from kernels_ext_npu.swapping import (
+    attention_default,
+    changes,
+    classes,
+    experts,
+    experts_interface,
+    packing,
+    rotary,
+    state,
+    table,
+)
 from kernels_ext_npu.swapping.devices import on_its_way
 
 logger = logging.getLogger("kernels_ext_npu")

@@ -68,7 +68,7 @@ class Row:
 def of_modules(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve."""
     for path, module in model.named_modules():
-        if (kind := of_module(module)) is not None:
+        if (kind := of_module(module)) not in (None, ATTENTION):
             yield _of_module(path, module, kind)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels_ext_npu.swapping import attention_choice, refusals, state
+from kernels_ext_npu.swapping import attention_choice, state
 from kernels_ext_npu.swapping.attention_choice import REPOSITORY
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 from kernels_ext_npu.swapping.patches import Patches
@@ -81,31 +81,30 @@ def _config_of(module: nn.Module) -> int:
 
 def _reason(config: PreTrainedConfig, owner: PreTrainedModel, modules: list[nn.Module]) -> str | None:
     """Return why a config does not name ours of its own accord; None where it does."""
-    from kernels_ext_npu.swapping import attention_modules
+    from kernels_ext_npu.swapping import attention_modules, refusals
 
-    elsewhere = next((module for module in modules if is_elsewhere(module)), None)
-    if elsewhere is not None:
-        return refusals.elsewhere(elsewhere)
     refused = (attention_modules.refusal(module) for module in modules)
-    return _choice(config, owner) or next((reason for reason in refused if reason is not None), None)
+    reason = _choice(config, owner) or next((reason for reason in refused if reason is not None), None)
+    if reason is not None:
+        return reason
+    return next((refusals.elsewhere(module) for module in modules if is_elsewhere(module)), None)
 
 
 def _choice(config: PreTrainedConfig, owner: PreTrainedModel) -> str | None:
     """Return why a config keeps what it names; None where nobody chose that."""
+    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.swapping import refusals
+
     assert state.current is not None
     choices = state.current.attention
     if id(config) in choices.restored:
-        return refusals.RESTORED
+        return refusals.NOT_ASKED_FOR
     if attention_choice.names_it(config):
         return None
     default = owner.get_correct_attn_implementation(None)
     if id(config) in choices.named or id(config) in choices.taken or config._attn_implementation != default:
         return f"the attention implementation {config._attn_implementation} was asked for"
-    if not attention_choice.can_take_it(type(owner)):
-        from kernels_ext_npu.matching import kinds
-
-        return kinds.UNNAMED
-    return None
+    return None if attention_choice.can_take_it(type(owner)) else kinds.UNNAMED
 
 
 def _settled_after(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,8 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for first in ("pickle_it", "save_and_load_the_whole_model")
         for last in ("change_the_forward_of_a_class", "change_a_class")
     ),
+    ("dense", [("name_our_attention", 1), ("pickle_it", 1), ("restore_a_part", 277)]),
+    ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
 ]
 

@@ -83,8 +83,8 @@ def give_back(modules: Collection[nn.Module]) -> None:
     for config in configs:
         if state.current is not None:
             state.current.patches.give_back(config, _FIELD)
-        if names_it(config):  # a copy of one that was noted
-            setattr(config, _FIELD, defaults.get(id(config), next(iter(defaults.values()), None)))
+        if names_it(config):  # a copy of one that was noted; of a part without its model: every model has "eager"
+            setattr(config, _FIELD, defaults.get(id(config), next(iter(defaults.values()), "eager")))
 
 
 def _configs_of(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:

@@ -135,6 +135,8 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("SwiGLU", "swiglu"): (lambda f, x: f(x), gated(F.silu), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "geglu"): (lambda f, x: f(x), gated(lambda x: F.gelu(x, approximate="tanh")), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "clipped_swiglu"): (lambda f, x: f(x), clipped_swiglu, draw((6, 2 * HIDDEN))),
+    ("Activation", "gelu_tanh"): (lambda f, x: f(x), lambda x: F.gelu(x, approximate="tanh"), draw((6, HIDDEN))),
+    ("Activation", "quick_gelu"): (lambda f, x: f(x), lambda x: x / (1 + (-1.702 * x).exp()), draw((6, HIDDEN))),
     ("RoPE", "rotary_mul"): (lambda f, *t: f(*t), rotated, draw(HEADS[0], (2, 1, 6, 16), (2, 1, 6, 16))),
     ("RoPE", "apply_rotary_pos_emb"): (lambda f, *t: f(*t), both_rotated, draw(*HEADS, (2, 6, 16), (2, 6, 16))),
     ("RoPE", "apply_multimodal_rotary_pos_emb"): (

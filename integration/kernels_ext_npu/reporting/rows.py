@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
 from kernels_ext_npu.matching.kinds import attends, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
@@ -158,7 +158,7 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
     reference = find_reference(type(module))
     if module in state.restored or (reference is not None and refusals.left_out(reference.repository) is not None):
         return True
-    if kind is ROUTERS:
+    if kind in (ROUTERS, ACTIVATIONS):
         return reference is None
     if kind is MLPS:
         return reference is None and not has_gated_projections(module)

@@ -113,6 +113,7 @@ CATALOGUE = (
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
     Repository("FlashAttention", "flash-attention", ()),
     Repository("Activation", "activation", (ACTIVATIONS,)),
+    Repository("CrossEntropy", "cross-entropy", ()),
 )
 
 # those with layers for classes and functions of transformers; what the others compute is called by name

@@ -38,7 +38,7 @@ def install(patches: Patches) -> None:
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
     from kernels_ext_npu.api import pipeline  # register() need not wait for references
-    from kernels_ext_npu.swapping import table
+    from kernels_ext_npu.swapping import table, use
     from kernels_ext_npu.swapping.devices import device_of, on_its_way
 
     if not model.use_kernels:  # train() and eval() look again where it is on already
@@ -64,4 +64,5 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
             if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 pipeline.take_for_npu(model, mode)
 
-        pipeline.run(model, mode, take)
+        with use.noted(model):
+            pipeline.run(model, mode, take)

@@ -109,7 +109,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     forward = kernel_forward(module)
     if forward is not None and (layer := loaded.layer_name(forward)) is not None:
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, layer, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         apart = packing.separate(module)
         reason = f"two products, since {apart}" if apart else experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
@@ -118,7 +118,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     if experts.is_called_by_name(module):
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, experts_interface.LAYER, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, experts_interface.LAYER, False, refusals.changed(module, reason), kind=counted_as)
         reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
         return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
     reference = find_reference(type(module))

@@ -14,7 +14,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, packing, rotary, state, table, use
+from kernels_ext_npu.swapping import (
+    attention_default,
+    changes,
+    classes,
+    experts,
+    experts_interface,
+    packing,
+    rotary,
+    state,
+    table,
+    use,
+)
 from kernels_ext_npu.swapping.devices import on_its_way
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -49,6 +60,8 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)
+    if attention_default.is_installed():
+        attention_default.settle_anew(model)
     if registration.strict:
         _check_strictly(model)
 

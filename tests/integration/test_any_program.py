@@ -2,7 +2,7 @@
 
 Random programs of acts (tests/support/programs/acts) are lived through by a kernelized model on the NPU and by its twin
 on the CPU. After each act both compute the same, the report is true, and the same tensors share memory.
-``SEED=7 PROGRAMS=20000 make test-slow ARGS=tests/integration/test_any_program.py`` runs others; a failure names the
+``SEED=7 PROGRAMS=20000 ACTS=30 make test-slow ARGS=tests/integration/test_any_program.py`` runs others; a failure names the
 acts, which are an entry of `FOUND` then.
 """
 
@@ -84,7 +84,7 @@ def test_programs_of_a_few_acts() -> None:
 
 @pytest.mark.long
 def test_many_programs_of_many_acts() -> None:
-    run(int(os.environ.get("PROGRAMS", "3000")), 20)
+    run(int(os.environ.get("PROGRAMS", "3000")), int(os.environ.get("ACTS", "20")))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

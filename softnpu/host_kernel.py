@@ -40,7 +40,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
     outputs = [a.name for _, a in arguments if a.is_out]
-    random = torch.Tag.nondeterministic_seeded in op.tags
+    random = torch.Tag.nondeterministic_seeded in op.tags and op.namespace != "npu"  # those draw themselves
     generator_position = next((i for i, a in arguments if a.name == "generator"), None)
     waits_for_shape = _waits_for_shape(op, name)
     reads_data = torch.Tag.data_dependent_output in op.tags

@@ -128,6 +128,7 @@ ROUTERS = Kind(
         "TopKSoftmaxRouter",
     ),
 )
+ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 
 CATALOGUE = (
@@ -136,6 +137,8 @@ CATALOGUE = (
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
     Repository("FlashAttention", "flash-attention", ()),
+    Repository("Activation", "activation", (ACTIVATIONS,)),
+    Repository("CrossEntropy", "cross-entropy", ()),
 )
 
 # those with layers for classes and functions of transformers; what the others compute is called by name

@@ -20,10 +20,10 @@ from torch import Tensor, float32
 
 from softnpu import memory_poisoning
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.formulas.dropout import drawn, kept
 from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.formulas.fusion_attention_masks import BAND_LEFT_UP_CAUSAL, Masking
 from softnpu.formulas.fusion_attention_pse import ADD_MULTIPLY, PositionBias
-from softnpu.randomness import seeded
 
 STATISTICS = 8  # the maximum and the sum of a row are written eight times
 MOST_SEQUENCES = 1024
@@ -54,6 +54,7 @@ class Attention:
     prefix: list[int] | None = None
     pse_type: int = ADD_MULTIPLY
     shift: int = 0  # where the keys start, less where the queries start, for slopes
+    dropout_mask: Tensor | None = None  # in place of the one that seed and offset give
 
     @cached_property
     def masking(self) -> Masking:
@@ -225,13 +226,21 @@ class Attention:
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsink
 
     def _drop(self, weights: Tensor, i: int) -> Tensor:
-        """Drop out weights, with the same mask in forward and backward."""
+        """Drop out weights, with the same mask in forward and backward: its bits are in the order of the sequences."""
         if self.keep_prob == 1:
             return weights
-        kept = torch.empty_like(weights).bernoulli_(
-            self.keep_prob, generator=seeded(self.random[0], self.random[1] + i)
-        )
-        return weights * kept / self.keep_prob
+        sizes = [self.head_num * q * k for q, k in self.lengths] or [weights.numel()]
+        mask = self._bits(sum(sizes))
+        return weights * kept(mask, sum(sizes[:i]), weights.shape) / self.keep_prob
+
+    def _bits(self, count: int) -> Tensor:
+        """Return the mask for so many weights, as ``_npu_dropout_gen_mask`` makes it."""
+        if self.dropout_mask is None:
+            return drawn(self.operator, count, 1 - self.keep_prob, *self.random)
+        mask, rule = self.dropout_mask, f"dropout_mask must have a bit for each of {count} weights, as uint8"
+        fits = mask.dtype == torch.uint8 and 8 * mask.numel() >= count
+        require(fits, self.operator, f"{rule}, got {describe(mask)}")
+        return mask.flatten()
 
 
 def unwritten(tensor: Tensor | None) -> Tensor | None:

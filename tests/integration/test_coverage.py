@@ -56,6 +56,8 @@ def test_the_figures_are_these() -> None:
         ("experts", False): 8,
         ("routers", True): 56,
         ("routers", False): 16,
+        ("activations", True): 4,
+        ("activations", False): 5,
     }
     assert all((entry.layer is None) != (entry.reason is None) for entry in entries())
 

@@ -223,6 +223,10 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
             ([rows(2, 4, 8, dtype=HALF), rows(3, 5, dtype=HALF)], [rows(8, 3, dtype=HALF), rows(5, 2, dtype=HALF)]),
             {"group_type": -1},
         ),
+        (
+            ([torch.ones(4, 8, dtype=torch.int8)], [torch.ones(2, 8, 3, dtype=torch.int8)]),
+            grouped(0, scale=[rows(2, 3, dtype=HALF)], output_dtype=15),
+        ),
     ],
     # split_item 1: with 0 and one x, torch_npu's meta kernel returns one tensor instead of one a group
     "npu_grouped_matmul.List": [

@@ -14,6 +14,7 @@ from types import MethodType, ModuleType
 import pytest
 import torch
 from torch import nn
+from transformers.activations import FastGELUActivation, NewGELUActivation, QuickGELUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -33,6 +34,11 @@ def norm(layer: str) -> tuple[nn.Module, tuple]:
 def mlp(cls: type[nn.Module], activation: str) -> tuple[nn.Module, tuple]:
     torch.manual_seed(0)
     return cls(32, 64, activation), (torch.randn(2, 5, 32),)
+
+
+def activation(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return cls(), (torch.randn(6, 32),)
 
 
 def experts(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
@@ -65,6 +71,9 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     "GeGLUMLP": [partial(mlp, LlamaMLP, "gelu_pytorch_tanh")],
     "FusedSwiGLUMLP": [partial(mlp, Phi3MLP, "silu")],
     "FusedGeGLUMLP": [partial(mlp, Phi3MLP, "gelu_pytorch_tanh")],
+    "FastGELU": [partial(activation, FastGELUActivation)],
+    "NewGELU": [partial(activation, NewGELUActivation)],
+    "QuickGELU": [partial(activation, QuickGELUActivation)],
     "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
     **{layer: [partial(router, layer)] for layer in ROUTERS.layers},
     **{

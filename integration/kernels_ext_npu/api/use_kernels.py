@@ -18,6 +18,8 @@ def install(patches: Patches) -> None:
     """Let transformers' ``set_use_kernels`` go through the pipeline."""
     from transformers import PreTrainedModel
 
+    from kernels_ext_npu.swapping import attention_default
+
     original: Any = PreTrainedModel.set_use_kernels
     signature = inspect.signature(original)
 
@@ -28,13 +30,15 @@ def install(patches: Patches) -> None:
             _swap(self, given.get("mode"), functools.partial(original, self, use_kernels, *args, **kwargs), given)
         else:  # also where somebody has wrapped it since unregister(), and ours stays below
             original(self, use_kernels, *args, **kwargs)
+            if attention_default.is_installed():  # from_pretrained() calls this, also without use_kernels=True
+                attention_default.settle(self)
 
     patches.attribute(PreTrainedModel, "set_use_kernels", set_use_kernels)
 
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
     from kernels_ext_npu.api import pipeline  # register() need not wait for references
-    from kernels_ext_npu.swapping import table
+    from kernels_ext_npu.swapping import table, use
     from kernels_ext_npu.swapping.devices import device_of, on_its_way
 
     if not model.use_kernels:  # train() and eval() look again where it is on already
@@ -60,4 +64,5 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
             if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 pipeline.take_for_npu(model, mode)
 
-        pipeline.run(model, mode, take)
+        with use.noted(model):
+            pipeline.run(model, mode, take)

@@ -5,6 +5,7 @@ One classifier for the coverage, which sees classes, and for the report of a mod
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -14,7 +15,17 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import EXPERTS, KIND_OF_LAYER, MLPS, NORMS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
+    EXPERTS,
+    KIND_OF_LAYER,
+    MLPS,
+    NORMS,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
@@ -28,9 +39,14 @@ _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1G
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
 _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
+_ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+_ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
+_ATTENTION_NAMES = re.compile("Attention")
+_OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
+_SOFTMAX = {"softmax", "scaled_dot_product_attention"}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -53,6 +69,8 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
         return kind
     if "rmsnorm" in name.lower():
         return NORMS
+    if cls.__module__ == _ACTIVATIONS_FILE and reason(ACTIVATIONS, name) != UNKNOWN:
+        return ACTIVATIONS
     if _TABLE_NAMES.search(name):
         return TABLES
     if _ROUTER_NAMES.search(name):
@@ -82,6 +100,29 @@ def has_gated_projections(module: nn.Module) -> bool:
     """Tell whether a module has the projections of a gated MLP, by the names that transformers gives them."""
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
     return any(names <= children for names in _GATED)
+
+
+def calls_attention_by_name(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class calls the attention that its config names."""
+    forward = inspect.unwrap(cls.forward)
+    return inspect.isfunction(forward) and names(forward) >= _ATTENTION_BY_NAME
+
+
+def attends(cls: type[nn.Module]) -> bool:
+    """Tell whether a class computes attention: by the name in its config, or by its own name and a softmax."""
+    if calls_attention_by_name(cls):
+        return True
+    if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
+        return False
+    used = names(inspect.unwrap(cls.forward)) if inspect.isfunction(inspect.unwrap(cls.forward)) else frozenset()
+    methods = (inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value))
+    helpers = (names(method) for method in methods if inspect.isfunction(method))
+    return any(used & _SOFTMAX for used in (used, *helpers))
+
+
+def attention_reason(cls: type[nn.Module]) -> str | None:
+    """Return why our attention is not for a class that calls its own by name; None where it is."""
+    return next((why for why, classes in KEPT[ATTENTION.name].items() if cls.__name__ in classes), None)
 
 
 def rotates(name: str, function: object) -> bool:
@@ -136,6 +177,7 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
     return bool(re.search(r"act|silu|gelu|swish", source)) and " * " in source
 
 
-def _names(code: CodeType) -> set[str]:
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner)

@@ -24,6 +24,7 @@ class Side:
         folder: where files are written.
         model: the model as it is now, perhaps inside an adapter's.
         names: the names of its weights at the start.
+        places: at how many places in memory these were.
         is_away: whether the model was moved to the CPU.
         held: what the user keeps: a state dict, a flat buffer, an optimizer, handles of hooks.
         shown: what acts have computed, in order, each with the rounding of its dtype.
@@ -36,6 +37,7 @@ class Side:
         if self.is_experts and home == "cpu":
             self.pretrained.set_experts_implementation("eager")  # the modeling file's own, whatever ours would be
         self.names = list(self.model.state_dict())
+        self.places = self.count_places()
         self.is_away = False
         self.held: dict[str, Any] = {}
         self.shown: list[tuple[Tensor, torch.dtype]] = []
@@ -66,6 +68,10 @@ class Side:
     def device(self) -> torch.device:
         """Where the model is now."""
         return next(self.model.parameters()).device
+
+    def count_places(self) -> int:
+        """Return at how many places in memory the weights are: fewer than names where some are shared."""
+        return len({tensor.data_ptr() for tensor in self.model.state_dict().values()})
 
     def show(self, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
         """Keep a result of an act, to be compared with the other side's to the rounding of a dtype."""

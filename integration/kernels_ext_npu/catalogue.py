@@ -102,7 +102,32 @@ TABLES = Kind(
     ),
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
-ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+ROUTERS = Kind(
+    "routers",
+    (
+        "BiasedSoftmaxTopKRouter",
+        "CorrectedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouterNarrow",
+        "GroupedSoftmaxTopKRouterNormalised",
+        "SigmoidScatterRouter",
+        "SigmoidTopKRouter",
+        "SigmoidTopKRouterGivenBias",
+        "SigmoidTopKRouterLinear",
+        "SigmoidTopKRouterMultiplied",
+        "SigmoidTopKRouterNarrow",
+        "SigmoidTopKRouterNarrowGivenBias",
+        "SigmoidTopKRouterSoftcapped",
+        "SigmoidTopKRouterUnbiased",
+        "SigmoidTopKRouterUngrouped",
+        "SoftmaxTopKRouter",
+        "SoftmaxTopKRouterFloat32",
+        "SoftmaxTopKRouterLinear",
+        "SoftmaxTopKRouterUnnormalised",
+        "TopKRouter",
+        "TopKSoftmaxRouter",
+    ),
+)
 ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 

@@ -36,9 +36,7 @@ def is_served(module: nn.Module) -> bool:
 
 def calls_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the attention that its config names."""
-    return kinds.calls_attention_by_name(type(module)) and isinstance(
-        getattr(module, "config", None), PreTrainedConfig
-    )
+    return kinds.calls_attention_by_name(type(module)) and isinstance(getattr(module, "config", None), PreTrainedConfig)
 
 
 def refusal(module: nn.Module) -> str | None:

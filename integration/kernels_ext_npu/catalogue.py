@@ -111,6 +111,7 @@ CATALOGUE = (
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
     Repository("FlashAttention", "flash-attention", ()),
+    Repository("LinearAttention", "linear-attention", ()),
 )
 
 # those with layers for classes and functions of transformers; what the others compute is called by name

@@ -140,6 +140,7 @@ CATALOGUE = (
     Repository("FlashAttention", "flash-attention", (ATTENTION,)),
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
+    Repository("LinearAttention", "linear-attention", ()),
 )
 
 SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)

@@ -104,6 +104,7 @@ TABLES = Kind(
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
 ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
 ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
+HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS,)),

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, packing, rotary, state, table
+from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, heads, packing, rotary, state, table
 from kernels_ext_npu.swapping.devices import on_its_way
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -49,6 +49,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)
+    heads.take(model)
     if registration.strict:
         _check_strictly(model)
 

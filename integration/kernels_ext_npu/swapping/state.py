@@ -31,6 +31,7 @@ class Registration:
         experts_named: the configs whose owner named an implementation of experts, by id.
         experts_layer: the layer that computes experts by name, once it is loaded.
         attention_kernel: the package that computes attention by name, once it is loaded.
+        loss_kernel: the package that computes losses without logits, once it is loaded.
         waiting: the models that were not called on the NPU yet.
     """
 
@@ -44,6 +45,7 @@ class Registration:
     experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     experts_layer: type[nn.Module] | None = None
     attention_kernel: ModuleType | None = None
+    loss_kernel: ModuleType | None = None
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 

@@ -49,6 +49,7 @@ _SHOWN = {getattr(Tensor, name) for name in _SHOWN_METHODS.split()} | {
     for name in _SHOWN_PROPERTIES.split()
     if hasattr(getattr(Tensor, name, None), "__get__")
 }
+_GRADIENTS = {Tensor.retain_grad, getattr(Tensor, "grad").__get__}  # noqa: B009 - what mypy knows is its type
 
 
 @dataclass
@@ -161,7 +162,7 @@ class DeferredLogits(Tensor):
         return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Give the values to what runs below autograd, which has nodes of its own for these logits."""
         with torch.no_grad():
             args, kwargs = tree_map(lambda value: _values(value), (args, kwargs or {}))
@@ -266,7 +267,7 @@ def _deferred(function: Any, logits: DeferredLogits, args: tuple[Any, ...], kwar
     recipe, name = logits.recipe, getattr(function, "__name__", "")
     if function is F.cross_entropy:
         return _loss(recipe, *args, **kwargs)
-    if name in ("retain_grad", "__get__") and function in (Tensor.retain_grad, Tensor.grad.__get__):  # type: ignore[attr-defined]
+    if function in _GRADIENTS:
         raise RuntimeError(NOT_KEPT)
     if function not in (getattr(Tensor, name, None), getattr(torch, name, None)):
         return None

@@ -32,7 +32,7 @@ def step_of(name: str, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[S
 def _index(shape: tuple[int, ...], index: Any) -> tuple[Step, tuple[int, ...]] | None:
     """Choose rows by slices and numbers: the dimension of words has to be taken whole."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(part is Ellipsis or isinstance(part, (slice, int)) and not isinstance(part, bool) for part in parts):
+    if not all(part is Ellipsis or (isinstance(part, (slice, int)) and not isinstance(part, bool)) for part in parts):
         return None
     given = sum(part is not Ellipsis for part in parts)
     if given > len(shape) or sum(part is Ellipsis for part in parts) > 1:
@@ -60,7 +60,7 @@ def _viewed(shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[int, ...] | 
 
 def _flattened(shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[int, ...] | None:
     """Return the shape that flatten gives."""
-    start, end = (*args, *(0, -1)[len(args) :])
+    start, end = [*args, *(0, -1)[len(args) :]]
     if not isinstance(start, int) or not isinstance(end, int):
         return None
     start, end = start % len(shape), end % len(shape)

@@ -60,7 +60,7 @@ def _viewed(shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[int, ...] | 
 
 def _flattened(shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[int, ...] | None:
     """Return the shape that flatten gives."""
-    start, end = [*args, *(0, -1)[len(args) :]]
+    start, end = (args[0] if args else 0), (args[1] if len(args) > 1 else -1)
     if not isinstance(start, int) or not isinstance(end, int):
         return None
     start, end = start % len(shape), end % len(shape)

@@ -131,6 +131,7 @@ ROUTERS = Kind(
 ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 ATTENTION = Kind("attention", ())
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
+HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS,)),

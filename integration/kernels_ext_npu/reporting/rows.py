@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, HEADS, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
 from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
@@ -18,6 +18,7 @@ from kernels_ext_npu.swapping import (
     experts,
     experts_choice,
     experts_interface,
+    heads,
     loaded,
     packing,
     refusals,
@@ -78,6 +79,18 @@ def of_attention(model: nn.Module) -> Iterator[Row]:
     for path, module in model.named_modules():
         if attends(type(module)):
             yield _of_attention(path, module, kept)
+
+
+def of_heads(model: nn.Module) -> Iterator[Row]:
+    """Describe every head of a language model that computes a loss from labels."""
+    for head in heads.heads_of(model):
+        name, reason = type(head.module).__name__, heads.refusal(head)
+        if heads.is_swapped(head.module):
+            reason = None if reason is None else refusals.changed(head.module, reason)
+            yield Row(head.path, name, heads.NAME, reason is None, reason, kind=HEADS.in_models)
+        else:
+            reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
+            yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:

@@ -102,9 +102,36 @@ TABLES = Kind(
     ),
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
-ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+ROUTERS = Kind(
+    "routers",
+    (
+        "BiasedSoftmaxTopKRouter",
+        "CorrectedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouterNarrow",
+        "GroupedSoftmaxTopKRouterNormalised",
+        "SigmoidScatterRouter",
+        "SigmoidTopKRouter",
+        "SigmoidTopKRouterGivenBias",
+        "SigmoidTopKRouterLinear",
+        "SigmoidTopKRouterMultiplied",
+        "SigmoidTopKRouterNarrow",
+        "SigmoidTopKRouterNarrowGivenBias",
+        "SigmoidTopKRouterSoftcapped",
+        "SigmoidTopKRouterUnbiased",
+        "SigmoidTopKRouterUngrouped",
+        "SoftmaxTopKRouter",
+        "SoftmaxTopKRouterFloat32",
+        "SoftmaxTopKRouterLinear",
+        "SoftmaxTopKRouterUnnormalised",
+        "TopKRouter",
+        "TopKSoftmaxRouter",
+    ),
+)
+ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 ATTENTION = Kind("attention", ())
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
+HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS,)),
@@ -112,6 +139,9 @@ CATALOGUE = (
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
     Repository("FlashAttention", "flash-attention", (ATTENTION,)),
+    Repository("Activation", "activation", (ACTIVATIONS,)),
+    Repository("CrossEntropy", "cross-entropy", ()),
+    Repository("LinearAttention", "linear-attention", ()),
 )
 
 SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)

@@ -8,7 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import attention, experts, forwards, rotary, state, waiting
+from kernels_ext_npu.swapping import attention, experts, forwards, heads, rotary, state, use, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
@@ -77,10 +77,11 @@ def restore(model: Model) -> Model:
         >>> kernels_ext_npu.report(model).summary()
         '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables, 0 of 1 attention'
     """
-    if not vars(model).get("_use_kernels"):  # a part of a model, which looks at all of its parts again
+    if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
     experts.restore(model)
     attention.restore(model)
+    heads.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)

@@ -8,9 +8,17 @@ import transformers
 
 from kernels_ext_npu.catalogue import KINDS, SERVING, Kind
 from kernels_ext_npu.coverage.survey import Row
-from kernels_ext_npu.coverage.tables import cell, empty, entries_of, kept_by_reason, name_of, not_empty
+from kernels_ext_npu.coverage.tables import (
+    cell,
+    columns,
+    empty,
+    entries_of,
+    kept_by_reason,
+    name_of,
+    not_empty,
+    of_model_types,
+)
 
-KERNELS = [repository.name for repository in SERVING]
 _INTRODUCTION = """\
 # What of transformers {version} is served
 
@@ -26,20 +34,25 @@ that a kernel does not have, is in `report(model)`.
 which it is: a row is a folder, and its numbers are about the classes and functions that its modeling files define. A
 model type whose folder has no modeling file is in the row of the class that transformers makes for it. Many models are
 made of models in other folders: *with* names those that it takes unless a config names others.
+Activations are in `activations.py` of transformers, for models of all types: they are in the sums only.
 """
 
 
 def page(rows: Sequence[Row]) -> str:
     """Return the whole page: sums, a row for each folder of transformers, and what is kept and why."""
     nothing = [f"`{name}`" for name in empty(rows)]
-    count = sum(len(row.folder.model_types) for row in rows)
+    kernels = [kernel.name for kernel in columns(rows)]
+    folders = [row.folder for row in of_model_types(rows)]
+    count = sum(len(folder.model_types) for folder in folders)
     parts = [
         _INTRODUCTION.format(version=transformers.__version__),
-        f"## {count} model types in {len(rows)} folders\n",
+        f"## {count} model types in {len(folders)} folders\n",
         "Cells are served of all; `–` where there is nothing of the kind.\n",
         table(["kernel", "for", "served", "kept"], sums(rows), right=2),
         "## By model type\n",
-        table(["model types", *KERNELS], [[_name(row), *cells(row)] for row in not_empty(rows)], right=len(KERNELS)),
+        table(
+            ["model types", *kernels], [[_name(row), *cells(rows, row)] for row in not_empty(rows)], right=len(kernels)
+        ),
         f"Nothing to serve in {len(nothing)} model types: {', '.join(nothing)}.\n",
         "## What is kept, and why\n",
         *(_kept(rows, kind) for kind in KINDS),
@@ -56,9 +69,9 @@ def sums(rows: Sequence[Row]) -> list[list[str]]:
     ]
 
 
-def cells(row: Row) -> list[str]:
-    """Return a cell for each kernel repository: what is served of what there is."""
-    return [cell(row.of(kernel)) for kernel in SERVING]
+def cells(rows: Sequence[Row], row: Row) -> list[str]:
+    """Return a cell for each of the kernels that have a column: what is served of what there is."""
+    return [cell(row.of(kernel)) for kernel in columns(rows)]
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:

@@ -1,7 +1,8 @@
-"""What of the installed transformers has a kernel: norms, MLPs, rotary functions, experts, routers, attention."""
+"""What of the installed transformers has a kernel, by the kinds of the catalogue."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import warnings
@@ -21,6 +22,7 @@ from kernels_ext_npu.matching.lookup import find_function_reference, find_refere
 from kernels_ext_npu.references.fingerprints import original_function
 
 Track = Callable[[Sequence[Folder]], Iterable[Folder]]
+SHARED = Folder("activations", (), ("transformers.activations",))  # what models of every type may have
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,12 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
     """Read the modeling files of some folders, or of all, and return a row for each.
 
     Args:
-        folders: those to read, of model_types.folders(); all of them by default.
+        folders: those to read, of model_types.folders(); by default all of them, and what their models share, whose row
+            has no model types.
         track: what the folders go through, such as a progress bar.
     """
     with _quiet():
-        return [_row(folder) for folder in track(model_types.folders() if folders is None else folders)]
+        return [_row(folder) for folder in track([*model_types.folders(), SHARED] if folders is None else folders)]
 
 
 def entries(module: ModuleType) -> Iterator[Entry]:
@@ -108,8 +111,8 @@ def rotary_functions() -> dict[str, object]:
 
 
 def module_classes() -> Iterator[type[nn.Module]]:
-    """Find the classes of modules of every architecture that can be imported."""
-    for module in modeling_files():
+    """Find the classes of modules of every architecture that can be imported, and of what they share."""
+    for module in (*modeling_files(), *map(importlib.import_module, SHARED.files)):
         yield from _classes(module)
 
 

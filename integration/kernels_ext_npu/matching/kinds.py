@@ -15,7 +15,17 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, KIND_OF_LAYER, MLPS, NORMS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
+    EXPERTS,
+    KIND_OF_LAYER,
+    MLPS,
+    NORMS,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
@@ -31,6 +41,7 @@ _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1G
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
 _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
+_ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
@@ -60,6 +71,8 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
         return kind
     if "rmsnorm" in name.lower():
         return NORMS
+    if cls.__module__ == _ACTIVATIONS_FILE and reason(ACTIVATIONS, name) != UNKNOWN:
+        return ACTIVATIONS
     if _TABLE_NAMES.search(name):
         return TABLES
     if _ROUTER_NAMES.search(name):

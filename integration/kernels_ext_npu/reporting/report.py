@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, KINDS, ROTARY, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, HEADS, KINDS, ROTARY, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import rotary, waiting
@@ -39,7 +39,9 @@ class Report:
 
     def summary(self) -> str:
         """Say how many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
-        kinds = {kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models] for kind in SHOWN}
+        kinds = {
+            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models] for kind in (*SHOWN, HEADS)
+        }
         return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
     def to_json(self) -> str:
@@ -111,3 +113,4 @@ def _rows(model: nn.Module) -> Iterator[Row]:
     yield from rows.of_modules(model)
     yield from rows.of_functions(model)
     yield from rows.of_attention(model)
+    yield from rows.of_heads(model)

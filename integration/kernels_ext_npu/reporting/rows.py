@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, HEADS, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
 from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
@@ -18,6 +18,7 @@ from kernels_ext_npu.swapping import (
     experts,
     experts_choice,
     experts_interface,
+    heads,
     loaded,
     packing,
     refusals,
@@ -80,6 +81,18 @@ def of_attention(model: nn.Module) -> Iterator[Row]:
             yield _of_attention(path, module, kept)
 
 
+def of_heads(model: nn.Module) -> Iterator[Row]:
+    """Describe every head of a language model that computes a loss from labels."""
+    for head in heads.heads_of(model):
+        name, reason = type(head.module).__name__, heads.refusal(head)
+        if heads.is_swapped(head.module):
+            reason = None if reason is None else refusals.changed(head.module, reason)
+            yield Row(head.path, name, heads.NAME, reason is None, reason, kind=HEADS.in_models)
+        else:
+            reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
+            yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
+
+
 def of_functions(model: nn.Module) -> Iterator[Row]:
     """Describe every rotary function that a module of a model calls, once for each module."""
     for path, module in model.named_modules():
@@ -112,7 +125,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     forward = kernel_forward(module)
     if forward is not None and (layer := loaded.layer_name(forward)) is not None:
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, layer, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         apart = packing.separate(module)
         reason = f"two products, since {apart}" if apart else experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
@@ -121,7 +134,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     if experts.is_called_by_name(module):
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, experts_interface.LAYER, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, experts_interface.LAYER, False, refusals.changed(module, reason), kind=counted_as)
         reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
         return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
     reference = find_reference(type(module))
@@ -162,7 +175,7 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
     reference = find_reference(type(module))
     if module in state.restored or (reference is not None and refusals.left_out(reference.repository) is not None):
         return True
-    if kind is ROUTERS:
+    if kind in (ROUTERS, ACTIVATIONS):
         return reference is None
     if kind is MLPS:
         return reference is None and not has_gated_projections(module)

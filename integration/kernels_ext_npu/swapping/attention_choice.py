@@ -123,8 +123,8 @@ def give_back(modules: Collection[nn.Module]) -> None:
     for config in ours:
         if state.current is not None:
             let_go(config)
-        if names_it(config):  # one that was noted by nobody
-            setattr(config, _FIELD, defaults.get(id(config), next(iter(defaults.values()), None)))
+        if names_it(config):  # one that was noted by nobody; of a part without its model: every model has "eager"
+            setattr(config, _FIELD, defaults.get(id(config), next(iter(defaults.values()), "eager")))
     if state.current is not None:
         _choices().restored.update({id(config): config for config in configs})
 

@@ -70,6 +70,11 @@ def test_every_reason_is_written_down_and_about_something() -> None:
     assert sorted(written) == sorted(kept)
 
 
+@pytest.mark.parametrize("kind", [EXPERTS.name, ROUTERS.name])
+def test_each_reason_is_a_limit_of_the_device_or_of_the_maths(kind: str) -> None:
+    assert [reason for reason in kinds.KEPT[kind] if not kinds.why(reason)[0]] == []
+
+
 @pytest.mark.parametrize(
     ("kind", "pattern", "is_served"),
     [

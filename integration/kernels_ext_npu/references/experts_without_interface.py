@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -134,7 +136,7 @@ def _refuse_clamped(experts: nn.Module) -> str | None:
     return _refuse_weights(experts, "gate_up_proj", "down_proj")
 
 
-def _refuse_flat(experts: nn.Module) -> str | None:
+def _refuse_flat(experts: Any) -> str | None:
     if not computes_as(type(experts.mlp), DbrxExpertGLU):
         return f"its mlp is a {type(experts.mlp).__name__}"
     if has_hooks(experts.mlp):
@@ -142,7 +144,7 @@ def _refuse_flat(experts: nn.Module) -> str | None:
     return _refuse_weights(experts.mlp, "w1", "v1", "w2")
 
 
-def _refuse_block(block: nn.Module) -> str | None:
+def _refuse_block(block: Any) -> str | None:
     if not computes_as(type(block.experts), Llama4TextExperts):
         return f"its experts are {type(block.experts).__name__}"
     if not computes_as(type(block.router), Llama4Router):

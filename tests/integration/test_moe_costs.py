@@ -158,9 +158,12 @@ def test_the_host_never_waits_for_experts(registered, name) -> None:
     assert softnpu.counters()["stream_syncs"] == 0
 
 
-@pytest.mark.parametrize(("model", "fewer"), [("deepseek_v3", 58 * 17), ("glm4_moe", 45 * 17)])
-def test_routers_of_whole_models_launch_three_times_in_place_of_twenty(registered, model, fewer) -> None:
-    """At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it."""
+@pytest.mark.parametrize(("model", "fewer"), [("deepseek_v3", 58 * 17), ("glm4_moe", 45 * 16)])
+def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
+    """In place of 20; GLM's one group saves a copy of the mask of groups.
+
+    At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
+    """
     values, soc, found = KnownValues(), roofline.SOCS["910b"], []
     with FakeTensorMode(allow_non_fake_inputs=True):
         with Counting(values, soc):

@@ -177,6 +177,8 @@ def test_routers_of_whole_models_launch_three_times(registered, model, fewer) ->
                     prepare(module)
             found.append(count_forward(built, inputs, values, soc))
     ours, without = found
-    print(f"{model}: {without.launches.total()} launches of a forward, {ours.launches.total()} with kernels for routers")
+    print(
+        f"{model}: {without.launches.total()} launches of a forward, {ours.launches.total()} with kernels for routers"
+    )
     assert without.launches.total() - ours.launches.total() == fewer
     assert ours.waits <= without.waits

@@ -22,7 +22,7 @@ class WhileRegistered:
     """
 
     def __init__(self, was_asked: bool) -> None:
-        self._was_asked = was_asked
+        self.was_asked = was_asked
 
     def __bool__(self) -> bool:
         return state.current is not None
@@ -43,7 +43,7 @@ class WhileRegistered:
         return self
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
-        return bool, (self._was_asked,)
+        return bool, (self.was_asked,)
 
 
 def note(model: Any) -> None:
@@ -62,6 +62,12 @@ def noted(model: Any) -> Iterator[None]:
     finally:
         if vars(model).get(_FIELD) is True:
             vars(model)[_FIELD] = before if isinstance(before, WhileRegistered) else WhileRegistered(was_asked=True)
+
+
+def is_for_npu_only(model: Any) -> bool:
+    """Tell whether a model has kernels by ``kernelize`` alone, which means those for the NPU, wherever it is now."""
+    noted = vars(model).get(_FIELD)
+    return isinstance(noted, WhileRegistered) and not noted.was_asked
 
 
 def is_noted(model: Any) -> bool:

@@ -26,6 +26,7 @@ class Side:
         names: the names of its weights at the start.
         places: at how many places in memory these were.
         is_away: whether the model was moved to the CPU.
+        asked: whether the user has said ``use_kernels=True``, by which transformers takes kernels for the CPU there.
         held: what the user keeps: a state dict, a flat buffer, an optimizer, handles of hooks.
         shown: what acts have computed, in order, each with the rounding of its dtype.
         cleanups: what undoes the changes to the process that acts make.
@@ -38,7 +39,7 @@ class Side:
             self.pretrained.set_experts_implementation("eager")  # the modeling file's own, whatever ours would be
         self.names = list(self.model.state_dict())
         self.places = self.count_places()
-        self.is_away = False
+        self.is_away = self.asked = False
         self.held: dict[str, Any] = {}
         self.shown: list[tuple[Tensor, torch.dtype]] = []
         self.cleanups: list[Callable[[], object]] = []

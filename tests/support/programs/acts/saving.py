@@ -98,6 +98,7 @@ def save_and_load_by_pretrained(side: Side, choice: Random) -> None:
 
 @act(lambda side: is_unchanged(side) and side.is_registered)
 def save_and_load_by_pretrained_with_kernels(side: Side, choice: Random) -> None:
+    side.asked = True
     _load_by_pretrained(side, use_kernels=True)
 
 

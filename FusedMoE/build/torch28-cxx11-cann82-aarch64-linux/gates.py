@@ -7,6 +7,7 @@ attributes of the instance.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -148,6 +149,12 @@ def activation_of(experts: nn.Module) -> Activation:
             or _global_backward_pre_hooks
         ):
             return experts._apply_gate
+        if "forward" in members:  # `kernels` binds that of the class
+            own = members["forward"]
+            if type(own) is not MethodType or own.__func__ is not type(activation).forward:
+                kind = repr(own)
+    elif "act_fn" in experts.__dict__:  # somebody has made it a function
+        kind = repr(experts.__dict__["act_fn"])
     known = getattr(experts, _KNOWN, None)
     if (known is None or known[2] != kind) and not torch.compiler.is_compiling():
         # the module may be saved as a whole: no class

@@ -223,7 +223,7 @@ def _added(
     rule = "takes transpose_x=True, transpose_weight=False, group_type=2 and group_list_type=0"
     given = transpose_x, transpose_weight, group_type, group_list_type
     require(given == (True, False, limits.SUM, limits.ENDS), operator, f"{rule}, got {given}")
-    allowed = {(torch.float32, d, d) for d in (torch.float16, torch.bfloat16)}
+    allowed: set[tuple[torch.dtype, ...]] = {(torch.float32, d, d) for d in (torch.float16, torch.bfloat16)}
     require_dtypes(operator, allowed, input=y, x=x, weight=weight)
     fits = x.dim() == weight.dim() == 2 and len(x) == len(weight)
     require(fits, operator, f"needs x [M, K] and weight [M, N], got {describe(x)} and {describe(weight)}")

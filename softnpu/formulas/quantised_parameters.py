@@ -12,7 +12,7 @@ from torch import Tensor, bfloat16, float16, float32, int8, int32, int64, uint8
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
 from softnpu.formulas.cast import dtype_of
-from softnpu.formulas.quantised import KEPT_BITS, smoothed
+from softnpu.formulas.quantised import KEPT_BITS, OFFSET_BIT, smoothed
 
 LIMITS = {int8: (-128, 127), uint8: (0, 255), int32: (-(2**31), 2**31 - 1)}
 # c10/core/ScalarType.h: qint8, quint8 and qint32, as the dtypes that hold them
@@ -64,7 +64,7 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mod
         scale = scale.expand(len(offset)) if scale.shape == (1,) else scale
     bits = (scale.contiguous().view(int32) & KEPT_BITS).long() & 0xFFFFFFFF | SCALE_FLAG
     if offset is not None:
-        bits = bits | (torch.round(offset).clamp(-256, 255).to(int64) & 0x1FF) << 37
+        bits = bits | (torch.round(offset).clamp(-256, 255).to(int64) & 0x1FF) << OFFSET_BIT
     return bits
 
 

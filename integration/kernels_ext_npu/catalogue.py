@@ -101,7 +101,10 @@ TABLES = Kind(
         "RotaryEmbeddingInterleaved",
     ),
 )
-EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
+EXPERTS = Kind(
+    "experts",
+    ("ClampedExperts", "FlatExperts", "GatedMoEBlock", "MoEExperts", "ScaledTokensMoEBlock", "SparseMoEBlock"),
+)
 ROUTERS = Kind(
     "routers",
     (

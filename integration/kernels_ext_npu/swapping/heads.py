@@ -32,6 +32,7 @@ REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 
+_looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
 
 
@@ -50,14 +51,16 @@ class Head(NamedTuple):
 
 
 def heads_of(model: nn.Module) -> Iterator[Head]:
-    """Find the heads of the models in a module that compute a loss from labels."""
+    """Find the heads of the models in a module that compute a loss from labels, each with the innermost of its models."""
+    found: dict[nn.Module, Head] = {}
     names = {module: path for path, module in model.named_modules()}
     for module in list(names):
         if isinstance(module, PreTrainedModel) and _computes_a_loss(module):
             with suppress(NotImplementedError, AttributeError):
                 head = module.get_output_embeddings()
                 if isinstance(head, nn.Module) and head in names:
-                    yield Head(names[head], head, module)
+                    found[head] = Head(names[head], head, module)
+    yield from found.values()
 
 
 def take(model: nn.Module) -> None:
@@ -109,6 +112,12 @@ def refusal(head: Head) -> str | None:
     return None
 
 
+def remark(head: Head) -> str | None:
+    """Return what looked at the logits of a head when it was last called with labels; None if nothing did."""
+    name = _looked_at.get(head.module)
+    return name and f"its logits were computed when the model was last called with labels: {name} looked at them"
+
+
 @functools.cache
 def _forward_with(kernel: ModuleType) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
@@ -155,7 +164,14 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
         dtype = torch.get_autocast_dtype(device)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    product = Product(hidden_states, weight, bias, kernel)
+    _looked_at.pop(head, None)
+    reference = weakref.ref(head)
+
+    def on_look(name: str) -> None:
+        if (seen := reference()) is not None:
+            _looked_at[seen] = name
+
+    product = Product(hidden_states, weight, bias, kernel, on_look)
     if torch.distributed.is_available() and isinstance(model, torch.distributed.fsdp.FSDPModule):
         _end_last(head, product)
     return defer(product)

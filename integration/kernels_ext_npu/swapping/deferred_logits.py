@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kernels_ext_npu.swapping import optimizer_steps
 from kernels_ext_npu.swapping.row_steps import Step, step_of
 
 CHANGED = (
@@ -52,7 +53,7 @@ _SHOWN = {getattr(Tensor, name) for name in _SHOWN_METHODS.split()} | {
 _GRADIENTS = {Tensor.retain_grad, getattr(Tensor, "grad").__get__}  # noqa: B009 - what mypy knows is its type
 
 
-@dataclass
+@dataclass(eq=False)
 class Product:
     """What logits are to be computed from, as it was when the head was called.
 
@@ -62,7 +63,7 @@ class Product:
         bias: ``[V]``, or None.
         kernel: the package that computes the loss.
         on_look: is told the name of the function for which the logits are computed.
-        is_over: whether the weight's memory has been filled anew.
+        is_over: whether the weight is known to have changed.
     """
 
     hidden_states: Tensor
@@ -74,6 +75,11 @@ class Product:
 
     def __post_init__(self) -> None:
         self._state = self._look_at_state()
+        optimizer_steps.watch(self, self.weight, Product.end)
+
+    def end(self) -> None:
+        """Compute nothing from now on: the weight is another one."""
+        self.is_over = True
 
     def logits(self) -> Tensor:
         """Compute the logits, outside of autograd.

@@ -51,7 +51,7 @@ class Head(NamedTuple):
 
 
 def heads_of(model: nn.Module) -> Iterator[Head]:
-    """Find the heads of the models in a module that compute a loss from labels, each with the innermost of its models."""
+    """Find the heads of models that compute a loss from labels, each with the innermost of its models."""
     found: dict[nn.Module, Head] = {}
     names = {module: path for path, module in model.named_modules()}
     for module in list(names):
@@ -181,7 +181,7 @@ def _end_last(head: nn.Module, product: Product) -> None:
     """Let nobody look at logits of an earlier call: FSDP fills the same memory with the weights of this one."""
     last = _sharded.get(head, lambda: None)()
     if last is not None:
-        last.is_over = True
+        last.end()
     _sharded[head] = weakref.ref(product)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as calling
+from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel
 
 from kernels_ext_npu import sources
@@ -31,6 +31,8 @@ from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
+_FRAMES = 8  # of calls between the forward of a model and that of its head
+_PLAIN = (nn.Parameter, FakeTensor)
 
 _looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
@@ -137,8 +139,8 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
     weight, bias = head.weight, head.bias
     return (
         type(head) is nn.Linear
-        and type(weight) is nn.Parameter
-        and (bias is None or type(bias) is nn.Parameter)
+        and type(weight) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
         and not hasattr(weight, "_fsdp_flattened")
         and hidden_states.numel() > 0
         and weight.device == hidden_states.device
@@ -149,13 +151,18 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
 
 
 def _called_with_labels(frame: FrameType | None) -> nn.Module | None:
-    """Return the module whose forward called a head, if it was given labels."""
-    while frame is not None and frame.f_code.co_filename == calling.__file__:
+    """Return the model whose forward called a head, if it was given labels.
+
+    Between the two there are calls of torch, and perhaps of who counts modules.
+    """
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if "labels" in frame.f_code.co_varnames:
+            variables = frame.f_locals
+            return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
         frame = frame.f_back
-    if frame is None:
-        return None
-    variables = frame.f_locals
-    return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
+    return None
 
 
 def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: ModuleType) -> Tensor:

@@ -85,7 +85,8 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
 
-    Attention is reported where a model names ``npu_flash_attention``.
+    Attention is reported where a model names ``npu_flash_attention``, the head of a language model that takes labels
+    always.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -101,6 +102,7 @@ def report(model: nn.Module) -> Report:
         model.norm -> RMSNorm
         model.rotary_emb -> RotaryEmbedding
         model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
+        lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
         found = [rows.passed_by(row, model) for row in _rows(model)]

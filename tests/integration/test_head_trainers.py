@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import get_local_kernel
+from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import kernels_ext_npu
 from kernels_ext_npu.swapping import deferred_logits
 from tests.support import zoo
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
     {"input_ids": row, "labels": [-100, *row[1:]]}
     for row in ([2 + (7 * i + j) % 80 for j in range(9)] for i in range(40))
 ]
+TOLERANCE = 1e-5  # of losses in float32, since AdamW divides by a root of squares
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
     "label smoothing": {"label_smoothing_factor": 0.1},
@@ -65,9 +69,49 @@ def test_ten_steps_are_those_without_the_kernel(name: str, tmp_path: Path, monke
     steps = 10 * options.get("gradient_accumulation_steps", 1)
     assert len(losses) == (0 if "label_smoothing_factor" in options else steps)
     assert found.evaluate().keys() == expected.evaluate().keys()
-    tolerance = 2**-6 if "bf16" in options else 1e-5
+    tolerance = 2**-6 if "bf16" in options else TOLERANCE
     for one, other in zip(found.state.log_history, expected.state.log_history):
         for key in {"loss", "grad_norm"} & one.keys():
             assert one[key] == pytest.approx(other[key], rel=tolerance), (one, other)
     assert found.evaluate()["eval_accuracy"] == pytest.approx(expected.evaluate()["eval_accuracy"], abs=0.05)
     assert torch.isfinite(ours.lm_head.weight).all()
+
+
+@pytest.mark.parametrize("name", ["TRL's trainer for supervised fine-tuning", "TRL's trainer for preferences"])
+@pytest.mark.long
+def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from tests.support.tiny import tokenizer
+
+    histories = []
+    model = zoo.build("qwen3").to("npu")
+    for one in (kernels_ext_npu.kernelize(copy.deepcopy(model)), model):
+        set_seed(0)
+        common = {
+            "max_steps": 3, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+            "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False, "max_length": 16,
+        }  # fmt: skip
+        if "preferences" in name:
+            rows = [{"prompt": "a b", "chosen": f"c {'d ' * (i % 3)}", "rejected": "e f"} for i in range(8)]
+            arguments, trainer = trl.DPOConfig(str(tmp_path), **common), trl.DPOTrainer
+        else:
+            rows = [{"prompt": "a b", "completion": f"c {'d ' * (i % 3)}e"} for i in range(8)]
+            arguments, trainer = trl.SFTConfig(str(tmp_path), **common), trl.SFTTrainer
+        run = trainer(one, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer())
+        run.train()
+        histories.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert len(histories[0]) == 3
+    assert histories[0] == pytest.approx(histories[1], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_that_trl_makes_of_logits(temperature: float) -> None:
+    """To the rounding of sums in float32."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    kernel = get_local_kernel(ROOT / "CrossEntropy")
+    hidden, weight = torch.randn(2, 5, 16).npu(), torch.randn(90, 16).npu()
+    labels = torch.randint(90, (2, 5)).npu()
+    expected = utils.selective_log_softmax(F.linear(hidden, weight) / temperature, labels)
+    found = kernel.linear_log_probs(hidden, weight, labels, logit_scale=1 / temperature)
+    torch.testing.assert_close(found, expected, rtol=2**-18, atol=2**-18)

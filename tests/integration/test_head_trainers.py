@@ -10,11 +10,11 @@ import pytest
 import torch
 from kernels import get_local_kernel
 from torch.nn import functional as F
-from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import kernels_ext_npu
 from kernels_ext_npu.swapping import deferred_logits
-from tests.support import zoo
+from tests.support import checkpoints, zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -82,10 +82,10 @@ def test_ten_steps_are_those_without_the_kernel(name: str, tmp_path: Path, monke
 def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    from tests.support.tiny import tokenizer
-
     histories = []
-    model = zoo.build("qwen3").to("npu")
+    checkpoints.save(tmp_path, "qwen3")
+    words = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).to("npu")
     for one in (kernels_ext_npu.kernelize(copy.deepcopy(model)), model):
         set_seed(0)
         common = {
@@ -93,12 +93,12 @@ def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path) ->
             "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False, "max_length": 16,
         }  # fmt: skip
         if "preferences" in name:
-            rows = [{"prompt": "a b", "chosen": f"c {'d ' * (i % 3)}", "rejected": "e f"} for i in range(8)]
-            arguments, trainer = trl.DPOConfig(str(tmp_path), **common), trl.DPOTrainer
+            rows = [{"prompt": "w1 w2", "chosen": f" w3 {'w4 ' * (i % 3)}", "rejected": " w5 w6"} for i in range(8)]
+            arguments, trainer = trl.DPOConfig(str(tmp_path / "output"), **common), trl.DPOTrainer
         else:
-            rows = [{"prompt": "a b", "completion": f"c {'d ' * (i % 3)}e"} for i in range(8)]
-            arguments, trainer = trl.SFTConfig(str(tmp_path), **common), trl.SFTTrainer
-        run = trainer(one, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer())
+            rows = [{"prompt": "w1 w2", "completion": f" w3 {'w4 ' * (i % 3)}w5"} for i in range(8)]
+            arguments, trainer = trl.SFTConfig(str(tmp_path / "output"), **common), trl.SFTTrainer
+        run = trainer(one, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=words)
         run.train()
         histories.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
     assert len(histories[0]) == 3

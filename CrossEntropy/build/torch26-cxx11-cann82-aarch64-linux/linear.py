@@ -21,6 +21,8 @@ from .derivatives import gradients
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard
 
+_HALVES = 2
+
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Computes the loss of each row ``[N]``.
@@ -41,7 +43,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         number: int,
     ) -> Tensor:
         lse, picked, total = [], [], []
-        for part in _parts(weight, bias, labels, shard, number):
+        for part in _cut(weight, bias, labels, shard, number):
             z = objective.logits(F.linear(hidden_states, part.weight, part.bias))
             lse.append(torch.logsumexp(z, -1))
             picked.append(torch.where(part.is_inside, z.gather(1, part.inside), 0).squeeze(-1))
@@ -77,7 +79,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *found, *nothing
         counted = torch.where(labels == objective.ignore_index, 0.0, grad)
         gradient = objective.gradient(counted, lse, picked, words)
-        found = _gradients(hidden_states, _parts(weight, bias, labels, shard, number), gradient, weight, bias, needs)
+        found = _gradients(hidden_states, _cut(weight, bias, labels, shard, number), gradient, weight, bias, needs)
         if shard is not None and found[0] is not None:
             found = shard.total(found[0]), *found[1:]
         d_hidden = None if found[0] is None else found[0].to(hidden_states.dtype)
@@ -102,7 +104,7 @@ class _Part(NamedTuple):
     is_inside: Tensor
 
 
-def _parts(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[_Part]:
+def _cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[_Part]:
     rows = weight.shape[0]
     width = pieces.width_of_words(rows, number)
     first = 0 if shard is None else shard.start
@@ -130,7 +132,9 @@ def _gradients(
     d_weight = weight.new_empty(weight.shape) if needs_weight else None
     d_bias = bias.new_empty(bias.shape) if bias is not None and needs_bias else None
     for part in parts:
-        found = gradient.of_words(F.linear(hidden_states, part.weight, part.bias)).to(hidden_states.dtype)
+        found = F.linear(hidden_states, part.weight, part.bias)
+        for rows in pieces.of_rows(found.shape[0], _HALVES):  # in place: float32 takes no more than the logits then
+            found[rows].copy_(gradient.rows(rows).of_words(found[rows]))
         others = found.gather(1, part.inside)
         if d_hidden is not None:
             found.scatter_(1, part.inside, others.masked_fill(part.is_inside, 0))

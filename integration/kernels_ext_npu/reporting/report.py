@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, HEADS, KINDS, LAYERS, ROTARY
+from kernels_ext_npu.catalogue import ATTENTION, HEADS, KINDS, ROTARY, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import rotary, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 
-# what rotates comes last, as its rows do
-SHOWN = sorted(KINDS, key=lambda kind: LAYERS[kind.layers[0]] == rotary.REPOSITORY)
+# what rotates comes behind the others, and attention last, as their rows do
+SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (ROTARY, TABLES)))
 
 
 class Report:
@@ -40,8 +40,7 @@ class Report:
     def summary(self) -> str:
         """Say how many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
         kinds = {
-            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models]
-            for kind in (*SHOWN, ATTENTION, HEADS)
+            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models] for kind in (*SHOWN, HEADS)
         }
         return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
@@ -83,10 +82,10 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
+    """Report what was swapped, or kept and why.
 
-    Attention is reported where a model names ``npu_flash_attention``, the head of a language model that takes labels
-    always.
+    Norms, gated MLPs, experts, routers, attention, rotary functions and tables, and heads of
+    language models, each module and call by itself.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -102,6 +101,7 @@ def report(model: nn.Module) -> Report:
         model.norm -> RMSNorm
         model.rotary_emb -> RotaryEmbedding
         model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
+        model.layers.0.self_attn -> npu_flash_attention
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):

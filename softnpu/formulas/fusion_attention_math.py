@@ -206,11 +206,15 @@ class Attention:
     def _sequence(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+        if q.shape[2] == 0:
+            return q.new_empty(*q.shape[:3], v.shape[3]), *(torch.empty(*q.shape[:3], 1) for _ in range(2))
         weights, maximum, total = self._softmax(i, q, k)
         out = (self._drop(weights, i).to(q.dtype).float() @ v.float()) / total
         return out.to(q.dtype), maximum, total
 
     def _gradients(self, i: int, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, out: Tensor) -> tuple:
+        if q.shape[2] == 0:
+            return q, torch.zeros_like(k), torch.zeros_like(v), torch.zeros(q.shape[1])
         heads = (k.shape[1], q.shape[1] // k.shape[1])
         k, v = (t.repeat_interleave(heads[1], 1) for t in (k, v))
         weights, maximum, total = self._softmax(i, q, k)

@@ -206,6 +206,43 @@ def test_the_dropout_mask_is_the_one_that_torch_npu_makes_of_seed_and_offset(giv
     torch.testing.assert_close(v.grad.cpu().double(), weights.mT @ torch.ones(16, 16).double(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_sequence_without_queries_and_keys_has_no_rows_and_no_gradients() -> None:
+    x, ends, dense = torch.randn(5, 2, 16).npu().requires_grad_(), [2, 2, 5], [2, 5]
+    out, other = (
+        torch_npu.npu_fusion_attention(x, x, x, 2, "TND", actual_seq_qlen=e, actual_seq_kvlen=e)[0]
+        for e in (ends, dense)
+    )
+    assert torch.equal(out, other)
+    (found,), (expected,) = (torch.autograd.grad(y.square().sum(), x) for y in (out, other))
+    assert torch.equal(found, expected)
+    keys = torch.randn(6, 2, 16).npu().requires_grad_()  # one of them belongs to no query
+    out = torch_npu.npu_fusion_attention(
+        x.detach(), keys, keys, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=[2, 3, 6]
+    )[0]
+    out.sum().backward()
+    assert not keys.grad[2].any()
+
+
+def test_version_3_takes_lengths_on_the_host_only() -> None:
+    x, ends = torch.ones(5, 2, 16, dtype=torch.half).npu(), torch.tensor([2, 5])
+    torch_npu.npu_fusion_attention_v3(x, x, x, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+    with pytest.raises(RuntimeError, match="tensor must be on CPU, actual_seq_kvlen is on npu:0"):
+        torch_npu.npu_fusion_attention_v3(x, x, x, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends.npu())
+
+
+def test_version_3_writes_to_the_tensors_of_the_caller() -> None:
+    q, k, v = drawn()
+    args = (q.npu(), k.npu(), v.npu(), 4, "BNSD")
+    out = list(torch.ops.npu._npu_fusion_attention_v3_infer_output(*args))
+    workspace = torch.ops.npu._npu_fusion_attention_v3_get_max_workspace(*args)
+    results = torch.ops.npu.npu_fusion_attention_v3.out(*args, workspace=workspace, out=out)
+    expected = torch_npu.npu_fusion_attention_v3(*args)
+    assert all(a is b for a, b in zip(results, out))
+    assert all(torch.equal(a, b) for a, b in zip(out, expected))
+    with pytest.raises(RuntimeError, match=r"out\[0\] must be float32 \[2, 4, 5, 16\], got float32 \[3\]"):
+        torch.ops.npu.npu_fusion_attention_v3.out(*args, out=[torch.empty(3).npu()])
+
+
 def test_a_dropout_mask_that_is_too_small_is_refused() -> None:
     q = torch.ones(1, 2, 16, 16).npu()
     mask = torch.zeros(63, dtype=torch.uint8).npu()

@@ -1,8 +1,9 @@
 """The attention implementation ``npu_flash_attention`` of transformers.
 
 It is the kernel FlashAttention, called by name: who names it gets it, and so do models on the NPU that would have
-transformers' default (attention_default.py). On other devices than the NPU the kernel computes in torch. The name contains "flash", by which transformers knows implementations that take lengths
-of packed sequences: vision towers and continuous batching give them.
+transformers' default (attention_default.py). On other devices than the NPU the kernel computes in torch. The name
+contains "flash", by which transformers knows implementations that take lengths of packed sequences: vision towers and
+continuous batching give them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.utils.generic import is_flash_attention_requested
@@ -85,6 +87,12 @@ def kernel() -> ModuleType:
     return state.current.attention_kernel
 
 
+def make_ready() -> None:
+    """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
+    with torch.no_grad():
+        kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
+
+
 def _check_and_adjust(
     original: Callable, self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any
 ) -> str:
@@ -116,7 +124,7 @@ def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args
 
 
 def _cannot_be_in_chunks(config: Any) -> bool:
-    """Tell for transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
+    """Tell transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
     return is_flash_attention_requested(config) and not attention_choice.names_it(config)
 
 

@@ -53,7 +53,26 @@ NORMS = Kind(
         "T5LayerNorm",
     ),
 )
-MLPS = Kind("gated MLPs", ("FusedGeGLUMLP", "FusedSwiGLUMLP", "GeGLUMLP", "SwiGLUMLP"))
+MLPS = Kind(
+    "gated MLPs",
+    (
+        "ClampedSwiGLUMLP",
+        "DropoutMLP",
+        "DroppedMLP",
+        "ExactGeGLUMLP",
+        "FusedAdaptedMLP",
+        "FusedDropoutMLP",
+        "FusedExactGeGLUMLP",
+        "FusedGeGLUMLP",
+        "FusedMLPByLayer",
+        "FusedSwiGLUMLP",
+        "GeGLUMLP",
+        "GloballyScaledMLP",
+        "NormedMLP",
+        "ScaledSwiGLUMLP",
+        "SwiGLUMLP",
+    ),
+)
 ROTARY = Kind(
     "rotary functions",
     (
@@ -96,9 +115,19 @@ TABLES = Kind(
         "RotaryEmbedding",
         "RotaryEmbeddingByType",
         "RotaryEmbeddingByTypeFloat32",
+        "RotaryEmbeddingComposed",
+        "RotaryEmbeddingComposedBySections",
+        "RotaryEmbeddingComposedByType",
+        "RotaryEmbeddingComposedFloat32",
         "RotaryEmbeddingFloat32",
         "RotaryEmbeddingHalfWidth",
+        "RotaryEmbeddingHalfWidthByType",
         "RotaryEmbeddingInterleaved",
+        "RotaryEmbeddingLearned",
+        "RotaryEmbeddingOfAnyType",
+        "RotaryEmbeddingOfPatches",
+        "RotaryEmbeddingOfPatchesFloat32",
+        "RotaryEmbeddingOfRowsByType",
     ),
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))

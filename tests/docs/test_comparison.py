@@ -41,6 +41,7 @@ LACKING = {
     "CrossEntropy": ("no losses", "损失函数"),
 }
 SERVED = {
+    "Activation": ("activations", "激活函数"),
     "FlashAttention": ("attention", "注意力"),
     "RMSNorm": ("RMS norms", "RMS 归一化"),
     "SwiGLU": ("gated MLPs", "门控 MLP"),

@@ -54,9 +54,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def geglu(gate_up: Tensor) -> Tensor:
+def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def clamped(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
 
 
 def clipped(gate_up: Tensor, interleaved: bool) -> Tensor:
@@ -194,6 +199,10 @@ CASES: dict[str, Case] = {
     "swiglu": Case(lambda x: kernel("SwiGLU").swiglu(x), swiglu, (TOKENS,)),
     "swiglu of two": Case(lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)),
     "geglu": Case(lambda x: kernel("SwiGLU").geglu(x), geglu, (TOKENS,)),
+    "geglu, exact": Case(
+        lambda x: kernel("SwiGLU").geglu(x, approximate="none"), partial(geglu, approximate="none"), (TOKENS,)
+    ),
+    "clamped_swiglu": Case(lambda x: kernel("SwiGLU").clamped_swiglu(x, limit=LIMIT), clamped, (TOKENS,)),
     "clipped_swiglu": Case(
         lambda x: kernel("SwiGLU").clipped_swiglu(x, limit=LIMIT), partial(clipped, interleaved=True), (TOKENS,)
     ),

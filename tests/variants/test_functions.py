@@ -38,6 +38,11 @@ def clipped_swiglu(x: Tensor) -> Tensor:
     return GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
 
 
+def clamped_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate.clamp(max=0.75)) * up.clamp(-0.75, 0.75)
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
@@ -134,6 +139,7 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ),
     ("SwiGLU", "swiglu"): (lambda f, x: f(x), gated(F.silu), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "geglu"): (lambda f, x: f(x), gated(lambda x: F.gelu(x, approximate="tanh")), draw((6, 2 * HIDDEN))),
+    ("SwiGLU", "clamped_swiglu"): (lambda f, x: f(x, limit=0.75), clamped_swiglu, draw((6, 2 * HIDDEN))),
     ("SwiGLU", "clipped_swiglu"): (lambda f, x: f(x), clipped_swiglu, draw((6, 2 * HIDDEN))),
     ("Activation", "gelu_tanh"): (lambda f, x: f(x), lambda x: F.gelu(x, approximate="tanh"), draw((6, HIDDEN))),
     ("Activation", "quick_gelu"): (lambda f, x: f(x), lambda x: x / (1 + (-1.702 * x).exp()), draw((6, HIDDEN))),

@@ -89,7 +89,12 @@ def _name(row: Row) -> str:
 
 def _kept(rows: Sequence[Row], kind: Kind) -> str:
     kept = [
-        [reason, ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
+        [*_parted(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
         for reason, entries in kept_by_reason(rows, kind).items()
     ]
-    return f"### {kind.name.capitalize()}\n\n{table(['reason', 'which'], kept, right=0)}"
+    return f"### {kind.name.capitalize()}\n\n{table(['why', 'it', 'which'], kept, right=0)}"
+
+
+def _parted(reason: str) -> tuple[str, str]:
+    sort, _, what = reason.partition(": ")
+    return (sort, what) if what else ("", sort)

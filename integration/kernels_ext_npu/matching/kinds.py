@@ -19,9 +19,12 @@ from kernels_ext_npu.matching.lookup import find_function_reference, find_refere
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about
-# kind -> reason -> names; functions as "file:name", methods as "file:Class.name"
+# what can stand in the way of a kernel: a limit of the device, that there is no operator, a number that the host would
+# have to wait for, a meaning that would change
+REASONS = ("device limit", "no operator", "needs a value on the host", "changes semantics")
+# kind -> one of these, a colon, and the reason -> names; functions as "file:name", methods as "file:Class.name"
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
-UNKNOWN = "computes something else, which nobody has looked at yet"
+UNKNOWN = "is not in the release that kept.json is about"
 
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
 _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$")

@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from kernels_ext_npu.references.experts import Experts
 
 _KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
-_ROTARY_DECORATORS = ("torch.no_grad", "dynamic_rope_update")
+_NO_GRAD, _ROTARY_DECORATORS = ("torch.no_grad",), ("torch.no_grad", "dynamic_rope_update")
 
 _computes_as: dict[tuple[type, object, tuple[type, ...]], bool] = {}  # with the forward: other libraries replace it
 
@@ -40,8 +40,7 @@ def fingerprint(cls: type) -> str | None:
         return None
     if is_experts_class(cls):
         return "use_experts_implementation"
-    decorated = _under_rotary_decorators(forward)
-    forward, decorators = (forward, ()) if decorated is None else (decorated, _ROTARY_DECORATORS)
+    forward, decorators = _under_rotary_decorators(forward)
     trees = [str(decorators)]
     functions = [("forward", forward)]
     by_name: set[str] = set()  # what is called with keywords
@@ -146,21 +145,22 @@ def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ())
     return [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names.difference(known))]
 
 
-def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
-    """Return the function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else.
+def _under_rotary_decorators(forward: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
+    """Return the function in torch.no_grad's wrapper, and in dynamic_rope_update's in that, and their names.
 
-    The wrappers are told by their code, and torch.no_grad's also by what it enters: enable_grad has the same code.
+    Anything else comes back as it is. The wrappers are told by their code, and torch.no_grad's also by what it enters:
+    enable_grad has the same code.
     """
     outer, inner = torch.no_grad()(_undecorated), dynamic_rope_update(_undecorated)
     if forward.__code__ is not outer.__code__:
-        return None
-    factory, update = (_cells(forward).get(name) for name in ("ctx_factory", "func"))
-    if type(getattr(factory, "__self__", None)) is not torch.no_grad:
-        return None
-    if not isinstance(update, FunctionType) or update.__code__ is not inner.__code__:
-        return None
-    function = _cells(update).get("rope_forward")
-    return function if isinstance(function, FunctionType) else None
+        return forward, ()
+    factory, inside = (_cells(forward).get(name) for name in ("ctx_factory", "func"))
+    if type(getattr(factory, "__self__", None)) is not torch.no_grad or not isinstance(inside, FunctionType):
+        return forward, ()
+    if inside.__code__ is not inner.__code__:
+        return inside, _NO_GRAD
+    function = _cells(inside).get("rope_forward")
+    return (function, _ROTARY_DECORATORS) if isinstance(function, FunctionType) else (forward, ())
 
 
 def _undecorated() -> None:

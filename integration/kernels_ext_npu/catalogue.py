@@ -53,6 +53,7 @@ NORMS = Kind(
         "T5LayerNorm",
     ),
 )
+LAYER_NORMS = Kind("layer norms", ("AddLayerNorm", "LayerNormFloat32"))
 MLPS = Kind(
     "gated MLPs",
     (
@@ -136,7 +137,7 @@ ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 
 CATALOGUE = (
-    Repository("RMSNorm", "rmsnorm", (NORMS,)),
+    Repository("RMSNorm", "rmsnorm", (NORMS, LAYER_NORMS)),
     Repository("SwiGLU", "swiglu", (MLPS,)),
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),

@@ -46,6 +46,7 @@ def test_the_figures_are_these() -> None:
     assert Counter((entry.kind, entry.layer is not None) for entry in entries()) == {
         ("norms", True): 205,
         ("norms", False): 8,
+        ("layer norms", True): 92,
         ("gated MLPs", True): 183,
         ("gated MLPs", False): 9,
         ("rotary functions", True): 219,

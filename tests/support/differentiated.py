@@ -49,6 +49,10 @@ def rms_norm(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, 1e-6)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
@@ -195,6 +199,12 @@ CASES: dict[str, Case] = {
         lambda x, r, w: kernel("RMSNorm").add_rms_norm(x, r, w, 1e-6)[0],
         lambda x, r, w: rms_norm(x + r, w),
         (TOKENS, TOKENS, (H,)),
+    ),
+    "layer_norm": Case(lambda x, w: kernel("RMSNorm").layer_norm(x, w, None, 1e-6), layer_norm, (TOKENS, (H,))),
+    "add_layer_norm": Case(
+        lambda x, r, w, b: kernel("RMSNorm").add_layer_norm(x, r, w, b, 1e-6),
+        lambda x, r, w, b: layer_norm(x + r, w, b),
+        (TOKENS, TOKENS, (H,), (H,)),
     ),
     "swiglu": Case(lambda x: kernel("SwiGLU").swiglu(x), swiglu, (TOKENS,)),
     "swiglu of two": Case(lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)),

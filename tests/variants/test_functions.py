@@ -26,6 +26,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, T
     return rms_norm(x + residual, weight), x + residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.layer_norm(x, (HIDDEN,), weight, bias, 1e-6)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer_norm(x + residual, weight, bias)
+
+
 def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def unit(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -136,6 +144,10 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("RMSNorm", "rms_norm"): (lambda f, x, w: f(x, w, 1e-6), rms_norm, draw((6, HIDDEN), (HIDDEN,))),
     ("RMSNorm", "add_rms_norm"): (
         lambda f, x, r, w: f(x, r, w, 1e-6), add_rms_norm, draw((6, HIDDEN), (6, HIDDEN), (HIDDEN,)),
+    ),
+    ("RMSNorm", "layer_norm"): (lambda f, x, w: f(x, w, None, 1e-6), layer_norm, draw((6, HIDDEN), (HIDDEN,))),
+    ("RMSNorm", "add_layer_norm"): (
+        lambda f, *t: f(*t, 1e-6), add_layer_norm, draw((6, HIDDEN), (6, HIDDEN), (HIDDEN,), (HIDDEN,)),
     ),
     ("SwiGLU", "swiglu"): (lambda f, x: f(x), gated(F.silu), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "geglu"): (lambda f, x: f(x), gated(lambda x: F.gelu(x, approximate="tanh")), draw((6, 2 * HIDDEN))),

@@ -17,8 +17,8 @@ from transformers.activations import FastGELUActivation, NewGELUActivation, Quic
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, mlp_forms
+from kernels_ext_npu.catalogue import LAYERS, NORMS
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, layer_norms, mlp_forms
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
@@ -30,6 +30,16 @@ def norm(layer: str) -> tuple[nn.Module, tuple]:
     cls = next(reference.module for reference in REFERENCES if layer in reference.layers)
     module = norm_classes.instance(cls)
     return module, tuple(norm_classes.inputs(module, torch.float32))
+
+
+def layer_norm(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return cls(32), (torch.randn(2, 5, 32),)
+
+
+def output() -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return layer_norms.BertSelfOutput(32).eval(), (torch.randn(2, 5, 32), torch.randn(2, 5, 32))
 
 
 def mlp(cls: type[nn.Module], activation: str) -> tuple[nn.Module, tuple]:
@@ -61,7 +71,12 @@ def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
 
 # layer -> modules that it serves, each with arguments
 MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
-    **{layer: [partial(norm, layer)] for layer, repository in LAYERS.items() if repository == "RMSNorm"},
+    **{layer: [partial(norm, layer)] for layer in NORMS.layers},
+    "AddLayerNorm": [output],
+    "LayerNormFloat32": [
+        partial(layer_norm, layer_norms.CohereLayerNorm),
+        partial(layer_norm, layer_norms.OlmoLayerNorm),
+    ],
     "SwiGLUMLP": [partial(mlp, LlamaMLP, "silu")],
     "GeGLUMLP": [partial(mlp, LlamaMLP, "gelu_pytorch_tanh")],
     "FusedSwiGLUMLP": [partial(mlp, Phi3MLP, "silu")],

@@ -24,7 +24,7 @@ def clamped_swiglu_fused(gate_up: Tensor, limit: float) -> Tensor:
     """Compute it by operators of torch_npu, differentiable: ``[..., 2·I]``, the gate first, to ``[..., I]``."""
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _ClampedSwiGLU.apply(gate_up, limit)
-    return _launch(gate_up, limit)
+    return _launch_clamped(gate_up, limit)
 
 
 def _joined_in_torch(gate_up: Tensor, limit: float) -> Tensor:
@@ -32,7 +32,7 @@ def _joined_in_torch(gate_up: Tensor, limit: float) -> Tensor:
     return clamped_in_torch(*gate_up.float().chunk(2, -1), limit)
 
 
-def _launch(gate_up: Tensor, limit: float) -> Tensor:
+def _launch_clamped(gate_up: Tensor, limit: float) -> Tensor:
     """Launch ``npu_clipped_swiglu``, or in releases without it ``npu_swiglu`` of what is clamped before."""
     if has_clipped_swiglu():
         return launch_clipped_swiglu(gate_up, 1.0, limit, 0.0, interleaved=False)
@@ -52,7 +52,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def forward(ctx, gate_up: Tensor, limit: float) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.limit = limit
-        return _launch(gate_up, limit)
+        return _launch_clamped(gate_up, limit)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:

@@ -130,14 +130,14 @@ class DroppedMLP(_Layer):
     """Computes ``dropout(down(act(gate(x)) * up(x)))``, as Seed-OSS does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return dropped(_whole(self, x), self.residual_dropout, self.training)
+        return dropped(_with_its_unit(self, x), self.residual_dropout, self.training)
 
 
 class GloballyScaledMLP(_Layer):
     """Computes ``down(act(gate(x)) * up(x)) * global_scale``, as Inkling does."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _whole(self, hidden_states) * self.global_scale
+        return _with_its_unit(self, hidden_states) * self.global_scale
 
 
 class NormedMLP(_Layer):
@@ -164,7 +164,7 @@ class FusedAdaptedMLP(_Layer):
         return self.down_proj(activated_product(self, gate_up))
 
 
-def _whole(mlp: nn.Module, x: Tensor) -> Tensor:
+def _with_its_unit(mlp: nn.Module, x: Tensor) -> Tensor:
     """Compute ``down(act(gate(x)) * up(x))`` with the activation that an MLP has now."""
     unit = unit_of(mlp)
     if unit is not None:

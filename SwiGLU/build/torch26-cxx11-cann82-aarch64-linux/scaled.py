@@ -21,10 +21,10 @@ def scaled_swiglu_fused(gate_up: Tensor, factor: float) -> Tensor:
     """Compute ``silu(factor · gate) · up / factor``, differentiable, of ``[..., 2·I]``, the gate first."""
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _ScaledSwiGLU.apply(gate_up, factor)
-    return _launch(gate_up, factor)
+    return _launch_scaled(gate_up, factor)
 
 
-def _launch(gate_up: Tensor, factor: float) -> Tensor:
+def _launch_scaled(gate_up: Tensor, factor: float) -> Tensor:
     return launch_clipped_swiglu(gate_up, factor, _NO_LIMIT, 0.0, interleaved=False)
 
 
@@ -41,7 +41,7 @@ class _ScaledSwiGLU(torch.autograd.Function):
     def forward(ctx, gate_up: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.factor = factor
-        return _launch(gate_up, factor)
+        return _launch_scaled(gate_up, factor)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:

@@ -132,7 +132,32 @@ TABLES = Kind(
     ),
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
-ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+ROUTERS = Kind(
+    "routers",
+    (
+        "BiasedSoftmaxTopKRouter",
+        "CorrectedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouterNarrow",
+        "GroupedSoftmaxTopKRouterNormalised",
+        "SigmoidScatterRouter",
+        "SigmoidTopKRouter",
+        "SigmoidTopKRouterGivenBias",
+        "SigmoidTopKRouterLinear",
+        "SigmoidTopKRouterMultiplied",
+        "SigmoidTopKRouterNarrow",
+        "SigmoidTopKRouterNarrowGivenBias",
+        "SigmoidTopKRouterSoftcapped",
+        "SigmoidTopKRouterUnbiased",
+        "SigmoidTopKRouterUngrouped",
+        "SoftmaxTopKRouter",
+        "SoftmaxTopKRouterFloat32",
+        "SoftmaxTopKRouterLinear",
+        "SoftmaxTopKRouterUnnormalised",
+        "TopKRouter",
+        "TopKSoftmaxRouter",
+    ),
+)
 ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 
@@ -143,6 +168,7 @@ CATALOGUE = (
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
     Repository("FlashAttention", "flash-attention", ()),
     Repository("Activation", "activation", (ACTIVATIONS,)),
+    Repository("CrossEntropy", "cross-entropy", ()),
 )
 
 # those with layers for classes and functions of transformers; what the others compute is called by name

@@ -197,3 +197,17 @@ def test_another_activation_of_experts_is_computed_at_once(registered, name: str
         relu(each, "Experts")
     found, expected = outputs(model, name), outputs(original, name)
     assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def test_what_is_advised_can_be_done_where_the_model_is(registered) -> None:
+    model = kernels_ext_npu.kernelize(copy.deepcopy(zoo.build("qwen3")).to("npu"))
+    relu(model)
+    (here,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
+    model.to("cpu")
+    (away,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
+    assert here.endswith("; kernelize(model) takes the kernel out")
+    assert away.endswith("; restore(model) takes the kernels out")
+    kernels_ext_npu.restore(model)
+    original = copy.deepcopy(zoo.build("qwen3"))
+    relu(original)
+    torch.testing.assert_close(outputs(model, "qwen3"), outputs(original, "qwen3"), rtol=0, atol=0)

@@ -130,6 +130,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_truth.attention(q, k, v, 0.25, True)
 
 
+def row_losses(logits: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, LABELS.unsqueeze(-1)).squeeze(-1)
+
+
+def head_losses(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return row_losses(hidden_states @ weight.mT + bias)
+
+
+WORDS = 40
+LABELS = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(0))
+HEAD = (TOKENS, HIDDEN), (WORDS, HIDDEN), (WORDS,)
 HEADS = (2, 4, 6, 16), (2, 2, 6, 16)
 ATTENDED = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
 INDEX = torch.stack(
@@ -169,6 +180,15 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ),
     ("FlashAttention", "attention_forward"): (attention_of_module, causal_attention, draw(*ATTENDED)),
     ("FlashAttention", "attention_mask"): (masked_attention, causal_attention, draw(*ATTENDED)),
+    ("CrossEntropy", "cross_entropy"): (
+        lambda f, x: f(x, LABELS.to(x.device), reduction="none"), row_losses, draw((TOKENS, WORDS)),
+    ),
+    ("CrossEntropy", "linear_cross_entropy"): (
+        lambda f, h, w, b: f(h, w, LABELS.to(h.device), b, reduction="none"), head_losses, draw(*HEAD),
+    ),
+    ("CrossEntropy", "linear_log_probs"): (
+        lambda f, h, w, b: f(h, w, LABELS.to(h.device), b), lambda *t: -head_losses(*t), draw(*HEAD),
+    ),
     ("FusedMoE", "grouped_matmul"): (
         lambda f, x, w, b: f(x, w, COUNTS.to(x.device), b),
         product,
@@ -187,7 +207,7 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
 }  # fmt: skip
 # they compute nothing, or are parts of what is called here
-OTHERS = {"SWIGLU", "Gate", "blocks", "gates", "layers", "layout", "packing"}
+OTHERS = {"SWIGLU", "Shard", "Gate", "blocks", "gates", "layers", "layout", "packing"}
 
 
 def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:

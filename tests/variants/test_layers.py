@@ -6,6 +6,7 @@ That is the forward as transformers writes it, in float64 on the CPU, of modules
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, ModuleType
@@ -17,12 +18,11 @@ from transformers.activations import FastGELUActivation, NewGELUActivation, Quic
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kernels_ext_npu.catalogue import LAYERS, NORMS
+from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, layer_norms, mlp_forms
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.references.routers import MixtralTopKRouter, Qwen3MoeTopKRouter
 from tests.support import experts_classes, list_blocks, norm_classes, proofs, rotary_functions
 
 
@@ -57,12 +57,18 @@ def experts(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
     return module, experts_classes.inputs(module)
 
 
-def router(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+def router(layer: str) -> tuple[nn.Module, tuple]:
     """With logits that no rounding puts into another order: each token is near to one row of the weight."""
-    module = cls(8, 8, 2)
+    module = next(reference.module for reference in REFERENCES if layer in reference.layers)(8, 8, 2)
     with torch.no_grad():
-        module.weight.copy_(torch.eye(8))
-    return module, (torch.stack([torch.arange(8).roll(i) / 4 for i in range(12)]),)
+        for parameter in module.parameters():
+            parameter.copy_(torch.eye(8) if parameter.shape == (8, 8) else torch.zeros(parameter.shape))
+    tokens = torch.stack([torch.arange(8).roll(i) / 4 for i in range(12)])
+    given = list(inspect.signature(module.forward).parameters)[1:]
+    return module, (
+        tokens.view(3, 4, 8) if layer == "SigmoidTopKRouterLinear" else tokens,
+        *[torch.zeros(8)] * len(given),
+    )
 
 
 def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
@@ -96,8 +102,7 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     "NewGELU": [partial(activation, NewGELUActivation)],
     "QuickGELU": [partial(activation, QuickGELUActivation)],
     "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
-    "SoftmaxTopKRouter": [partial(router, Qwen3MoeTopKRouter)],
-    "SoftmaxTopKRouterFloat32": [partial(router, MixtralTopKRouter)],
+    **{layer: [partial(router, layer)] for layer in ROUTERS.layers},
     **{
         layer: [partial(block, cls) for cls, name in list_blocks.BLOCKS.items() if name == layer]
         for layer in ("SparseMoEBlock", "GatedMoEBlock")

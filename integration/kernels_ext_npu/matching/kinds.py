@@ -5,6 +5,7 @@ One classifier for the coverage, which sees classes, and for the report of a mod
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -14,7 +15,17 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ACTIVATIONS, EXPERTS, KIND_OF_LAYER, MLPS, NORMS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
+    EXPERTS,
+    KIND_OF_LAYER,
+    MLPS,
+    NORMS,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
@@ -35,6 +46,10 @@ _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: 
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+_ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
+_ATTENTION_NAMES = re.compile("Attention")
+_OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
+_SOFTMAX = {"softmax", "scaled_dot_product_attention"}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -90,6 +105,29 @@ def has_gated_projections(module: nn.Module) -> bool:
     return any(names <= children for names in _GATED)
 
 
+def calls_attention_by_name(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class calls the attention that its config names."""
+    forward = inspect.unwrap(cls.forward)
+    return inspect.isfunction(forward) and names(forward) >= _ATTENTION_BY_NAME
+
+
+def attends(cls: type[nn.Module]) -> bool:
+    """Tell whether a class computes attention: by the name in its config, or by its own name and a softmax."""
+    if calls_attention_by_name(cls):
+        return True
+    if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
+        return False
+    used = names(inspect.unwrap(cls.forward)) if inspect.isfunction(inspect.unwrap(cls.forward)) else frozenset()
+    methods = (inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value))
+    helpers = (names(method) for method in methods if inspect.isfunction(method))
+    return any(used & _SOFTMAX for used in (used, *helpers))
+
+
+def attention_reason(cls: type[nn.Module]) -> str | None:
+    """Return why our attention is not for a class that calls its own by name; None where it is."""
+    return next((why for why, classes in KEPT[ATTENTION.name].items() if cls.__name__ in classes), None)
+
+
 def rotates(name: str, function: object) -> bool:
     """Tell whether a function rotates queries and keys, or is a helper that does.
 
@@ -142,6 +180,7 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
     return bool(re.search(r"act|silu|gelu|swish", source)) and " * " in source
 
 
-def _names(code: CodeType) -> set[str]:
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner)

@@ -83,9 +83,9 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
+    """Report what was swapped, or kept and why.
 
-    Attention is reported where a model names ``npu_flash_attention``.
+    Norms, gated MLPs, experts, routers, attention, rotary functions and tables, each module and call by itself.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -101,6 +101,7 @@ def report(model: nn.Module) -> Report:
         model.norm -> RMSNorm
         model.rotary_emb -> RotaryEmbedding
         model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
+        model.layers.0.self_attn -> npu_flash_attention
     """
     with on_its_way(model):
         found = [rows.passed_by(row, model) for row in _rows(model)]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
-from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
+from kernels_ext_npu.matching.kinds import attends, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
     attention,
+    attention_default,
     changes,
     experts,
     experts_choice,
@@ -72,12 +73,11 @@ def of_modules(model: nn.Module) -> Iterator[Row]:
 
 
 def of_attention(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that calls the attention implementation of ours."""
+    """Describe every module of a model that computes attention."""
+    kept = attention_default.reasons(model) if attention_default.is_installed() else {}
     for path, module in model.named_modules():
-        if attention.is_called_by_name(module):
-            stranger = replaced(module)
-            reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
-            yield Row(path, type(module).__name__, NAME, True, reason, kind=ATTENTION.in_models)
+        if attends(type(module)):
+            yield _of_attention(path, module, kept)
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:
@@ -109,7 +109,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     forward = kernel_forward(module)
     if forward is not None and (layer := loaded.layer_name(forward)) is not None:
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, layer, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         apart = packing.separate(module)
         reason = f"two products, since {apart}" if apart else experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
@@ -118,12 +118,21 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     if experts.is_called_by_name(module):
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, experts_interface.LAYER, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, experts_interface.LAYER, False, refusals.changed(module, reason), kind=counted_as)
         reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
         return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
     reference = find_reference(type(module))
     layer = reference.layer(module) if reference else None
     return Row(path, name, layer, False, _reason(module), candidate, counted_as)
+
+
+def _of_attention(path: str, module: nn.Module, kept: dict[int, str | None]) -> Row:
+    name, counted_as = type(module).__name__, ATTENTION.in_models
+    if not attention.is_served(module):
+        return Row(path, name, None, False, attention.reason(module, kept), is_candidate=False, kind=counted_as)
+    stranger = replaced(module)
+    reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
+    return Row(path, name, NAME, True, reason, kind=counted_as)
 
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:

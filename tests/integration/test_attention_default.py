@@ -18,7 +18,7 @@ from tests.support.attention_models import BATCHES, MODELS, ids, on_npu
 
 NAME = "npu_flash_attention"
 LAUNCH = "npu_fusion_attention_v3"
-RESTORED = "restore() was called for this part of the model: kernelize() swaps kernels into it again"
+RESTORED = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 
 
 def build(name: str = "qwen3") -> PreTrainedModel:

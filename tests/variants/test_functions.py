@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tests.support import attention_truth, experts_classes, proofs
+from tests.support import attention_truth, delta_rule_truth, experts_classes, proofs
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 12, 32, 48, 4, 2
 COUNTS = torch.tensor([5, 0, 4, 3])
@@ -141,6 +141,33 @@ def head_losses(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 WORDS = 40
 LABELS = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(0))
 HEAD = (TOKENS, HIDDEN), (WORDS, HIDDEN), (WORDS,)
+
+
+def delta_rule(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options) -> Tensor:
+    """With decays and betas as models have them, of any numbers."""
+    return function(q, k, v, -g.abs(), beta.sigmoid(), **options)[0]
+
+
+def normed_delta_rule(function: Callable, *tensors: Tensor) -> Tensor:
+    return delta_rule(function, *tensors, use_qk_l2norm_in_kernel=True)
+
+
+def exact_delta_rule(*tensors: Tensor) -> Tensor:
+    return delta_rule(delta_rule_truth.delta_rule, *tensors)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = F.pad(x, (weight.shape[1] - 1, 0)).unfold(-1, weight.shape[1], 1) * weight.unsqueeze(1)
+    return F.silu(y.sum(-1) + bias.unsqueeze(-1))
+
+
+def convolution_behind(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return convolution(torch.cat([state, x], -1), weight, bias)[..., -x.shape[-1] :]
+
+
+RULED = (1, 70, 2, 8), (1, 70, 2, 8), (1, 70, 2, 8), (1, 70, 2), (1, 70, 2)
+RULED_BY_CHANNEL = *RULED[:3], (1, 70, 2, 8), RULED[4]
+STEP, STEP_BY_CHANNEL = ([(3, 1, *shape[2:]) for shape in shapes] for shapes in (RULED, RULED_BY_CHANNEL))
 HEADS = (2, 4, 6, 16), (2, 2, 6, 16)
 ATTENDED = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
 INDEX = torch.stack(
@@ -188,6 +215,18 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ),
     ("CrossEntropy", "linear_log_probs"): (
         lambda f, h, w, b: f(h, w, LABELS.to(h.device), b), lambda *t: -head_losses(*t), draw(*HEAD),
+    ),
+    ("LinearAttention", "chunk_gated_delta_rule"): (normed_delta_rule, exact_delta_rule, draw(*RULED)),
+    ("LinearAttention", "chunk_kda"): (normed_delta_rule, exact_delta_rule, draw(*RULED_BY_CHANNEL)),
+    ("LinearAttention", "fused_recurrent_gated_delta_rule"): (normed_delta_rule, exact_delta_rule, draw(*STEP)),
+    ("LinearAttention", "fused_recurrent_kda"): (normed_delta_rule, exact_delta_rule, draw(*STEP_BY_CHANNEL)),
+    ("LinearAttention", "causal_conv1d_fn"): (
+        lambda f, *t: f(*t, "silu"), convolution, draw((2, 8, 9), (8, 4), (8,)),
+    ),
+    ("LinearAttention", "causal_conv1d_update"): (
+        lambda f, x, s, w, b: f(x, s.clone(), w, b, "silu"),
+        convolution_behind,
+        draw((2, 8, 1), (2, 8, 4), (8, 4), (8,)),
     ),
     ("FusedMoE", "grouped_matmul"): (
         lambda f, x, w, b: f(x, w, COUNTS.to(x.device), b),

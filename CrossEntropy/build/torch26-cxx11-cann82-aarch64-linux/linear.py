@@ -41,7 +41,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         number: int,
     ) -> Tensor:
         lse, picked, total = [], [], []
-        for part in _parts(weight, bias, labels, shard, number):
+        for part in _cut(weight, bias, labels, shard, number):
             z = objective.logits(F.linear(hidden_states, part.weight, part.bias))
             lse.append(torch.logsumexp(z, -1))
             picked.append(torch.where(part.is_inside, z.gather(1, part.inside), 0).squeeze(-1))
@@ -77,7 +77,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *found, *nothing
         counted = torch.where(labels == objective.ignore_index, 0.0, grad)
         gradient = objective.gradient(counted, lse, picked, words)
-        found = _gradients(hidden_states, _parts(weight, bias, labels, shard, number), gradient, weight, bias, needs)
+        found = _gradients(hidden_states, _cut(weight, bias, labels, shard, number), gradient, weight, bias, needs)
         if shard is not None and found[0] is not None:
             found = shard.total(found[0]), *found[1:]
         d_hidden = None if found[0] is None else found[0].to(hidden_states.dtype)
@@ -102,7 +102,7 @@ class _Part(NamedTuple):
     is_inside: Tensor
 
 
-def _parts(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[_Part]:
+def _cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[_Part]:
     rows = weight.shape[0]
     width = pieces.width_of_words(rows, number)
     first = 0 if shard is None else shard.start

@@ -20,6 +20,7 @@ from kernels_ext_npu.swapping import (
     classes,
     experts,
     experts_interface,
+    heads,
     packing,
     rotary,
     state,
@@ -62,6 +63,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         experts.choose(model)
     if attention_default.is_installed():
         attention_default.settle_anew(model)
+    heads.take(model)
     if registration.strict:
         _check_strictly(model)
 

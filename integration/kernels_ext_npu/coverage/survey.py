@@ -14,7 +14,7 @@ from types import ModuleType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ROTARY, Kind, Repository
+from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, ROTARY, Kind, Repository
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.model_types import Folder
 from kernels_ext_npu.matching import kinds
@@ -33,7 +33,8 @@ class Entry:
         kind: what it is counted among.
         name: its name; that of a method follows its class's.
         file: the modeling file that it is in, without ``modeling_`` and ``.py``.
-        layer: the layer that serves it; for a gated MLP those between which the activation of an instance decides.
+        layer: the layer that serves it; for attention the implementation; for a gated MLP those between which the
+            activation of an instance decides.
         reason: why no layer serves it; None if one does.
     """
 
@@ -82,7 +83,10 @@ def entries(module: ModuleType) -> Iterator[Entry]:
     file = _short(module)
     for cls in _classes(module):
         kind, reference = kinds.of_class(cls), find_reference(cls)
-        if kind is not None:
+        if kind is ATTENTION:
+            refusal = kinds.attention_refusal(cls)
+            yield Entry(kind.name, cls.__name__, file, None if refusal else IMPLEMENTATION, refusal)
+        elif kind is not None:
             layer = " or ".join(reference.layers) if reference else None
             yield Entry(kind.name, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
         for method in kinds.rotary_methods(cls):

@@ -35,6 +35,8 @@ COUNTED = "5.22.2"  # the release of transformers that kept.json is about
 REASONS = ("device limit", "no operator", "needs a value on the host", "changes semantics")
 # kind -> one of these, a colon, and the reason -> names; functions as "file:name", methods as "file:Class.name"
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
+UNNAMED = "it does not call its attention by a name, in whose place another could be put"
+BIASED = "biases of positions are added to scores"
 UNKNOWN = "is not in the release that kept.json is about"
 
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
@@ -80,7 +82,9 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
         return ROUTERS
     if _MLP_NAMES.search(name) and _looks_gated(cls):
         return MLPS
-    return EXPERTS if _EXPERTS_NAMES.search(name) else None
+    if _EXPERTS_NAMES.search(name):
+        return EXPERTS
+    return ATTENTION if attends(cls) else None
 
 
 def of_module(module: nn.Module) -> Kind | None:
@@ -123,9 +127,19 @@ def attends(cls: type[nn.Module]) -> bool:
     return any(used & _SOFTMAX for used in (used, *helpers))
 
 
-def attention_reason(cls: type[nn.Module]) -> str | None:
-    """Return why our attention is not for a class that calls its own by name; None where it is."""
+def attention_refusal(cls: type[nn.Module]) -> str | None:
+    """Return why our attention does not take the place of that of a class; None where it does."""
+    if not calls_attention_by_name(cls):
+        return UNNAMED
+    if adds_biases(cls):
+        return BIASED
     return next((why for why, classes in KEPT[ATTENTION.name].items() if cls.__name__ in classes), None)
+
+
+def adds_biases(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class gives biases of positions to attention: such names are a tuple in code."""
+    constants = inspect.unwrap(cls.forward).__code__.co_consts
+    return any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants)
 
 
 def rotates(name: str, function: object) -> bool:

@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, KINDS, LAYERS, ROTARY
+from kernels_ext_npu.catalogue import ATTENTION, HEADS, KINDS, ROTARY, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import rotary, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 
-# what rotates comes last, as its rows do
-SHOWN = sorted(KINDS, key=lambda kind: LAYERS[kind.layers[0]] == rotary.REPOSITORY)
+# what rotates comes behind the others, and attention last, as their rows do
+SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (ROTARY, TABLES)))
 
 
 class Report:
@@ -40,8 +40,7 @@ class Report:
     def summary(self) -> str:
         """Say how many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
         kinds = {
-            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models]
-            for kind in (*SHOWN, ATTENTION)
+            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models] for kind in (*SHOWN, HEADS)
         }
         return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
@@ -114,3 +113,4 @@ def _rows(model: nn.Module) -> Iterator[Row]:
     yield from rows.of_modules(model)
     yield from rows.of_functions(model)
     yield from rows.of_attention(model)
+    yield from rows.of_heads(model)

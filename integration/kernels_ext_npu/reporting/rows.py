@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
-from kernels_ext_npu.matching.kinds import attends, has_gated_projections, of_module
+from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, HEADS, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
@@ -18,6 +18,7 @@ from kernels_ext_npu.swapping import (
     experts,
     experts_choice,
     experts_interface,
+    heads,
     loaded,
     packing,
     refusals,
@@ -68,7 +69,7 @@ class Row:
 def of_modules(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve."""
     for path, module in model.named_modules():
-        if (kind := of_module(module)) is not None:
+        if (kind := of_module(module)) not in (None, ATTENTION):
             yield _of_module(path, module, kind)
 
 
@@ -78,6 +79,18 @@ def of_attention(model: nn.Module) -> Iterator[Row]:
     for path, module in model.named_modules():
         if attends(type(module)):
             yield _of_attention(path, module, kept)
+
+
+def of_heads(model: nn.Module) -> Iterator[Row]:
+    """Describe every head of a language model that computes a loss from labels."""
+    for head in heads.heads_of(model):
+        name, reason = type(head.module).__name__, heads.refusal(head)
+        if heads.is_swapped(head.module):
+            reason = None if reason is None else refusals.changed(head.module, reason)
+            yield Row(head.path, name, heads.NAME, reason is None, reason, kind=HEADS.in_models)
+        else:
+            reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
+            yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:
@@ -95,6 +108,9 @@ def passed_by(row: Row, model: nn.Module) -> Row:
 
 def expected(row: Row, model: nn.Module) -> Row:
     """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
+    if row.kind == ATTENTION.in_models:
+        passes = row.reason == refusals.NOT_SETTLED or refusals.is_elsewhere(model.get_submodule(row.path))
+        return replace(row, reason=refusals.AT_FIRST_CALL) if row.kernel and not row.swapped and passes else row
     if row.swapped or row.kernel is None or refusals.left_out(LAYERS[row.kernel]) is not None:
         return row
     if row.function is None:
@@ -129,7 +145,8 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
 def _of_attention(path: str, module: nn.Module, kept: dict[int, str | None]) -> Row:
     name, counted_as = type(module).__name__, ATTENTION.in_models
     if not attention.is_served(module):
-        return Row(path, name, None, False, attention.reason(module, kept), is_candidate=False, kind=counted_as)
+        kernel = NAME if attention_refusal(type(module)) is None else None
+        return Row(path, name, kernel, False, attention.reason(module, kept), is_candidate=False, kind=counted_as)
     stranger = replaced(module)
     reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
     return Row(path, name, NAME, True, reason, kind=counted_as)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from types import FunctionType
-
-import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.swapping import attention_choice, attention_interface, refusals, state
+from kernels_ext_npu.swapping import attention_choice, attention_default, refusals, state
+from kernels_ext_npu.swapping.attention_modules import CAPPED, calls_by_name, caps, is_in_float64
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
-
-_CAPPED = "no operator of torch_npu caps scores"
-_BIASED = "biases of positions are added to scores"
 
 
 def restore(model: nn.Module) -> None:
@@ -29,31 +23,20 @@ def restore(model: nn.Module) -> None:
 
 def is_served(module: nn.Module) -> bool:
     """Tell whether the forward of a module of attention calls our implementation, by the name in its config."""
-    if not attention_interface.is_installed() or not attention_choice.names_it(getattr(module, "config", None)):
+    if not attention_default.is_installed() or not attention_choice.names_it(getattr(module, "config", None)):
         return False
     return calls_by_name(module)
-
-
-def calls_by_name(module: nn.Module) -> bool:
-    """Tell whether the forward of a module calls the attention that its config names."""
-    return kinds.calls_attention_by_name(type(module)) and isinstance(getattr(module, "config", None), PreTrainedConfig)
-
-
-def refusal(module: nn.Module) -> str | None:
-    """Return why the kernel would not do better than the implementation of a module; None where it does."""
-    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
-        return "it is in float64"
-    return _not_fused(module) or kinds.attention_reason(type(module))
 
 
 def remark(module: nn.Module) -> str | None:
     """Return why the kernel computes the attention of a module in torch, with all scores in memory."""
     if is_elsewhere(module):
         return f"in torch, since it is on {device_of(module)}"
-    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
+    if is_in_float64(module):
         return "in torch, since it is in float64"
-    reason = _not_fused(module)
-    return reason and f"in torch, {'where' if reason is _BIASED else 'since'} {reason}"
+    if kinds.adds_biases(type(module)):
+        return f"in torch, where {kinds.BIASED}"
+    return f"in torch, since {CAPPED}" if caps(module) else None
 
 
 def reason(module: nn.Module, kept: dict[int, str | None]) -> str:
@@ -68,16 +51,5 @@ def reason(module: nn.Module, kept: dict[int, str | None]) -> str:
     if (left_out := refusals.left_out(attention_choice.REPOSITORY)) is not None:
         return left_out
     if not calls_by_name(module):
-        return refusals.ATTENTION_UNNAMED
+        return kinds.UNNAMED
     return kept.get(id(module.config)) or refusals.NOT_SETTLED
-
-
-def _not_fused(module: nn.Module) -> str | None:
-    if getattr(module, "attn_logit_softcapping", None):
-        return _CAPPED
-    return _BIASED if _gives(inspect.unwrap(type(module).forward), "position_bias") else None
-
-
-def _gives(forward: FunctionType, keyword: str) -> bool:
-    """Tell whether a function gives an argument of a name to what it calls: such names are a tuple in its code."""
-    return any(isinstance(constant, tuple) and keyword in constant for constant in forward.__code__.co_consts)

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu import sources
+from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.patches import ABSENT, Patches
 
-NAME = "npu_flash_attention"
 REPOSITORY = "FlashAttention"
 ON_HUB = f"{sources.ORGANISATION}/{REPOSITORY}"
 _ANSWER = "_can_set_attn_implementation_cached_value"
@@ -201,7 +201,8 @@ def _deepcopy(config: PreTrainedConfig, memo: dict[int, Any]) -> PreTrainedConfi
 
 def _reduce_ex(config: PreTrainedConfig, protocol: Any) -> Any:
     """Describe a config for pickle: what reads it need not know our name."""
-    make, arguments, attributes, *rest = object.__reduce_ex__(config, protocol)
+    reduced: Any = object.__reduce_ex__(config, protocol)
+    make, arguments, attributes, *rest = reduced
     if state.uses(REPOSITORY) and names_it(config):
         attributes = attributes | {_FIELD: _before(config)}
     return make, arguments, attributes, *rest

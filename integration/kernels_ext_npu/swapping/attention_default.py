@@ -1,7 +1,7 @@
 """Models on the NPU that would take transformers' default of attention take ours, as long as they are there.
 
 transformers writes its default into the config of a model when it makes the model, long before the model is on its
-device. Ours is written over it when the model arrives: when it is moved, made there, loaded there or kernelized. It goes
+device. Ours is written over it when the model arrives: when it is moved, made or loaded there, or kernelized. It goes
 back when the model leaves.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels_ext_npu.swapping import attention_choice, refusals, state
+from kernels_ext_npu.swapping import attention_choice, state
 from kernels_ext_npu.swapping.attention_choice import REPOSITORY
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 from kernels_ext_npu.swapping.patches import Patches
@@ -31,7 +31,7 @@ def is_installed() -> bool:
 
 
 def settle(model: nn.Module) -> None:
-    """Let the configs of a model name ours where nothing is in the way, and no more where the model has left the NPU."""
+    """Let the configs of a model name ours where nothing is in the way, and no more where it has left the NPU."""
     assert state.current is not None
     kept = reasons(model)
     for config in attention_choice.configs_of(model.modules()):
@@ -56,51 +56,55 @@ def reasons(model: nn.Module) -> dict[int, str | None]:
     A config is that of all modules of a transformers model, so that ours is for all of them or for none. Models that
     hold other models have no attention of their own: they make masks for those inside, and follow them.
     """
-    from kernels_ext_npu.swapping import attention  # register() need not wait for references
+    from kernels_ext_npu.swapping import attention_modules  # register() need not wait for references
 
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)][::-1]  # those inside first
+    modules: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if attention_modules.calls_by_name(module):
+            modules.setdefault(_config_of(module), []).append(module)
     found: dict[int, str | None] = {}
-    for owner in reversed(models):  # those inside first
-        inside = [module for module in owner.modules() if attention.calls_by_name(module)]
-        for config in {id(module.config): module.config for module in inside}.values():
-            if id(config) not in found:
-                own = [module for module in inside if module.config is config]
-                found[id(config)] = _reason(config, owner, own)
-    for owner in reversed(models):
-        if id(owner.config) in found:
-            continue
-        inside = [module.config for module in owner.modules() if attention.calls_by_name(module)]
-        if inside:
-            others = next((found[id(config)] for config in inside if found[id(config)] is not None), None)
+    for owner in models:
+        for key in {_config_of(module) for module in owner.modules()} & modules.keys() - found.keys():
+            found[key] = _reason(modules[key][0].config, owner, modules[key])
+    for owner in models:
+        inside = {_config_of(module) for module in owner.modules()} & modules.keys()
+        if id(owner.config) not in found and inside:
+            others = next((found[key] for key in inside if found[key] is not None), None)
             found[id(owner.config)] = _choice(owner.config, owner) or others
     return found
 
 
+def _config_of(module: nn.Module) -> int:
+    return id(getattr(module, "config", None))
+
+
 def _reason(config: PreTrainedConfig, owner: PreTrainedModel, modules: list[nn.Module]) -> str | None:
     """Return why a config does not name ours of its own accord; None where it does."""
-    from kernels_ext_npu.swapping import attention
+    from kernels_ext_npu.swapping import attention_modules, refusals
 
-    elsewhere = next((module for module in modules if is_elsewhere(module)), None)
-    if elsewhere is not None:
-        return refusals.elsewhere(elsewhere)
-    refused = (attention.refusal(module) for module in modules)
-    return _choice(config, owner) or next((reason for reason in refused if reason is not None), None)
+    refused = (attention_modules.refusal(module) for module in modules)
+    reason = _choice(config, owner) or next((reason for reason in refused if reason is not None), None)
+    if reason is not None:
+        return reason
+    return next((refusals.elsewhere(module) for module in modules if is_elsewhere(module)), None)
 
 
 def _choice(config: PreTrainedConfig, owner: PreTrainedModel) -> str | None:
     """Return why a config keeps what it names; None where nobody chose that."""
+    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.swapping import refusals
+
     assert state.current is not None
     choices = state.current.attention
     if id(config) in choices.restored:
-        return refusals.RESTORED
+        return refusals.NOT_ASKED_FOR
     if attention_choice.names_it(config):
         return None
     default = owner.get_correct_attn_implementation(None)
     if id(config) in choices.named or id(config) in choices.taken or config._attn_implementation != default:
         return f"the attention implementation {config._attn_implementation} was asked for"
-    if not attention_choice.can_take_it(type(owner)):
-        return refusals.ATTENTION_UNNAMED
-    return None
+    return None if attention_choice.can_take_it(type(owner)) else kinds.UNNAMED
 
 
 def _settled_after(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """The attention implementation ``npu_flash_attention`` of transformers.
 
 It is the kernel FlashAttention, called by name: who names it gets it, and so do models on the NPU that would have
-transformers' default (attention_default.py). On other devices than the NPU the kernel computes in torch. The name contains "flash", by which transformers knows implementations that take lengths
-of packed sequences: vision towers and continuous batching give them.
+transformers' default (attention_default.py). On other devices than the NPU the kernel computes in torch. The name
+contains "flash", by which transformers knows implementations that take lengths of packed sequences: vision towers and
+continuous batching give them.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args
 
 
 def _cannot_be_in_chunks(config: Any) -> bool:
-    """Tell for transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
+    """Tell transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
     return is_flash_attention_requested(config) and not attention_choice.names_it(config)
 
 

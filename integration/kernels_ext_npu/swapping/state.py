@@ -65,6 +65,7 @@ class Registration:
         experts_layer: the layer that computes experts by name, once it is loaded.
         attention_kernel: the package that computes attention by name, once it is loaded.
         attention: the configs that name an implementation of attention, by who chose it.
+        loss_kernel: the package that computes losses without logits, once it is loaded.
         waiting: the models that were not called on the NPU yet.
     """
 
@@ -79,6 +80,7 @@ class Registration:
     experts_layer: type[nn.Module] | None = None
     attention_kernel: ModuleType | None = None
     attention: AttentionChoices = field(default_factory=AttentionChoices)
+    loss_kernel: ModuleType | None = None
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 

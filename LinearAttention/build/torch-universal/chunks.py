@@ -1,0 +1,51 @@
+"""Tokens in chunks: ``[B, T, H, D]`` as ``[N * B * H, C, D]``, chunk by chunk, in float32, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 64  # tokens of a chunk, C
+
+
+def to_chunks(x: Tensor, groups: int = 1) -> Tensor:
+    """Copy ``[B, T, H, D]`` into chunks, each head ``groups`` times; the last chunk is filled up with zeros.
+
+    Returns:
+        ``[N * B * H * groups, C, D]`` in float32, contiguous.
+    """
+    x = filled_up(x).unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4)
+    if groups > 1:
+        x = x.unsqueeze(3).expand(-1, -1, -1, groups, -1, -1)
+    return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous().flatten(0, -3)
+
+
+def from_chunks(y: Tensor, batch: int, length: int, dtype: torch.dtype, groups: int = 1) -> Tensor:
+    """Copy chunks back; what the heads of a group give is summed.
+
+    Args:
+        y: ``[N * B * H * groups, C, D]``.
+        batch: B.
+        length: T, without what the last chunk was filled up with.
+        dtype: of the result.
+        groups: how many times each head was copied.
+
+    Returns:
+        ``[B, T, H, D]``.
+    """
+    chunks = number(length)
+    y = y.unflatten(0, (chunks, batch, -1, groups))
+    y = y.sum(3) if groups > 1 else y.squeeze(3)
+    y = y.permute(1, 0, 3, 2, 4).to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(1, 2)
+    return y[:, :length].contiguous()
+
+
+def filled_up(x: Tensor) -> Tensor:
+    """Return ``[B, T, ...]`` with zeros up to a whole number of chunks."""
+    missing = -x.shape[1] % CHUNK
+    return nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
+
+
+def number(length: int) -> int:
+    """Return how many chunks hold so many tokens."""
+    return -(-length // CHUNK)

@@ -1,0 +1,188 @@
+"""Layers whose forward `kernels` binds to the functions of linear attention in transformers.
+
+Each takes the arguments of the function that it replaces, by the same names. The bounds of packed sequences are taken
+from the keywords of a model: ``cu_seqlens``, ``cu_seq_lens_q`` or ``seq_idx``. Others, such as ``position_ids``, say
+nothing to these functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import convolution, functional
+
+Result = tuple[Tensor, Tensor | None]
+
+
+class Layer(nn.Module):
+    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
+
+    can_torch_compile = True
+    has_backward = True
+
+
+class ChunkGatedDeltaRule(Layer):
+    """Computes the gated delta rule of whole sequences; the chunks are of 64 tokens whatever ``chunk_size`` is."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        return functional.chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            None,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            **_bounds(kwargs),
+        )
+
+
+class FusedRecurrentGatedDeltaRule(Layer):
+    """Computes the gated delta rule of one token behind a state, or of several."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        return functional.fused_recurrent_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            None,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            **_bounds(kwargs),
+        )
+
+
+class ChunkKDA(Layer):
+    """Computes Kimi delta attention of whole sequences; the chunks are of 64 tokens whatever ``chunk_size`` is."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        return functional.chunk_kda(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            None,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            **_bounds(kwargs),
+        )
+
+
+class FusedRecurrentKDA(Layer):
+    """Computes Kimi delta attention of one token behind a state, or of several."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        return functional.fused_recurrent_kda(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            None,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            **_bounds(kwargs),
+        )
+
+
+class CausalConv1d(Layer):
+    """Computes the causal convolution of each channel of whole sequences, and the activation."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **_bounds(kwargs))
+
+
+class CausalConv1dUpdate(Layer):
+    """Computes the causal convolution of new tokens behind a state, which takes them in."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+
+def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Take the bounds of packed sequences from the keywords of a model."""
+    cu_seqlens = kwargs.get("cu_seqlens")
+    return {
+        "cu_seqlens": kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens,
+        "seq_idx": kwargs.get("seq_idx"),
+    }
+
+
+__all__ = [
+    "CausalConv1d",
+    "CausalConv1dUpdate",
+    "ChunkGatedDeltaRule",
+    "ChunkKDA",
+    "FusedRecurrentGatedDeltaRule",
+    "FusedRecurrentKDA",
+]

@@ -1,0 +1,20 @@
+"""Linear attention for Huawei Ascend NPUs: gated delta rules and causal convolutions."""
+
+from . import layers
+from .convolution import causal_conv1d_fn, causal_conv1d_update
+from .functional import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+)
+
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+    "layers",
+]

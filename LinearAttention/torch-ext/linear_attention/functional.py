@@ -1,0 +1,200 @@
+"""Gated delta rules as functions of tensors, with the names and parameters of flash-linear-attention (fla)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .delta_rule import delta_rule
+from .packed_states import final_states
+from .recurrence import step
+from .segment import RuleOptions, Tokens
+from .sequences import numbers_of
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """Compute the gated delta rule in chunks: ``S⁺ = e^g S + k ⊗ β (v - kᵀ e^g S)``, ``o = scale · qᵀS⁺``.
+
+    It is torch_chunk_gated_delta_rule of transformers, models/qwen3_next/modeling_qwen3_next.py, in matrix products of
+    float32. Differentiable once, as one node that keeps its arguments, the states between chunks, and 64 values a token
+    and head. Under torch.func it is differentiable as often as torch's own operators are.
+
+    Args:
+        q: ``[B, T, H, K]``, of a floating dtype; of fewer heads than v where these divide them.
+        k: likewise.
+        v: ``[B, T, H, V]``.
+        g: logarithms of decays, ``[B, T, H]``, at most 0.
+        beta: ``[B, T, H]``.
+        scale: of the queries; None for ``K ** -0.5``.
+        initial_state: ``[B, H, K, V]``; None for zeros.
+        output_final_state: whether the state behind the last token is returned.
+        use_qk_l2norm_in_kernel: whether q and k are divided by ``sqrt(Σ x² + 1e-6)`` of each head first.
+        cu_seqlens: where each sequence of the one row begins, and the last one ends, ``[S + 1]``. Their states start at
+            zero; the final ones, ``[S, H, K, V]``, have no gradient.
+        seq_idx: the number of the sequence of each token, ``[B, T]``, in place of ``cu_seqlens``. Without that the
+            final states are those of the last sequences of the rows.
+
+    Returns:
+        ``[B, T, H, V]`` in the dtype of q, and the state, ``[B, H, K, V]`` in float32, or None.
+
+    Raises:
+        ValueError: shapes do not fit, or states are asked for that packed sequences have none of.
+        TypeError: an argument is not floating point.
+    """
+    tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
+    return _in_chunks(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """Compute Kimi delta attention: :func:`chunk_gated_delta_rule` with a gate for every channel of a key.
+
+    It is chunk_kimi_delta_attention of transformers, models/kimi_linear/modeling_kimi_linear.py.
+
+    Args:
+        g: logarithms of decays, ``[B, T, H, K]``, at most 0. The others are as there.
+    """
+    tokens = Tokens(q, k, v, g, beta)
+    return _in_chunks(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """Compute what :func:`chunk_gated_delta_rule` does, of one token without chunks: a step of decoding."""
+    tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
+    return _step(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """Compute what :func:`chunk_kda` does, of one token without chunks: a step of decoding."""
+    tokens = Tokens(q, k, v, g, beta)
+    return _step(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+
+
+def _step(tokens: Tokens, scale: float | None, state: Tensor | None, wants_state: bool, *rest: object) -> Result:
+    normalised, cu_seqlens, seq_idx = rest
+    if tokens.value.shape[1] != 1 or cu_seqlens is not None or seq_idx is not None:
+        return _in_chunks(tokens, scale, state, wants_state, *rest)  # type: ignore[arg-type]
+    _check(tokens, state)
+    out, state = step(tokens, _flat(state), _rule_options(tokens, scale, bool(normalised)))
+    return out, _by_head(state, tokens) if wants_state else None
+
+
+def _in_chunks(
+    tokens: Tokens,
+    scale: float | None,
+    state: Tensor | None,
+    wants_state: bool,
+    normalised: bool,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+) -> Result:
+    _check(tokens, state)
+    batch, length = tokens.value.shape[:2]
+    numbers = numbers_of(batch, length, tokens.value.device, cu_seqlens, seq_idx)
+    if numbers is not None and state is not None:
+        raise ValueError("packed sequences start with a state of zeros: leave initial_state out, or pass them unpacked")
+    options = _rule_options(tokens, scale, normalised)
+    if length == 0:
+        out = tokens.value.new_empty(tokens.value.shape, dtype=tokens.query.dtype)
+        return out, _by_head(_state_of_none(tokens, state), tokens) if wants_state else None
+    out, last, between = delta_rule(tokens, _flat(state), numbers, options)
+    if not wants_state:
+        return out, None
+    if cu_seqlens is None:
+        return out, _by_head(last, tokens)
+    return out, final_states(tokens, between, cu_seqlens, options)
+
+
+def _rule_options(tokens: Tokens, scale: float | None, normalised: bool) -> RuleOptions:
+    return RuleOptions(tokens.key.shape[-1] ** -0.5 if scale is None else scale, normalised)
+
+
+def _flat(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.float().flatten(0, 1)
+
+
+def _by_head(state: Tensor, tokens: Tokens) -> Tensor:
+    return state.unflatten(0, (tokens.value.shape[0], tokens.value.shape[2]))
+
+
+def _state_of_none(tokens: Tokens, state: Tensor | None) -> Tensor:
+    """Return the state behind no token: that before it."""
+    if state is not None:
+        return state.float().flatten(0, 1)
+    batch, _, heads, size = tokens.value.shape
+    return torch.zeros(batch * heads, tokens.key.shape[-1], size, device=tokens.value.device)
+
+
+def _check(tokens: Tokens, state: Tensor | None) -> None:
+    """Raise what the functions here say of arguments that do not fit."""
+    query, key, value, g, beta = tokens
+    for name, tensor in zip(("q", "k", "v", "g", "beta"), tokens):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+    shape = value.shape[:3]
+    fits = (
+        query.dim() == key.dim() == value.dim() == g.dim() == 4
+        and query.shape == key.shape
+        and key.shape[:2] == shape[:2]
+        and key.shape[2] > 0
+        and shape[2] % key.shape[2] == 0
+        and g.shape[:3] == beta.shape == shape
+        and g.shape[3] in (1, key.shape[3])
+    )
+    if not fits:
+        shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip(("q", "k", "v", "g", "beta"), tokens))
+        raise ValueError(
+            f"q and k [B, T, G, K], v [B, T, H, V], g [B, T, H(, K)] and beta [B, T, H] have to fit: {shapes}"
+        )
+    wanted = (shape[0], shape[2], key.shape[3], value.shape[3])
+    if state is not None and state.shape != wanted:
+        raise ValueError(f"initial_state {list(state.shape)} must be [B, H, K, V], here {list(wanted)}")

@@ -1,0 +1,150 @@
+"""The delta rules under torch.compile, torch.func, checkpointing, fake tensors, and second derivatives."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.delta_rule_truth import delta_rule, draw
+
+FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
+BOTH = pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+OPTIONS = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+
+
+def given(by_channel: bool, length: int = 70) -> list[Tensor]:
+    return [x.npu().requires_grad_() for x in draw(1, (1, length, 1, 2, 8, 8), by_channel)]
+
+
+@BOTH
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_it_is_one_graph_that_gives_the_same(kernel: ModuleType, by_channel: bool, packed: bool) -> None:
+    """The same operators but for where states are written: to a rounding or two."""
+    torch.compiler.reset()
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    options = {"cu_seqlens": torch.tensor([0, 30, 70], device="npu")} if packed else {}
+
+    def call(*tensors: Tensor) -> Tensor:
+        out, state = function(*tensors, **options, **OPTIONS)
+        return out.sum() + state.sum()
+
+    one, other = given(by_channel), given(by_channel)
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(*one)
+    expected = call(*other)
+    torch.testing.assert_close(found, expected)
+    for ours, wanted in zip(torch.autograd.grad(found, one), torch.autograd.grad(expected, other)):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_compiled_one_step_of_decoding_is_one_graph(kernel: ModuleType, by_channel: bool) -> None:
+    torch.compiler.reset()
+    function = getattr(kernel, {False: "fused_recurrent_gated_delta_rule", True: "fused_recurrent_kda"}[by_channel])
+    tensors, state = given(by_channel, 1), torch.randn(1, 2, 8, 8, device="npu")
+    with torch.no_grad():
+        found = torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors, initial_state=state, **OPTIONS)
+        expected = function(*tensors, initial_state=state, **OPTIONS)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
+@BOTH
+def test_torch_func_has_gradients_of_it_and_gradients_of_those(kernel: ModuleType, by_channel: bool) -> None:
+    """Against float64, of which the first derivative is as near as without torch.func; the second has sums of those."""
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    q, *rest = (x.detach() for x in given(by_channel, 5))
+
+    def norm(q: Tensor) -> Tensor:
+        return (
+            torch.func.grad(lambda q: function(q, *rest, use_qk_l2norm_in_kernel=True)[0].square().sum())(q)
+            .square()
+            .sum()
+        )
+
+    def exact(q: Tensor) -> Tensor:
+        others = [x.cpu().double() for x in rest]
+        return torch.func.grad(lambda q: delta_rule(q, *others)[0].square().sum())(q).square().sum()
+
+    found, wanted = torch.func.grad(norm)(q), torch.func.grad(exact)(q.cpu().double())
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+@BOTH
+def test_torch_func_maps_it_over_batches(kernel: ModuleType, by_channel: bool) -> None:
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    tensors = [x.detach() for x in given(by_channel)]
+    many = [torch.stack([x, 0.5 * x]) for x in tensors]
+    found = torch.func.vmap(lambda *x: function(*x)[0])(*many)
+    for row, out in enumerate(found):
+        torch.testing.assert_close(out, function(*(x[row] for x in many))[0], rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_a_second_derivative_is_refused(kernel: ModuleType, by_channel: bool) -> None:
+    tensors = given(by_channel, 5)
+    out, _ = getattr(kernel, FUNCTIONS[by_channel])(*tensors)
+    (grad,) = torch.autograd.grad(out.square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@BOTH
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_it_gives_the_same_bits(kernel: ModuleType, by_channel: bool, use_reentrant: bool) -> None:
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    gradients = []
+    for again in (False, True):
+        tensors = given(by_channel)
+        out = checkpoint(function, *tensors, use_reentrant=use_reentrant)[0] if again else function(*tensors)[0]
+        gradients.append(
+            torch.autograd.grad(out.square().sum(), tensors) if not use_reentrant else backward(out, tensors)
+        )
+    assert all(torch.equal(one, other) for one, other in zip(*gradients))
+
+
+def backward(out: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
+    out.square().sum().backward()
+    return [x.grad for x in tensors]
+
+
+@BOTH
+def test_what_is_not_asked_for_is_not_kept(kernel: ModuleType, by_channel: bool) -> None:
+    """Of the arguments alone: gradients of some, and none of the others."""
+    tensors = given(by_channel)
+    for number in (0, 3):
+        some = [x.detach().requires_grad_(n == number) for n, x in enumerate(tensors)]
+        out, state = getattr(kernel, FUNCTIONS[by_channel])(*some, output_final_state=True)
+        (out.sum() + state.sum()).backward()
+        assert [x.grad is not None for x in some] == [n == number for n in range(5)]
+
+
+@BOTH
+def test_the_state_alone_has_gradients(kernel: ModuleType, by_channel: bool) -> None:
+    tensors = given(by_channel)
+    exact = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    _, state = getattr(kernel, FUNCTIONS[by_channel])(*tensors, **OPTIONS)
+    _, wanted = delta_rule(*exact)
+    for ours, truth in zip(
+        torch.autograd.grad(state.sum(), tensors), torch.autograd.grad(wanted.sum(), exact, allow_unused=True)
+    ):
+        truth = torch.zeros_like(ours.cpu().double()) if truth is None else truth
+        torch.testing.assert_close(ours.cpu().double(), truth, rtol=0, atol=1e-5 * max(1.0, float(truth.abs().max())))
+
+
+@BOTH
+def test_fake_tensors_have_the_shapes_of_real_ones(kernel: ModuleType, by_channel: bool) -> None:
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    real = function(*(x.detach() for x in given(by_channel)), **OPTIONS)
+    with FakeTensorMode() as mode:
+        fake = function(*(mode.from_tensor(x.detach()) for x in given(by_channel)), **OPTIONS)
+    for one, other in zip(fake, real):
+        assert (one.shape, one.dtype, one.device, one.stride()) == (
+            other.shape,
+            other.dtype,
+            other.device,
+            other.stride(),
+        )

@@ -1,0 +1,149 @@
+"""Sequences packed into one row: each gives what it gives alone."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import softnpu
+from tests.support.delta_rule_truth import draw
+
+FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
+OPTIONS = {"use_qk_l2norm_in_kernel": True}
+# A sequence stands at another place of its chunk than alone, so that float32 sums go in another order: a few roundings
+# of values of size one, more of what large gates make of them
+TOLERANCES = {"small": 1e-5, "large": 3e-4}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, gates: str) -> None:
+    largest = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[gates] * largest)
+
+
+def ends_of(lengths: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 9), st.sampled_from([0, 63, 64, 65, 70])), min_size=1, max_size=6),
+    gates=st.sampled_from(["small", "large"]),
+    by_number=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_sequence_gives_what_it_gives_alone(
+    kernel: ModuleType, by_channel: bool, lengths: list[int], gates: str, by_number: bool, seed: int
+) -> None:
+    ends = ends_of(lengths)
+    if ends[-1] == 0:
+        return
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    tensors = [x.npu() for x in draw(seed, (1, ends[-1], 1, 2, 8, 12), by_channel, gates)]
+    weights = torch.randn(1, ends[-1], 2, 12, generator=torch.Generator().manual_seed(seed)).npu()
+    packed = [x.clone().requires_grad_() for x in tensors]
+    bounds = torch.tensor(ends, device="npu", dtype=torch.int32)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).unsqueeze(0).npu()
+    given = {"seq_idx": numbers} if by_number else {"cu_seqlens": bounds}
+    softnpu.reset_counters()
+    out, states = function(*packed, output_final_state=True, **given, **OPTIONS)
+    found = torch.autograd.grad(out, packed, weights)
+    calls = softnpu.counters()
+    assert calls.get("stream_syncs", 0) == calls.get("device_to_host_copies", 0) == 0
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        if start == end:
+            continue
+        alone = [x[:, start:end].clone().requires_grad_() for x in tensors]
+        expected, state = function(*alone, output_final_state=True, **OPTIONS)
+        close(out[:, start:end], expected, gates)
+        if not by_number:
+            close(states[number], state[0], gates)
+        elif end == ends[-1]:
+            close(states[0], state[0], gates)
+        for ours, wanted in zip(found, torch.autograd.grad(expected, alone, weights[:, start:end])):
+            close(ours[:, start:end], wanted, gates)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+def test_sequences_of_whole_chunks_give_the_same_bits(kernel: ModuleType, by_channel: bool) -> None:
+    """But for decays, which are sums by a product there: without gates nothing is left to differ."""
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    tensors = [x.npu() for x in draw(1, (1, 192, 2, 2, 8, 8), by_channel, "none")]
+    out, _ = function(*tensors, cu_seqlens=torch.tensor([0, 64, 192], device="npu"), **OPTIONS)
+    for start, end in ((0, 64), (64, 192)):
+        assert torch.equal(out[:, start:end], function(*(x[:, start:end] for x in tensors), **OPTIONS)[0])
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+def test_nothing_crosses_a_bound(kernel: ModuleType, by_channel: bool) -> None:
+    """Not even what is no number."""
+    function = getattr(kernel, FUNCTIONS[by_channel])
+    tensors = draw(2, (1, 100, 1, 1, 8, 8), by_channel)
+    tensors[2][:, :30] = 1e30
+    out, _ = function(*(x.npu() for x in tensors), cu_seqlens=torch.tensor([0, 30, 100], device="npu"), **OPTIONS)
+    alone, _ = function(*(x[:, 30:].npu() for x in tensors), **OPTIONS)
+    close(out[:, 30:], alone, "small")
+
+
+def test_rows_of_numbered_sequences_are_taken_by_themselves(kernel: ModuleType) -> None:
+    tensors = [x.npu() for x in draw(3, (2, 80, 1, 1, 8, 8), False)]
+    numbers = torch.zeros(2, 80, dtype=torch.int32)
+    numbers[0, 50:], numbers[1, 70:] = 1, 1
+    out, _ = kernel.chunk_gated_delta_rule(*tensors, seq_idx=numbers.npu(), **OPTIONS)
+    for row, end in ((0, 50), (1, 70)):
+        for part in (slice(0, end), slice(end, 80)):
+            alone, _ = kernel.chunk_gated_delta_rule(*(x[row : row + 1, part] for x in tensors), **OPTIONS)
+            close(out[row : row + 1, part], alone, "small")
+
+
+def test_segments_know_the_sequence_before_them(kernel: ModuleType, monkeypatch) -> None:
+    tensors = [x.npu() for x in draw(4, (1, 200, 1, 1, 8, 8), False)]
+    bounds = torch.tensor([0, 64, 100, 128, 200], device="npu")
+    expected = kernel.chunk_gated_delta_rule(*tensors, cu_seqlens=bounds, output_final_state=True, **OPTIONS)
+    monkeypatch.setattr(sys.modules[f"{kernel.__name__}.delta_rule"], "BUDGET", 1)
+    found = kernel.chunk_gated_delta_rule(*tensors, cu_seqlens=bounds, output_final_state=True, **OPTIONS)
+    for ours, wanted in zip(found, expected):
+        close(ours, wanted, "small")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 4])}, "pack all sequences into one row"),
+        ({"seq_idx": torch.zeros(2, 5)}, "seq_idx"),
+        ({"seq_idx": torch.zeros(2, 4), "initial_state": torch.zeros(2, 1, 8, 8)}, "state of zeros"),
+    ],
+)
+def test_what_packed_rows_cannot_have_is_refused(kernel: ModuleType, options: dict, message: str) -> None:
+    tensors = draw(5, (2, 4, 1, 1, 8, 8), False)
+    with pytest.raises(ValueError, match=message):
+        kernel.chunk_gated_delta_rule(*tensors, **options)
+    if "initial_state" not in options:
+        with pytest.raises(ValueError, match=message):
+            kernel.causal_conv1d_fn(torch.zeros(2, 3, 4), torch.zeros(3, 4), **options)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_sees_its_own_sequence_alone(kernel: ModuleType, activation: str | None, dtype) -> None:
+    """Where one rounding at the end is all: float32 sums of four products, in another order than a convolution's."""
+    generator = torch.Generator().manual_seed(6)
+    x, weight, bias, grad = (torch.randn(s, generator=generator) for s in ((1, 6, 20), (6, 4), (6,), (1, 6, 20)))
+    ends = [0, 1, 3, 9, 20]
+    leaves = [t.to(dtype).npu().requires_grad_() for t in (x, weight, bias)]
+    out = kernel.causal_conv1d_fn(*leaves, activation, cu_seqlens=torch.tensor(ends, device="npu"))
+    found = torch.autograd.grad(out, leaves, grad.to(dtype).npu())
+    exact = [t.to(dtype).double().requires_grad_() for t in (x, weight, bias)]
+    parts = [kernel.causal_conv1d_fn(exact[0][..., a:b], *exact[1:], activation) for a, b in itertools.pairwise(ends)]
+    expected = torch.cat(parts, -1)
+    wanted = torch.autograd.grad(expected, exact, grad.to(dtype).double())
+    rounding = 1e-6 if dtype == torch.float32 else 2.0**-7
+    for ours, truth in zip((out, *found), (expected, *wanted)):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.cpu().double(), truth, rtol=rounding, atol=rounding * float(truth.abs().max()))

@@ -87,7 +87,7 @@ def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
             found = results(device, moved)
             counters = softnpu.counters()
             assert counters["stream_syncs"] == 0
-            assert counters["npu_add_layer_norm"] == hasattr(original, "dense")
+            assert counters.get("npu_add_layer_norm", 0) == hasattr(original, "dense")
             assert counters["native_layer_norm_backward"] == 1
             for a, b in zip(found, results(original, arguments), strict=True):
                 assert a.dtype == b.dtype
@@ -179,7 +179,7 @@ def test_a_sum_and_its_norm_are_one_launch_in_bert() -> None:
             assert all(row.swapped for row in rows)
         softnpu.reset_counters()
         assert_agrees("bert", model)
-        calls.append(softnpu.counters())
+        calls.append(Counter(softnpu.counters()))
     before, after = calls
     assert after["npu_add_layer_norm"] == len(rows) == 2 * model.config.num_hidden_layers
     assert before["native_layer_norm"] - after["native_layer_norm"] == len(rows)

@@ -16,6 +16,7 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import KEPT
 from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.references.mlps import LlamaMLP
 from tests.support.counted import counted
 from tests.support.mlp_classes import ARGUMENTS, inputs, instance, is_served
 
@@ -196,6 +197,20 @@ def test_a_limit_of_what_the_activation_gives_keeps_the_forward() -> None:
     mlp.limit = 16.0
     row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"mlp": mlp}).to("npu")))
     assert row.reason == "it clamps what its activation gives (limit is 16.0), which no operator does"
+
+
+def test_a_gradient_that_torch_computes_is_in_the_report() -> None:
+    """The operator of SwiGLU's gradient takes halves of a multiple of 64 bytes; GeGLU's has no such limit."""
+    mlps = nn.ModuleDict({name: LlamaMLP(8, 24, name) for name in ("silu", "gelu")} | {"fits": LlamaMLP(8, 32)})
+    model = kernels_ext_npu.kernelize(mlps.to("npu", torch.bfloat16).train())
+    reasons = {row.path: row.reason for row in kernels_ext_npu.report(model) if row.kind == MLPS.name}
+    assert reasons == {
+        "silu": "in torch where it is trained, since halves of 48 bytes are no multiple of 64",
+        "gelu": None,
+        "fits": None,
+    }
+    model.eval()
+    assert not any(row.reason for row in kernels_ext_npu.report(model) if row.kind == MLPS.name)
 
 
 @pytest.mark.parametrize("name", ["SeedOssMLP", "T5DenseGatedActDense", "ModernBertMLP", "MoshiGatingMLP", "BitNetMLP"])

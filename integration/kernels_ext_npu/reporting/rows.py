@@ -127,7 +127,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         if (reason := changes.since_swapped(module)) is not None:
             return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         apart = packing.separate(module)
-        reason = f"two products, since {apart}" if apart else experts.remark(module)
+        reason = f"two products, since {apart}" if apart else packing.unaligned(module) or experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
     candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
     if forward is not None:

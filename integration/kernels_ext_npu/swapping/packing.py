@@ -61,6 +61,14 @@ def separate(module: nn.Module) -> str | None:
     return kernel.obstacle(gate, up) or f"{apart}: kernelize(model) lays them so"
 
 
+def unaligned(module: nn.Module) -> str | None:
+    """Return why a swapped MLP that is trained computes in torch; None if it does not, or is no MLP."""
+    forward = kernel_forward(module)
+    if forward is None or not module.training or loaded.layer_name(forward) not in MLPS.layers:
+        return None
+    return loaded.package(forward).packing.unaligned(module)
+
+
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """Find the projections of the swapped MLPs of a model."""
     return (pair for module in model.modules() if (pair := _pair(module)) is not None)

@@ -246,7 +246,7 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
 }  # fmt: skip
 # they compute nothing, or are parts of what is called here
-OTHERS = {"SWIGLU", "Shard", "Gate", "blocks", "gates", "layers", "layout", "packing"}
+OTHERS = {"SWIGLU", "Shard", "Gate", "alignment", "blocks", "gates", "layers", "layout", "packing"}
 
 
 def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:

@@ -64,7 +64,7 @@ def add_layer_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias
     inputs = hidden_states, residual, weight, bias
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return _AddLayerNorm.apply(*inputs, eps)[0]
-    return torch.ops.npu.npu_add_layer_norm(*inputs, eps, False)[0]
+    return torch.ops.npu.npu_add_layer_norm(hidden_states, residual, weight, bias, eps, False)[0]
 
 
 def takes_sum(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:

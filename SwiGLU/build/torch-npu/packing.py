@@ -20,17 +20,15 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from .activations import is_met, meet
-from .functional import is_aligned
+from .activations import meet
 from .memory import immovable, neighbours_in
 from .neighbours import are_neighbours
-from .operators import SWIGLU
 from .projecting import project
 
-__all__ = ["meet", "obstacle", "pack", "project", "projections", "separate", "unaligned"]
+__all__ = ["meet", "obstacle", "pack", "project", "projections", "separate"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
-_OF_MLPS = (*THREE_PROJECTIONS, ("wi_0", "wi_1", "wo"))
+OF_MLPS = (*THREE_PROJECTIONS, ("wi_0", "wi_1", "wo"))
 # gate and up in one, down
 TWO_PROJECTIONS = (
     ("gate_up_proj", "down_proj"),
@@ -40,7 +38,7 @@ TWO_PROJECTIONS = (
 )
 
 
-def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = _OF_MLPS) -> tuple[nn.Module, ...]:
+def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = OF_MLPS) -> tuple[nn.Module, ...]:
     """Return the projections of an MLP by what they are for, whatever names it gives them.
 
     Args:
@@ -114,19 +112,6 @@ def separate(gate: nn.Module, up: nn.Module) -> str | None:
         if not are_neighbours(a, b):
             return "the weights do not lie side by side"
     return None
-
-
-def unaligned(mlp: nn.Module) -> str | None:
-    """Say why an MLP with SiLU is computed in torch where it is trained; None if it is not.
-
-    Args:
-        mlp: has its projections as members.
-    """
-    weight = projections(mlp, (*_OF_MLPS, *TWO_PROJECTIONS))[-1]._parameters.get("weight")
-    if weight is None or not is_met(mlp, SWIGLU) or is_aligned(weight.shape[-1], weight.dtype):
-        return None
-    size = weight.shape[-1] * weight.dtype.itemsize
-    return f"in torch where it is trained, since halves of {size} bytes are no multiple of 64"
 
 
 def unfit(module: nn.Module) -> str | None:

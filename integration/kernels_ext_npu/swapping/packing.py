@@ -66,7 +66,7 @@ def unaligned(module: nn.Module) -> str | None:
     forward = kernel_forward(module)
     if forward is None or not module.training or loaded.layer_name(forward) not in MLPS.layers:
         return None
-    return loaded.package(forward).packing.unaligned(module)
+    return loaded.package(forward).alignment.unaligned(module)
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:

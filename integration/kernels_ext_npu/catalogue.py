@@ -131,7 +131,10 @@ TABLES = Kind(
         "RotaryEmbeddingOfRowsByType",
     ),
 )
-EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
+EXPERTS = Kind(
+    "experts",
+    ("ClampedExperts", "FlatExperts", "GatedMoEBlock", "MoEExperts", "ScaledTokensMoEBlock", "SparseMoEBlock"),
+)
 ROUTERS = Kind(
     "routers",
     (

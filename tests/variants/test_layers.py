@@ -77,6 +77,20 @@ def router(layer: str) -> tuple[nn.Module, tuple]:
     )
 
 
+def without_interface(layer: str) -> tuple[nn.Module, tuple]:
+    module, (tokens,) = (
+        next(r.module for r in REFERENCES if layer in r.layers)(8, 8, 32),
+        router("SoftmaxTopKRouter")[1],
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.eye(8) if "router" in name else torch.randn(parameter.shape) / 3)
+    if layer == "ScaledTokensMoEBlock":
+        return module, (tokens,)
+    return module, (tokens, torch.rand(12, 8).topk(2, -1).indices, torch.rand(12, 2))
+
+
 def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
     return list_blocks.block(cls), (list_blocks.inputs(),)
 
@@ -109,6 +123,10 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     "QuickGELU": [partial(activation, QuickGELUActivation)],
     "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
     **{layer: [partial(router, layer)] for layer in ROUTERS.layers},
+    **{
+        layer: [partial(without_interface, layer)]
+        for layer in ("ClampedExperts", "FlatExperts", "ScaledTokensMoEBlock")
+    },
     **{
         layer: [partial(block, cls) for cls, name in list_blocks.BLOCKS.items() if name == layer]
         for layer in ("SparseMoEBlock", "GatedMoEBlock")

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .blocks import experts_of, fused_listed_experts
+from .expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock
 from .experts_interface import experts_forward
 from .layer import Layer
 from .router import softmax_top_k
@@ -36,12 +37,15 @@ from .router_layers import (
 
 __all__ = [
     "BiasedSoftmaxTopKRouter",
+    "ClampedExperts",
     "CorrectedSoftmaxTopKRouter",
+    "FlatExperts",
     "GatedMoEBlock",
     "GroupedSoftmaxTopKRouter",
     "GroupedSoftmaxTopKRouterNarrow",
     "GroupedSoftmaxTopKRouterNormalised",
     "MoEExperts",
+    "ScaledTokensMoEBlock",
     "SigmoidScatterRouter",
     "SigmoidTopKRouter",
     "SigmoidTopKRouterGivenBias",

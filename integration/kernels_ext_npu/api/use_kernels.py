@@ -46,8 +46,8 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
     with on_its_way(model) as without_weights:
         is_here = model.device.type == "npu"
         is_offloaded = not is_here and not without_weights and device_of(model) == "npu"
-        is_for_npu_only = use.is_for_npu_only(model)
-        if not (is_here or is_offloaded or without_weights or is_for_npu_only):
+        is_away = not (is_here or is_offloaded or without_weights)
+        if is_away and not use.is_for_npu_only(model):
             warnings.warn(
                 f"use_kernels=True: {type(model).__name__} is on {model.device.type}, and kernels are swapped in for "
                 "models on the NPU. Load it with device_map='npu', or move it there and call "
@@ -57,12 +57,14 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
         has_config = model.kernel_config is not None or given.get("kernel_config") is not None
 
         def take(mode: Mode) -> None:
-            if (is_offloaded or is_for_npu_only) and not has_config:  # transformers would take kernels for the CPU
+            if is_away and use.is_for_npu_only(model):  # nobody has asked for kernels of other devices
+                return
+            if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
                 table.hand_over()
                 model._use_kernels = True
             else:
                 take_as_asked()
-            if is_offloaded or without_weights or is_for_npu_only:  # of those without, transformers looked on meta
+            if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 pipeline.take_for_npu(model, mode)
 
         with use.noted(model):

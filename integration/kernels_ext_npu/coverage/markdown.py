@@ -18,6 +18,7 @@ from kernels_ext_npu.coverage.tables import (
     not_empty,
     of_model_types,
 )
+from kernels_ext_npu.matching import kinds
 
 _INTRODUCTION = """\
 # What of transformers {version} is served
@@ -88,13 +89,14 @@ def _name(row: Row) -> str:
 
 
 def _kept(rows: Sequence[Row], kind: Kind) -> str:
+    """Return the table of what is kept of a kind; where reasons say of which sort they are, sort by sort."""
     kept = [
-        [*_parted(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
+        [*kinds.why(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
         for reason, entries in kept_by_reason(rows, kind).items()
     ]
-    return f"### {kind.name.capitalize()}\n\n{table(['why', 'it', 'which'], kept, right=0)}"
-
-
-def _parted(reason: str) -> tuple[str, str]:
-    sort, _, what = reason.partition(": ")
-    return (sort, what) if what else ("", sort)
+    headers = ["why", "reason", "which"]
+    if any(not why for why, *_ in kept):
+        headers, kept = headers[1:], [rest for _, *rest in kept]
+    else:
+        kept.sort(key=lambda row: kinds.WHY.index(row[0]))
+    return f"### {kind.name.capitalize()}\n\n{table(headers, kept, right=0)}"

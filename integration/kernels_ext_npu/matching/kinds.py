@@ -30,11 +30,10 @@ from kernels_ext_npu.matching.lookup import find_function_reference, find_refere
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about
-# what can stand in the way of a kernel: a limit of the device, that there is no operator, a number that the host would
-# have to wait for, a meaning that would change
-REASONS = ("device limit", "no operator", "needs a value on the host", "changes semantics")
-# kind -> one of these, a colon, and the reason -> names; functions as "file:name", methods as "file:Class.name"
+# kind -> reason -> names; functions as "file:name", methods as "file:Class.name"
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
+# what a reason of KEPT begins with, before a colon
+WHY = ("device limit", "no operator", "needs a value on the host", "changes semantics")
 UNNAMED = "it does not call its attention by a name, in whose place another could be put"
 BIASED = "biases of positions are added to scores"
 UNKNOWN = "is not in the release that kept.json is about"
@@ -184,6 +183,12 @@ def rotary_methods(cls: type[nn.Module]) -> list[str]:
 def reason(kind: Kind, name: str) -> str:
     """Return why no kernel serves what is called so."""
     return next((why for why, names in KEPT.get(kind.name, {}).items() if name in names), UNKNOWN)
+
+
+def why(reason: str) -> tuple[str, str]:
+    """Return which of WHY a reason is, or nothing, and the reason itself."""
+    kind, colon, rest = reason.partition(": ")
+    return (kind, rest) if colon and kind in WHY else ("", reason)
 
 
 def _looks_gated(cls: type[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.utils.generic import is_flash_attention_requested
@@ -84,6 +85,12 @@ def kernel() -> ModuleType:
     if state.current.attention_kernel is None:
         state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
     return state.current.attention_kernel
+
+
+def make_ready() -> None:
+    """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
+    with torch.no_grad():
+        kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
 
 
 def _check_and_adjust(

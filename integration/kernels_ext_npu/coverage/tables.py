@@ -13,7 +13,7 @@ from rich.text import Text
 from kernels_ext_npu.catalogue import KINDS, SERVING, Kind, Repository
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
-from kernels_ext_npu.matching.kinds import WHY, why
+from kernels_ext_npu.matching import kinds
 
 NOTHING = "–"
 MEANING = (
@@ -107,8 +107,8 @@ def kept_by_reason(rows: Iterable[Row], kind: Kind) -> dict[str, list[Entry]]:
 
 def _sort(reason: str) -> int:
     """Return where a reason stands among the sorts that there are; last what is of none."""
-    sort, _ = why(reason)
-    return WHY.index(sort) if sort else len(WHY)
+    sort, _ = kinds.why(reason)
+    return kinds.WHY.index(sort) if sort else len(kinds.WHY)
 
 
 def name_of(entry: Entry) -> str:

@@ -15,7 +15,8 @@ from .derivatives import gradients
 from .second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
-_ERF, _TANH, _ACTIVATE_LEFT = 0, 1, True  # torch_npu's defaults are tanh and the right half
+_ERF = 0
+_TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
 
 
 # npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails

@@ -53,7 +53,27 @@ NORMS = Kind(
         "T5LayerNorm",
     ),
 )
-MLPS = Kind("gated MLPs", ("FusedGeGLUMLP", "FusedSwiGLUMLP", "GeGLUMLP", "SwiGLUMLP"))
+LAYER_NORMS = Kind("layer norms", ("AddLayerNorm", "LayerNormFloat32"))
+MLPS = Kind(
+    "gated MLPs",
+    (
+        "ClampedSwiGLUMLP",
+        "DropoutMLP",
+        "DroppedMLP",
+        "ExactGeGLUMLP",
+        "FusedAdaptedMLP",
+        "FusedDropoutMLP",
+        "FusedExactGeGLUMLP",
+        "FusedGeGLUMLP",
+        "FusedMLPByLayer",
+        "FusedSwiGLUMLP",
+        "GeGLUMLP",
+        "GloballyScaledMLP",
+        "NormedMLP",
+        "ScaledSwiGLUMLP",
+        "SwiGLUMLP",
+    ),
+)
 ROTARY = Kind(
     "rotary functions",
     (
@@ -96,9 +116,19 @@ TABLES = Kind(
         "RotaryEmbedding",
         "RotaryEmbeddingByType",
         "RotaryEmbeddingByTypeFloat32",
+        "RotaryEmbeddingComposed",
+        "RotaryEmbeddingComposedBySections",
+        "RotaryEmbeddingComposedByType",
+        "RotaryEmbeddingComposedFloat32",
         "RotaryEmbeddingFloat32",
         "RotaryEmbeddingHalfWidth",
+        "RotaryEmbeddingHalfWidthByType",
         "RotaryEmbeddingInterleaved",
+        "RotaryEmbeddingLearned",
+        "RotaryEmbeddingOfAnyType",
+        "RotaryEmbeddingOfPatches",
+        "RotaryEmbeddingOfPatchesFloat32",
+        "RotaryEmbeddingOfRowsByType",
     ),
 )
 EXPERTS = Kind(
@@ -137,7 +167,7 @@ IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which mod
 HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
 
 CATALOGUE = (
-    Repository("RMSNorm", "rmsnorm", (NORMS,)),
+    Repository("RMSNorm", "rmsnorm", (NORMS, LAYER_NORMS)),
     Repository("SwiGLU", "swiglu", (MLPS,)),
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),

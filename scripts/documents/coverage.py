@@ -59,6 +59,7 @@ _CHINESE = {
     "kept": "保留原实现",
     "model type": "模型类型",
     "norms": "归一化层",
+    "layer norms": "LayerNorm 类",
     "gated MLPs": "门控 MLP",
     "rotary functions": "旋转位置编码函数",
     "rotary tables": "旋转位置编码表（cos、sin）",

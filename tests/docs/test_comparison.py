@@ -40,6 +40,7 @@ LACKING = {
     "LinearAttention": ("no linear attention", "线性注意力"),
 }
 SERVED = {
+    "Activation": ("activations", "激活函数"),
     "FlashAttention": ("attention", "注意力"),
     "CrossEntropy": ("head with loss", "输出头与损失"),
     "RMSNorm": ("RMS norms", "RMS 归一化"),

@@ -194,7 +194,8 @@ def is_read(case: Case, number: int) -> bool:
     inputs = [x.double().requires_grad_() for x in case.inputs()]
     first = torch.autograd.grad(case.formula(*inputs).sum(), inputs, create_graph=True)
     return any(
-        g.requires_grad and torch.autograd.grad(g.square().sum(), inputs[number], allow_unused=True)[0] is not None
+        g.requires_grad
+        and torch.autograd.grad(g.square().sum(), inputs[number], retain_graph=True, allow_unused=True)[0] is not None
         for g in first
     )
 

@@ -70,7 +70,6 @@ CHANGES = [
     pytest.param(other_experts_activation, "qwen3_moe", "experts", id="activation of experts"),
     pytest.param(other_alpha, "gpt_oss", "experts", id="alpha of experts"),
     pytest.param(other_limit, "gpt_oss", "experts", id="limit of experts"),
-    pytest.param(scaled_tables, "qwen3", "rotary tables", id="scale of tables"),
     pytest.param(other_class, "qwen3", "norms", id="class"),
 ]
 LOOKS = {"kernelize": kernels_ext_npu.kernelize, "train": lambda model: model.train()}
@@ -104,6 +103,18 @@ def test_a_change_is_seen_at_the_next_look(
     assert (found - expected).norm() <= TOLERANCE * expected.norm()
     rows = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
     assert not [row for row in rows if row.reason and "changed since" in row.reason]
+
+
+def test_a_scale_of_tables_counts_at_once(registered) -> None:
+    original = zoo.build("qwen3")
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    unchanged = outputs(model, "qwen3")
+    scaled_tables(original)
+    scaled_tables(model)
+    expected, found = outputs(original, "qwen3"), outputs(model, "qwen3")
+    assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert all(row.swapped for row in kernels_ext_npu.report(model))
 
 
 def test_a_kernel_that_is_left_out_now_is_taken_out(registered) -> None:

@@ -16,7 +16,9 @@ EXPORTS = {
         "obstacle": ("gate", "up"),
         "separate": ("gate", "up"),
         "projections": ("mlp",),
+        "meet": ("mlp",),
     },
+    ("SwiGLU", "alignment"): {"unaligned": ("mlp",)},
     ("FusedMoE", "gates"): {"activation_of": ("experts",), "forget": ("experts",)},
     ("FusedMoE", "layout"): {
         "store_transposed": ("weight",),

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.coverage.survey import module_classes
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from tests.support.counted import counted
 from tests.support.rotary_functions import LAYER_TYPES, embedding
@@ -28,11 +28,24 @@ pytestmark = pytest.mark.usefixtures("registered")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # a row each of its own, with a hole; far positions, where float32 angles are coarse
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
+PATCHES = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
+TABLES = (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS)
 
 
 @cache
 def served() -> tuple[type[nn.Module], ...]:
-    return tuple(cls for cls in module_classes() if find_reference(cls) in ROTARY_EMBEDDINGS)
+    return tuple(cls for cls in module_classes() if find_reference(cls) in TABLES)
+
+
+def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
+    """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
+    reference = find_reference(cls)
+    if "OfPatches" in reference.layers[0]:
+        return PATCHES.expand(2, -1, -1) if reference.module.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
+    if reference not in COMPOSED_ROTARY_EMBEDDINGS:
+        return positions
+    dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
+    return torch.stack([positions // (1 + i) for i in range(dimensions.get(reference.layers[0], 3))])
 
 
 def instance(cls: type[nn.Module], rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
@@ -41,7 +54,7 @@ def instance(cls: type[nn.Module], rope_type: str = "default", scaling: float = 
 
 def calls(module: nn.Module) -> list[tuple[str, ...]]:
     """The arguments after the positions."""
-    return [(name,) for name in LAYER_TYPES] if isinstance(module.rope_type, dict) else [()]
+    return [(name,) for name in LAYER_TYPES] if isinstance(getattr(module, "rope_type", None), dict) else [()]
 
 
 def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
@@ -59,16 +72,37 @@ def test_the_families_are_served() -> None:
         "CohereRotaryEmbedding": 4,
         "GptOssRotaryEmbedding": 2,
         "Olmo3RotaryEmbedding": 2,
+        "EsmRotaryEmbedding": 2,
+        "DeepseekV4RotaryEmbedding": 1,
+        "MistralLarge4TextRotaryEmbedding": 1,
+        "Qwen3VLTextRotaryEmbedding": 8,
+        "Qwen2_5_VLRotaryEmbedding": 4,
+        "Glm4vTextRotaryEmbedding": 2,
+        "Glm4vMoeTextRotaryEmbedding": 2,
+        "CohereCompassRotaryEmbedding": 1,
+        "Ernie4_5_VLMoeTextRotaryEmbedding": 1,
+        "HunYuanVLRotaryEmbedding": 1,
+        "NeoMMERotaryEmbedding": 1,
+        "Qwen2VLVisionRotaryEmbedding": 19,
+        "Sam2VideoVisionRotaryEmbedding": 4,
+        "MuseSparkVisionRotaryEmbedding": 2,
+        "Gemma4VisionRotaryEmbedding": 1,
+        "Kimi_K25VisionRotaryEmbedding": 1,
+        "MiniMaxM3VLVisionRotaryEmbedding": 1,
+        "PixtralVisionRotaryEmbedding": 1,
+        "Step3p7VisionRotaryEmbedding": 1,
     }
 
 
+@pytest.mark.parametrize("scaling", [1.0, 1.25])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, torch.float16])
 @pytest.mark.parametrize("positions", [POSITIONS, POSITIONS[:1], POSITIONS[1:, 4:5]], ids=["rows", "one row", "decode"])
-def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype) -> None:
-    x, positions = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions.npu()
-    for cls in served():
+def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype, scaling: float) -> None:
+    """One class for each reference; which classes these stand for is what matching is about."""
+    x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
+    for cls in {find_reference(cls): cls for cls in served()}.values():
         with subtests.test(cls.__name__):
-            original = instance(cls).to("npu")
+            original, positions = instance(cls, scaling=scaling).to("npu"), positions_of(cls, rows).npu()
             swapped, row = kernelized(original)
             assert row.swapped
             assert row.kind == "rotary tables"
@@ -78,8 +112,13 @@ def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Ten
                 with Cost() as after:
                     found = swapped(x, positions, *arguments)
                 cast = any(table.dtype != FLOAT32 for table in expected)
-                assert after.launches.total() == 4 + cast < before.launches.total()
-                assert after.bytes.total() < before.bytes.total()
+                if find_reference(cls) in ROTARY_EMBEDDINGS:
+                    learned = 2 * hasattr(original, "alpha")
+                    assert after.launches.total() == 4 + cast + (scaling != 1) + learned
+                assert after.launches.total() < before.launches.total()
+                if find_reference(cls) in ROTARY_EMBEDDINGS and scaling == 1:  # a scale is for whole cos and sin
+                    assert after.bytes.total() < before.bytes.total()
+                assert "stream_syncs" not in after.launches
                 for a, b in zip(found, expected, strict=True):
                     assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
                     assert a.is_contiguous()
@@ -121,12 +160,13 @@ def test_the_host_does_not_wait() -> None:
     assert softnpu.counters()["stream_syncs"] == 0
 
 
-@pytest.mark.parametrize("reference", ROTARY_EMBEDDINGS, ids=lambda reference: reference.layers[0])
+@pytest.mark.parametrize("reference", TABLES, ids=lambda reference: reference.module.__name__)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_to_one_graph_with_the_same_values(reference, dynamic) -> None:
     torch._dynamo.reset()
     module, _ = kernelized(instance(reference.module))
-    x, positions = torch.zeros(2, 7, 24, dtype=BFLOAT16, device="npu"), POSITIONS.npu()
+    x = torch.zeros(2, 7, 24, dtype=BFLOAT16, device="npu")
+    positions = positions_of(reference.module, POSITIONS).npu()
     compiled = torch.compile(module.forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for arguments in calls(module):
         for a, b in zip(compiled(x, positions, *arguments), module(x, positions, *arguments), strict=True):
@@ -135,13 +175,13 @@ def test_compiles_to_one_graph_with_the_same_values(reference, dynamic) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_the_layer_alone_computes_what_the_reference_does(kernel: ModuleType, device) -> None:
-    for reference in ROTARY_EMBEDDINGS:
+    for reference in TABLES:
         module = instance(reference.module).to(device)
         forward = getattr(kernel.layers, reference.layers[0]).forward
         for arguments in calls(module):
-            x = torch.zeros(1, dtype=BFLOAT16, device=device)
-            expected = module(x, POSITIONS.to(device), *arguments)
-            for a, b in zip(forward(module, x, POSITIONS.to(device), *arguments), expected, strict=True):
+            x, positions = torch.zeros(1, dtype=BFLOAT16, device=device), positions_of(reference.module, POSITIONS)
+            expected = module(x, positions.to(device), *arguments)
+            for a, b in zip(forward(module, x, positions.to(device), *arguments), expected, strict=True):
                 assert a.dtype == b.dtype
                 assert torch.equal(a, b)
 
@@ -149,48 +189,71 @@ def test_the_layer_alone_computes_what_the_reference_does(kernel: ModuleType, de
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(
-    ("rope", "reason"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "its frequencies change with the length (dynamic)"),
-        ({"rope_type": "longrope", "factor": 2.0, **LONGROPE}, "its frequencies change with the length (longrope)"),
-        ({"rope_type": "yarn", "factor": 8.0}, "its rope type is yarn: cos and sin are scaled by 1.208"),
-        ({"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0}, None),
-        ({"rope_type": "linear", "factor": 8.0}, None),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-            None,
-        ),
-    ],
-)
-def test_rope_types(rope, reason) -> None:
-    """Of transformers, with its configs: what is refused keeps its forward, and is nobody's fault."""
+ROPES = [
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "factor": 2.0, **LONGROPE},
+    {"rope_type": "yarn", "factor": 8.0},
+    {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0},
+    {"rope_type": "linear", "factor": 8.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+def scaled(rope: dict) -> LlamaRotaryEmbedding:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
     config.rope_parameters = {"rope_theta": 1e4, **rope}
-    original = LlamaRotaryEmbedding(config).to("npu")
+    return LlamaRotaryEmbedding(config).to("npu")
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_rope_types(rope) -> None:
+    """Of transformers, with its configs. Lengths grow beyond what was trained and back, as in a conversation."""
+    original = scaled(rope)
     swapped, row = kernelized(original)
-    assert (row.swapped, row.reason, row.is_candidate) == (reason is None, reason, reason is None)
-    assert row.kind == "rotary tables"
+    assert (row.swapped, row.reason, row.kernel) == (True, None, "RotaryEmbedding")
     x = torch.zeros(2, 7, 16, device="npu")
-    for a, b in zip(swapped(x, POSITIONS.npu()), original(x, POSITIONS.npu()), strict=True):
-        assert torch.equal(a, b)
+    before = {name: tensor.clone() for name, tensor in original.named_buffers()}
+    for positions in (POSITIONS % 50, POSITIONS, POSITIONS + 3000, POSITIONS % 50):
+        softnpu.reset_counters()
+        expected = original(x, positions.npu())
+        waited = softnpu.counters()["stream_syncs"]
+        softnpu.reset_counters()
+        found = swapped(x, positions.npu())
+        assert softnpu.counters()["stream_syncs"] == waited  # those of transformers' own choice of frequencies
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+    assert swapped.attention_scaling == original.attention_scaling
+    for name, tensor in swapped.named_buffers():
+        assert torch.equal(tensor, dict(original.named_buffers())[name]), name
+        assert tensor.shape == before[name].shape
 
 
-def test_one_type_of_layer_that_is_scaled_keeps_the_module() -> None:
-    module = instance(Gemma3RotaryEmbedding)
-    module.rope_type["full_attention"], module.full_attention_attention_scaling = "yarn", 1.5
-    _, row = kernelized(module)
-    assert row.reason == "its rope type is yarn: cos and sin are scaled by 1.5"
+def test_frequencies_that_follow_the_length_are_captured_in_one_graph() -> None:
+    torch._dynamo.reset()
+    swapped, _ = kernelized(scaled(ROPES[1]))
+    x = torch.zeros(2, 7, 16, device="npu")
+    compiled = torch.compile(swapped.forward, fullgraph=True, backend="aot_eager")
+    for positions in (POSITIONS % 50, POSITIONS):
+        for a, b in zip(compiled(x, positions.npu()), swapped(x, positions.npu()), strict=True):
+            assert torch.equal(a, b)
 
 
-def test_positions_of_three_dimensions_are_not_served() -> None:
-    assert find_reference(Qwen2_5_VLRotaryEmbedding) is None
+def test_a_scale_that_changes_is_the_one_that_counts() -> None:
+    original = instance(Gemma3RotaryEmbedding).to("npu")
+    module, row = kernelized(original)
+    assert row.swapped
+    x = torch.zeros(1, 7, 24, device="npu")
+    for table in (original, module):
+        table.rope_type["full_attention"], table.full_attention_attention_scaling = "yarn", 1.5
+    for arguments in calls(module):
+        for a, b in zip(module(x, POSITIONS.npu(), *arguments), original(x, POSITIONS.npu(), *arguments), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_an_instance_whose_rope_types_contradict_its_forward_is_refused() -> None:
@@ -204,6 +267,7 @@ def test_an_instance_whose_rope_types_contradict_its_forward_is_refused() -> Non
 
 def test_they_are_a_kind_of_their_own() -> None:
     model = nn.ModuleDict({"norm": nn.RMSNorm(4, eps=1e-6), "served": instance(LlamaRotaryEmbedding)}).to("npu")
-    model["scaled"] = instance(LlamaRotaryEmbedding, "yarn", 1.2).to("npu")
+    model["refused"] = instance(LlamaRotaryEmbedding).to("npu")
+    model["refused"].rope_type = {}
     report = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
     assert report.summary() == "1 of 1 norms, 1 of 2 rotary tables"

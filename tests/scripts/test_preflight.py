@@ -189,7 +189,8 @@ def test_a_choice_that_cannot_be_met_is_named(clone: Clone) -> None:
     assert found(clone, "torch-xpu") == ["there is no variant torch-xpu in Tiny/build"]
     assert found(clone, STRICT, pruned=(STRICT,)) == [f"{STRICT} cannot be published and pruned at once"]
     with pytest.raises(
-        local.NoRepositoryError, match="no kernel repository called Missing; there are FlashAttention, Fus"
+        local.NoRepositoryError,
+        match="no kernel repository called Missing; there are Activation, CrossEntropy, FlashAttention, Fus",
     ):
         local.find("Missing")
 

@@ -49,14 +49,23 @@ def rms_norm(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, 1e-6)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def geglu(gate_up: Tensor) -> Tensor:
+def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def clamped(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
 
 
 def clipped(gate_up: Tensor, interleaved: bool) -> Tensor:
@@ -191,9 +200,19 @@ CASES: dict[str, Case] = {
         lambda x, r, w: rms_norm(x + r, w),
         (TOKENS, TOKENS, (H,)),
     ),
+    "layer_norm": Case(lambda x, w: kernel("RMSNorm").layer_norm(x, w, None, 1e-6), layer_norm, (TOKENS, (H,))),
+    "add_layer_norm": Case(
+        lambda x, r, w, b: kernel("RMSNorm").add_layer_norm(x, r, w, b, 1e-6),
+        lambda x, r, w, b: layer_norm(x + r, w, b),
+        (TOKENS, TOKENS, (H,), (H,)),
+    ),
     "swiglu": Case(lambda x: kernel("SwiGLU").swiglu(x), swiglu, (TOKENS,)),
     "swiglu of two": Case(lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)),
     "geglu": Case(lambda x: kernel("SwiGLU").geglu(x), geglu, (TOKENS,)),
+    "geglu, exact": Case(
+        lambda x: kernel("SwiGLU").geglu(x, approximate="none"), partial(geglu, approximate="none"), (TOKENS,)
+    ),
+    "clamped_swiglu": Case(lambda x: kernel("SwiGLU").clamped_swiglu(x, limit=LIMIT), clamped, (TOKENS,)),
     "clipped_swiglu": Case(
         lambda x: kernel("SwiGLU").clipped_swiglu(x, limit=LIMIT), partial(clipped, interleaved=True), (TOKENS,)
     ),

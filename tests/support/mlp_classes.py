@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from kernels_ext_npu.matching.lookup import find_reference
 
 SIZE, INNER = 32, 64
+LIMIT = 0.5  # which some values reach
+# what is not in a config, by class
+GIVEN = {"Zamba2MLP": {"num_fwd_mem_blocks": 1, "block_id": 0}}
+# what a forward takes beside hidden states
+ARGUMENTS = {"Zamba2MLP": {"layer_idx": 0}}
 
 
 class Size(int):
@@ -22,8 +27,8 @@ class Size(int):
 class Config:
     """Answer what an MLP asks of a config, by the name it asks for."""
 
-    def __init__(self, activation: str, bias: bool) -> None:
-        self.activation, self.bias = activation, bias
+    def __init__(self, activation: str, bias: bool, dropout: float = 0.0) -> None:
+        self.activation, self.bias, self.dropout = activation, bias, dropout
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -33,11 +38,17 @@ class Config:
         if "act" in name and "sparsity" not in name:
             return self.activation
         if any(word in name for word in ("drop", "sparsity")):
-            return [0.0] * 4 if "pattern" in name else 0.0
+            return [0.0] * 4 if "pattern" in name else self.dropout if "drop" in name else 0.0
         if any(word in name for word in ("intermediate", "ffn", "inner", "mlp_dim")):
             return Size(INNER)
         if name == "layer_idx":
             return 0
+        if "limit" in name:
+            return None if "limits" in name else LIMIT
+        if name == "mlp_multipliers":
+            return 0.875, 0.625
+        if name == "hybrid_layer_ids":
+            return (0,)
         if "multiple" in name:
             return 1
         if name.startswith(("use_", "is_", "tie_")):
@@ -50,9 +61,9 @@ def is_served(cls: type[nn.Module]) -> bool:
     return reference is not None and reference.repository == "SwiGLU"
 
 
-def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False) -> nn.Module:
+def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False, dropout: float = 0.0) -> nn.Module:
     """Make a small one with random weights."""
-    config = Config(activation, bias)
+    config = Config(activation, bias, dropout)
     given = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if name == "config":
@@ -60,7 +71,7 @@ def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False)
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             given[name] = getattr(config, name)
     torch.manual_seed(0)
-    module = cls(**given)
+    module = cls(**given | GIVEN.get(cls.__name__, {}))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return module

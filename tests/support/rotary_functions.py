@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels_ext_npu
+from kernels_ext_npu.matching.lookup import find_reference
 from tests.support import zoo
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -66,6 +67,11 @@ def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", s
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     frequencies = 1e4 ** -(torch.arange(12) / 12)
+    reference = find_reference(cls)
+    section = getattr(reference.module, "mrope_section", (4, 4, 4))
+    module.mrope_section = dict.fromkeys(LAYER_TYPES, section) if by_type else section
+    if reference.layers == ("RotaryEmbeddingLearned",):
+        module.register_buffer("alpha", torch.linspace(-1, 1, 12))
     if not by_type:
         module.register_buffer("inv_freq", frequencies, persistent=False)
         module.rope_type, module.attention_scaling = rope_type, scaling

@@ -26,6 +26,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, T
     return rms_norm(x + residual, weight), x + residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.layer_norm(x, (HIDDEN,), weight, bias, 1e-6)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer_norm(x + residual, weight, bias)
+
+
 def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def unit(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -36,6 +44,11 @@ def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def clipped_swiglu(x: Tensor) -> Tensor:
     return GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate.clamp(max=0.75)) * up.clamp(-0.75, 0.75)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -170,8 +183,13 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("RMSNorm", "add_rms_norm"): (
         lambda f, x, r, w: f(x, r, w, 1e-6), add_rms_norm, draw((6, HIDDEN), (6, HIDDEN), (HIDDEN,)),
     ),
+    ("RMSNorm", "layer_norm"): (lambda f, x, w: f(x, w, None, 1e-6), layer_norm, draw((6, HIDDEN), (HIDDEN,))),
+    ("RMSNorm", "add_layer_norm"): (
+        lambda f, *t: f(*t, 1e-6), add_layer_norm, draw((6, HIDDEN), (6, HIDDEN), (HIDDEN,), (HIDDEN,)),
+    ),
     ("SwiGLU", "swiglu"): (lambda f, x: f(x), gated(F.silu), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "geglu"): (lambda f, x: f(x), gated(lambda x: F.gelu(x, approximate="tanh")), draw((6, 2 * HIDDEN))),
+    ("SwiGLU", "clamped_swiglu"): (lambda f, x: f(x, limit=0.75), clamped_swiglu, draw((6, 2 * HIDDEN))),
     ("SwiGLU", "clipped_swiglu"): (lambda f, x: f(x), clipped_swiglu, draw((6, 2 * HIDDEN))),
     ("Activation", "gelu_tanh"): (lambda f, x: f(x), lambda x: F.gelu(x, approximate="tanh"), draw((6, HIDDEN))),
     ("Activation", "quick_gelu"): (lambda f, x: f(x), lambda x: x / (1 + (-1.702 * x).exp()), draw((6, HIDDEN))),
@@ -228,7 +246,7 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
 }  # fmt: skip
 # they compute nothing, or are parts of what is called here
-OTHERS = {"SWIGLU", "Shard", "Gate", "blocks", "gates", "layers", "layout", "packing"}
+OTHERS = {"SWIGLU", "Shard", "Gate", "alignment", "blocks", "gates", "layers", "layout", "packing"}
 
 
 def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:

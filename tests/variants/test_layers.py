@@ -18,9 +18,10 @@ from transformers.activations import FastGELUActivation, NewGELUActivation, Quic
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kernels_ext_npu.catalogue import LAYERS, ROUTERS
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
+from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
+from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, layer_norms, mlp_forms
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
+from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from tests.support import experts_classes, list_blocks, norm_classes, proofs, rotary_functions
 
@@ -31,9 +32,25 @@ def norm(layer: str) -> tuple[nn.Module, tuple]:
     return module, tuple(norm_classes.inputs(module, torch.float32))
 
 
+def layer_norm(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return cls(32), (torch.randn(2, 5, 32),)
+
+
+def output() -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return layer_norms.BertSelfOutput(32).eval(), (torch.randn(2, 5, 32), torch.randn(2, 5, 32))
+
+
 def mlp(cls: type[nn.Module], activation: str) -> tuple[nn.Module, tuple]:
     torch.manual_seed(0)
-    return cls(32, 64, activation), (torch.randn(2, 5, 32),)
+    return cls(32, 64, activation).eval(), (torch.randn(2, 5, 32),)  # nothing is dropped
+
+
+def normed_mlp() -> tuple[nn.Module, tuple]:
+    """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
+    module, (x,) = mlp(mlp_forms.BitNetMLP, "silu")
+    return module, (4 * x,)
 
 
 def activation(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
@@ -80,11 +97,27 @@ def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
 
 # layer -> modules that it serves, each with arguments
 MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
-    **{layer: [partial(norm, layer)] for layer, repository in LAYERS.items() if repository == "RMSNorm"},
+    **{layer: [partial(norm, layer)] for layer in NORMS.layers},
+    "AddLayerNorm": [output],
+    "LayerNormFloat32": [
+        partial(layer_norm, layer_norms.CohereLayerNorm),
+        partial(layer_norm, layer_norms.OlmoLayerNorm),
+    ],
     "SwiGLUMLP": [partial(mlp, LlamaMLP, "silu")],
     "GeGLUMLP": [partial(mlp, LlamaMLP, "gelu_pytorch_tanh")],
     "FusedSwiGLUMLP": [partial(mlp, Phi3MLP, "silu")],
     "FusedGeGLUMLP": [partial(mlp, Phi3MLP, "gelu_pytorch_tanh")],
+    "ExactGeGLUMLP": [partial(mlp, LlamaMLP, "gelu")],
+    "FusedExactGeGLUMLP": [partial(mlp, Phi3MLP, "gelu")],
+    "ClampedSwiGLUMLP": [partial(mlp, mlp_forms.DeepseekV4MLP, "silu")],
+    "ScaledSwiGLUMLP": [partial(mlp, mlp_forms.FalconH1MLP, "silu")],
+    "DropoutMLP": [partial(mlp, mlp_forms.T5DenseGatedActDense, "gelu_new")],
+    "FusedDropoutMLP": [partial(mlp, mlp_forms.ModernBertMLP, "gelu")],
+    "DroppedMLP": [partial(mlp, mlp_forms.SeedOssMLP, "silu")],
+    "GloballyScaledMLP": [partial(mlp, mlp_forms.InklingMLP, "silu")],
+    "NormedMLP": [normed_mlp],
+    "FusedMLPByLayer": [partial(mlp, mlp_forms.MoshiGatingMLP, "silu")],
+    "FusedAdaptedMLP": [partial(mlp, mlp_forms.Zamba2MLP, "gelu")],
     "FastGELU": [partial(activation, FastGELUActivation)],
     "NewGELU": [partial(activation, NewGELUActivation)],
     "QuickGELU": [partial(activation, QuickGELUActivation)],
@@ -103,7 +136,7 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
 
 def test_the_lists_are_complete(kernels: dict[str, ModuleType]) -> None:
     functions = {reference.layer for reference in FUNCTION_REFERENCES}
-    tables = {layer for reference in ROTARY_EMBEDDINGS for layer in reference.layers}
+    tables = {layer for reference in (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS) for layer in reference.layers}
     assert set(MODULES) | functions | tables == set(LAYERS)
     for layer, repository in LAYERS.items():
         assert issubclass(getattr(kernels[repository].layers, layer), nn.Module)

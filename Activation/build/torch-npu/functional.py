@@ -63,10 +63,10 @@ def quick_gelu(x: Tensor) -> Tensor:
 def register_derivative_of_quick_gelu() -> None:
     """Let the gradient of ``npu_fast_gelu`` be differentiated, where torch_npu is there."""
     if hasattr(torch.ops.npu, "npu_fast_gelu_backward"):
-        let_differentiate(torch.ops.npu.npu_fast_gelu_backward.default, _gradient_in_torch)
+        let_differentiate(torch.ops.npu.npu_fast_gelu_backward.default, _quick_gelu_gradient_in_torch)
 
 
-def _gradient_in_torch(grad: Tensor, x: Tensor) -> Tensor:
+def _quick_gelu_gradient_in_torch(grad: Tensor, x: Tensor) -> Tensor:
     """Compute what ``npu_fast_gelu_backward`` does."""
     return gradients(lambda x: _quick_gelu_in_torch(x.float()), (x,), (True,), grad)[0]  # type: ignore[return-value]
 

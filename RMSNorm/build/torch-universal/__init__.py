@@ -1,9 +1,10 @@
-"""RMS normalisation for Huawei Ascend NPUs: one fused operator a norm, for inference and training."""
+"""Normalisation for Huawei Ascend NPUs: one fused operator a norm, for inference and training."""
 
 from . import layers, sharding
 from .functional import add_rms_norm, register_derivative_of_rms_norm, rms_norm
+from .layer_norm import add_layer_norm, layer_norm
 
-__all__ = ["add_rms_norm", "layers", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layers", "rms_norm"]
 
 register_derivative_of_rms_norm()
 sharding.register()

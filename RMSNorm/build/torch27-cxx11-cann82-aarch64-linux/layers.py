@@ -10,9 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from .functional import norm
+from .layer_norm import add_layer_norm, layer_norm
 
+_EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
 _ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -52,6 +60,32 @@ class RMSNormWeightless(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return norm(hidden_states, None, _eps(self))
+
+
+class LayerNormFloat32(_Layer):
+    """Computes a layer norm in float32 and rounds once, as Cohere does. Reads eps, and ``weight`` if there is one.
+
+    Without eps it is that of Olmo's norm, whose forward holds it.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        eps = getattr(self, "variance_epsilon", _EPS_OF_OLMO)
+        return layer_norm(hidden_states, getattr(self, "weight", None), None, eps)
+
+
+class AddLayerNorm(_Layer):
+    """Computes ``LayerNorm(dropout(dense(x)) + input_tensor)``, as BERT does behind attention and MLP.
+
+    A norm that is no plain ``nn.LayerNorm``, or has hooks, is called.
+    """
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        modules = self._modules
+        norm, hidden_states = modules["LayerNorm"], modules["dropout"](modules["dense"](hidden_states))
+        if not _is_plain(norm):
+            return norm(hidden_states + input_tensor)
+        parameters = norm._parameters
+        return add_layer_norm(hidden_states, input_tensor, parameters["weight"], parameters["bias"], norm.eps)
 
 
 class T5LayerNorm(_Layer):
@@ -123,3 +157,24 @@ def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
     if name not in _ACTIVATIONS:
         raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
     return _ACTIVATIONS[name]
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Tell whether a norm is torch's, and nobody watches its calls or has put something over them."""
+    members = norm.__dict__
+    return (
+        type(norm) is nn.LayerNorm
+        and "forward" not in members
+        and norm._parameters.get("weight") is not None
+        and norm._parameters.get("bias") is not None
+        and not (
+            members["_forward_hooks"]
+            or members["_forward_pre_hooks"]
+            or members["_backward_hooks"]
+            or members["_backward_pre_hooks"]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
+        )
+    )

@@ -3,13 +3,25 @@
 Each takes the arguments of the function that it replaces, by the same names, and gives its dtypes.
 """
 
+from .composed import (
+    RotaryEmbeddingComposed,
+    RotaryEmbeddingComposedBySections,
+    RotaryEmbeddingComposedByType,
+    RotaryEmbeddingComposedFloat32,
+    RotaryEmbeddingOfPatches,
+    RotaryEmbeddingOfPatchesFloat32,
+    RotaryEmbeddingOfRowsByType,
+)
 from .embedding import (
     RotaryEmbedding,
     RotaryEmbeddingByType,
     RotaryEmbeddingByTypeFloat32,
     RotaryEmbeddingFloat32,
     RotaryEmbeddingHalfWidth,
+    RotaryEmbeddingHalfWidthByType,
     RotaryEmbeddingInterleaved,
+    RotaryEmbeddingLearned,
+    RotaryEmbeddingOfAnyType,
 )
 from .halves import (
     MultimodalRotaryPosEmb,
@@ -53,9 +65,19 @@ __all__ = [
     "RotaryEmbedding",
     "RotaryEmbeddingByType",
     "RotaryEmbeddingByTypeFloat32",
+    "RotaryEmbeddingComposed",
+    "RotaryEmbeddingComposedBySections",
+    "RotaryEmbeddingComposedByType",
+    "RotaryEmbeddingComposedFloat32",
     "RotaryEmbeddingFloat32",
     "RotaryEmbeddingHalfWidth",
+    "RotaryEmbeddingHalfWidthByType",
     "RotaryEmbeddingInterleaved",
+    "RotaryEmbeddingLearned",
+    "RotaryEmbeddingOfAnyType",
+    "RotaryEmbeddingOfPatches",
+    "RotaryEmbeddingOfPatchesFloat32",
+    "RotaryEmbeddingOfRowsByType",
     "RotaryPosEmb",
     "RotaryPosEmbCastBack",
     "RotaryPosEmbDeinterleaved",

@@ -1,20 +1,29 @@
-"""Layers whose forward `kernels` binds to the MLPs of transformers. They read the projections of what they replace."""
+"""Layers whose forward `kernels` binds to the MLPs of transformers. They read the members of what they replace.
+
+The activation of an MLP is looked at in every forward. Layers whose name says what it is compute that, and call any
+other; the rest take whichever of SiLU and GELU the MLP has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
 
-from .activations import passed_over
-from .distributed import is_distributed
-from .functional import geglu_of, swiglu_of
-from .operators import GEGLU, SWIGLU, GatedUnit
-from .packing import TWO_PROJECTIONS, projections, separate
-from .projecting import project
-from .training import PackedMLP, trains_whole
-from .transforms import is_transformed
+from .computing import (
+    GELU,
+    GELU_TANH,
+    SILU,
+    activated,
+    activated_halves,
+    activated_product,
+    clamped,
+    computed,
+    dropped,
+    drops,
+    halved,
+    scaled,
+    unit_of,
+)
+from .packing import projections
 
 
 class _Layer(nn.Module):
@@ -32,47 +41,132 @@ class SwiGLUMLP(_Layer):
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _gated(self, SWIGLU, swiglu_of, hidden_states)
+        return computed(self, SILU, hidden_states)
 
 
 class GeGLUMLP(_Layer):
     """Computes ``down(gelu_tanh(gate(x)) * up(x))``, as Gemma does. What is said of :class:`SwiGLUMLP` holds."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _gated(self, GEGLU, geglu_of, hidden_states)
+        return computed(self, GELU_TANH, hidden_states)
+
+
+class ExactGeGLUMLP(_Layer):
+    """Computes ``down(gelu(gate(x)) * up(x))``, as Pixtral does. What is said of :class:`SwiGLUMLP` holds."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return computed(self, GELU, hidden_states)
 
 
 class FusedSwiGLUMLP(_Layer):
     """Computes ``down(silu(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``, as Phi-3 and GLM-4 do."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _halved(self, SWIGLU, swiglu_of, hidden_states)
+        return halved(self, SILU, hidden_states)
 
 
 class FusedGeGLUMLP(_Layer):
     """Computes ``down(gelu_tanh(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _halved(self, GEGLU, geglu_of, hidden_states)
+        return halved(self, GELU_TANH, hidden_states)
 
 
-def _halved(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Compute an MLP with two projections."""
-    gate_up, down = projections(mlp, TWO_PROJECTIONS)
-    if (activation := passed_over(mlp, unit)) is not None:
-        gate, up = gate_up(x).chunk(2, -1)
-        return down(activation(gate) * up)
-    return down(function(gate_up(x)))
+class FusedExactGeGLUMLP(_Layer):
+    """Computes ``down(gelu(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return halved(self, GELU, hidden_states)
 
 
-def _gated(mlp: nn.Module, unit: GatedUnit, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Compute an MLP with three projections: as one node of autograd, with one product, or with two."""
-    gate, up, down = projections(mlp)
-    if (activation := passed_over(mlp, unit)) is not None:
-        return down(activation(gate(x)) * up(x))
-    if torch.compiler.is_compiling() or is_transformed() or is_distributed(x) or separate(gate, up) is not None:
-        return down(function(gate(x), up(x)))
-    if trains_whole(gate, up, down, x):
-        a, b, c = gate._parameters, up._parameters, down._parameters
-        return PackedMLP.apply(unit, x, a["weight"], b["weight"], c["weight"], a["bias"], b["bias"], c["bias"])
-    return down(function(project(gate, up, x), is_plain=True))
+class ClampedSwiGLUMLP(_Layer):
+    """Computes ``down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit))``, as DeepSeek-V4 and GLM-5 do."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        members = self.__dict__
+        limit = members["limit"] if "limit" in members else members["swiglu_limit"]
+        return projections(self)[2](clamped(self, limit, hidden_states))
+
+
+class ScaledSwiGLUMLP(_Layer):
+    """Computes ``down(silu(gate(x) * gate_multiplier) * up(x)) * down_multiplier``, as Falcon-H1 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden_states, factor = scaled(self, self.gate_multiplier, x)
+        down = projections(self)[2]
+        if factor != 1 and getattr(down, "bias", None) is not None:
+            hidden_states, factor = hidden_states * factor, 1.0
+        return down(hidden_states) * (factor * self.down_multiplier)
+
+
+class DropoutMLP(_Layer):
+    """Computes ``down(dropout(act(gate(x)) * up(x)))``, as T5 and T5Gemma do.
+
+    T5's projections are ``wi_0``, ``wi_1`` and ``wo``, which may stay in float32 and gets what it multiplies with so.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        down, dropout = projections(self)[2], self._modules["dropout"]
+        weight = getattr(down, "weight", None)
+        casts = "wi_0" in self._modules and isinstance(weight, Tensor) and weight.is_floating_point()
+        if not drops(dropout) and not (casts and weight.dtype != hidden_states.dtype):
+            unit = unit_of(self)
+            if unit is not None:
+                return computed(self, unit, hidden_states)
+        hidden_states = dropout(activated(self, hidden_states))
+        if casts and hidden_states.dtype != weight.dtype:
+            hidden_states = hidden_states.to(weight.dtype)
+        return down(hidden_states)
+
+
+class FusedDropoutMLP(_Layer):
+    """Computes ``Wo(drop(act(gate) * up))`` with ``gate, up = Wi(x).chunk(2, -1)``, as ModernBERT does."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.Wo(self.drop(activated_halves(self, hidden_states)))
+
+
+class DroppedMLP(_Layer):
+    """Computes ``dropout(down(act(gate(x)) * up(x)))``, as Seed-OSS does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropped(_with_its_unit(self, x), self.residual_dropout, self.training)
+
+
+class GloballyScaledMLP(_Layer):
+    """Computes ``down(act(gate(x)) * up(x)) * global_scale``, as Inkling does."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return _with_its_unit(self, hidden_states) * self.global_scale
+
+
+class NormedMLP(_Layer):
+    """Computes ``down(ffn_sub_norm(act(gate(x)) * up(x)))``, as BitNet does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.ffn_sub_norm(activated(self, x)))
+
+
+class FusedMLPByLayer(_Layer):
+    """Computes ``fc2(act(gate) * up)`` with gate and up from ``fc1``, as Moshi does. A layer may choose its weights."""
+
+    def forward(self, hidden_states: Tensor, layer_idx: int | None = None) -> Tensor:
+        which = () if layer_idx is None else (layer_idx,)
+        return self.fc2(activated_product(self, self.fc1(hidden_states, *which)), *which)
+
+
+class FusedAdaptedMLP(_Layer):
+    """Computes ``down(act(gate) * up)`` of a product with an adapter of the layer added, as Zamba 2 does."""
+
+    def forward(self, hidden_state: Tensor, layer_idx: int | None = None) -> Tensor:
+        adapter = self.gate_up_proj_adapter_list[self.layer_dic[layer_idx]]
+        gate_up = self.gate_up_proj(hidden_state) + adapter(hidden_state)
+        return self.down_proj(activated_product(self, gate_up))
+
+
+def _with_its_unit(mlp: nn.Module, x: Tensor) -> Tensor:
+    """Compute ``down(act(gate(x)) * up(x))`` with the activation that an MLP has now."""
+    unit = unit_of(mlp)
+    if unit is not None:
+        return computed(mlp, unit, x)
+    return projections(mlp)[2](activated(mlp, x))

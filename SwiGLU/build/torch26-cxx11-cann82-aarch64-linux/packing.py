@@ -20,18 +20,26 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from .activations import meet
 from .memory import immovable, neighbours_in
 from .neighbours import are_neighbours
 from .projecting import project
 
-__all__ = ["obstacle", "pack", "project", "projections", "separate"]
+__all__ = ["meet", "obstacle", "pack", "project", "projections", "separate"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 _FORWARD = nn.Linear.forward
-TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate and up in one, down
+OF_MLPS = (*THREE_PROJECTIONS, ("wi_0", "wi_1", "wo"))
+# gate and up in one, down
+TWO_PROJECTIONS = (
+    ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),
+    ("Wi", "Wo"),
+    ("fc1", "fc2"),
+)
 
 
-def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = THREE_PROJECTIONS) -> tuple[nn.Module, ...]:
+def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = OF_MLPS) -> tuple[nn.Module, ...]:
     """Return the projections of an MLP by what they are for, whatever names it gives them.
 
     Args:

@@ -20,9 +20,9 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .operators import GatedUnit
+from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit
 
-_NAMES = ("act_fn", "activation_fn", "activation")  # what transformers calls it
+_NAMES = ("act_fn", "activation_fn", "activation", "act")  # what transformers calls it
 
 
 def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] | None:
@@ -63,6 +63,23 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
     return None
 
 
+def is_met(mlp: nn.Module, unit: GatedUnit) -> bool:
+    """Tell whether the activation of an MLP is known to be that of a unit."""
+    modules = mlp._modules
+    for name in _NAMES:
+        if name in modules:
+            activation = modules[name]
+            kind = activation.__dict__["approximate"] if type(activation) is nn.GELU else type(activation)
+            return unit.activations.get(kind, False)
+    return unit is SWIGLU
+
+
+def meet(mlp: nn.Module) -> None:
+    """Look at the values of an MLP's activation, so that a graph may be captured from its first call on."""
+    for unit in (SWIGLU, GEGLU, EXACT_GEGLU):
+        passed_over(mlp, unit)
+
+
 def _function_of(mlp: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return the activation of an MLP that somebody has made a function; None if there is none."""
     members = mlp.__dict__
@@ -79,5 +96,5 @@ def _has_values_of(unit: GatedUnit, activation: nn.Module) -> bool:
             values = activation.forward(grid.clone())  # not its hooks
         except Exception:  # it wants something else than one tensor on the CPU
             return False
-        # float32 leaves 1e-6 between two ways to compute tanh; the next of kin, quick gelu, is 2e-2 away
+        # float32 leaves 1e-6 between two ways to compute tanh; GELU and its form with tanh are 4e-4 apart
         return isinstance(values, Tensor) and torch.allclose(values, unit.activation(grid), rtol=0, atol=1e-5)

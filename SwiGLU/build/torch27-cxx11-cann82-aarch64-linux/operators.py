@@ -15,18 +15,19 @@ from .derivatives import gradients
 from .second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
+_ERF = 0
 _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
 
 
 # npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails
 # under torch.compile and with fake tensors. An operator around it has a meta kernel that works.
 @torch.library.custom_op(f"{_NAMESPACE}::geglu_grad", mutates_args=())
-def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
-    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, _TANH, _ACTIVATE_LEFT)
+def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int) -> Tensor:
+    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, approximate, _ACTIVATE_LEFT)
 
 
 @_geglu_grad.register_fake
-def _(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
+def _(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -62,9 +63,16 @@ SWIGLU = GatedUnit(
 )
 GEGLU = GatedUnit(
     lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),
-    _geglu_grad,
+    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _TANH),
     backward_wants_forward=True,
     activation=partial(F.gelu, approximate="tanh"),
+    activations={},
+)
+EXACT_GEGLU = GatedUnit(
+    lambda x: torch.ops.npu.npu_geglu(x, -1, _ERF, _ACTIVATE_LEFT),
+    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _ERF),
+    backward_wants_forward=True,
+    activation=F.gelu,
     activations={},
 )
 
@@ -85,34 +93,30 @@ def _swiglu_gradient_in_torch(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
     return gradients(swiglu, (x,), (True,), grad)[0]  # type: ignore[return-value]
 
 
-def _geglu_in_torch(x: Tensor) -> Tensor:
-    """Compute what ``npu_geglu`` does, in float32."""
-    gate, up = x.float().chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
 class _GeGLU(torch.autograd.Function):
     """Launches ``npu_geglu``, and for its gradient the operator that has a meta kernel which works."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        y, gelu = GEGLU.forward(x)
+    def forward(ctx, x: Tensor, is_exact: bool) -> Tensor:
+        y, gelu = (EXACT_GEGLU if is_exact else GEGLU).forward(x)
         ctx.save_for_backward(x, gelu)
+        ctx.is_exact = is_exact
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
         x, gelu = ctx.saved_tensors
+        unit = EXACT_GEGLU if ctx.is_exact else GEGLU
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return gradients(_geglu_in_torch, (x,), (True,), grad)[0]  # type: ignore[return-value]
-        return GEGLU.backward(grad.contiguous(), x, gelu)
+            return gradients(lambda x: unit.in_torch(*x.float().chunk(2, -1)), (x,), (True,), grad)[0], None
+        return unit.backward(grad.contiguous(), x, gelu), None
 
 
-def geglu_fused(x: Tensor) -> Tensor:
-    """Compute ``gelu_tanh(x[..., :I]) * x[..., I:]`` in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
+def geglu_fused(x: Tensor, is_exact: bool = False) -> Tensor:
+    """Compute ``gelu(x[..., :I]) * x[..., I:]`` in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _GeGLU.apply(x)
-    return GEGLU.forward(x)[0]
+        return _GeGLU.apply(x, is_exact)
+    return (EXACT_GEGLU if is_exact else GEGLU).forward(x)[0]
 
 
 class _ClippedSwiGLU(torch.autograd.Function):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .clamped import clamped_in_torch, clamped_swiglu_fused
 from .clipped import clipped_swiglu_in_torch, has_clipped_swiglu
 from .distributed import is_distributed
 from .operators import clipped_swiglu_fused, geglu_fused
@@ -52,8 +53,8 @@ def swiglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) ->
     return F.silu(gate) * up
 
 
-def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute ``gelu(gate, approximate="tanh") * up``.
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    """Compute ``gelu(gate, approximate=approximate) * up``.
 
     It is one launch of ``npu_geglu``, with the conditions of :func:`swiglu`. In float16 the operator rounds the
     activation before it multiplies. Differentiable as :func:`swiglu` is, under ``torch.compile`` too.
@@ -61,27 +62,40 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Args:
         gate: ``[..., I]``, of a floating dtype; without ``up`` ``[..., 2·I]``, the gate first.
         up: ``[..., I]``, of a floating dtype, on the device of ``gate``.
+        approximate: "tanh", or "none" for GELU itself.
 
     Returns:
         ``[..., I]``, in the dtype that gate and up promote to.
 
     Raises:
-        ValueError: the last dimension of a joined tensor is odd, or gate and up differ in shape or device.
+        ValueError: the last dimension of a joined tensor is odd, gate and up differ in shape or device, or
+            ``approximate`` is neither of the two.
         TypeError: an argument is not floating point.
     """
     _check("geglu", gate, up)
-    return geglu_of(gate, up)
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
+    return geglu_of(gate, up) if approximate == "tanh" else exact_geglu_of(gate, up)
 
 
 def geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
     """Compute :func:`geglu` of arguments that fit, with ``is_plain`` as in :func:`swiglu_of`: nothing is checked."""
+    return _geglu(gate, up, is_plain, is_exact=False)
+
+
+def exact_geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
+    """Compute what :func:`geglu_of` does, with GELU itself."""
+    return _geglu(gate, up, is_plain, is_exact=True)
+
+
+def _geglu(gate: Tensor, up: Tensor | None, is_plain: bool, is_exact: bool) -> Tensor:
     if up is None:
         if _is_fused(gate, is_plain):
-            return geglu_fused(gate)
+            return geglu_fused(gate, is_exact)
         gate, up = gate.chunk(2, -1)
     elif _is_worth_joining(gate, up):
-        return geglu_fused(torch.cat((gate, up), -1))
-    return F.gelu(gate, approximate="tanh") * up
+        return geglu_fused(torch.cat((gate, up), -1), is_exact)
+    return F.gelu(gate, approximate="none" if is_exact else "tanh") * up
 
 
 def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, interleaved: bool = True) -> Tensor:
@@ -107,6 +121,48 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
     if _is_fused(gate_up) and has_clipped_swiglu():
         return clipped_swiglu_fused(gate_up, alpha, limit, 1.0, interleaved)
     return clipped_swiglu_in_torch(gate_up, alpha, limit, 1.0, interleaved)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor | None = None, limit: float = 10.0) -> Tensor:
+    """Compute ``silu(min(gate, limit)) * clamp(up, -limit, limit)``, with the conditions of :func:`swiglu`.
+
+    That is DeepseekV4MLP.forward of transformers, models/deepseek_v4/modeling_deepseek_v4.py, between its projections.
+    It is one launch of ``npu_clipped_swiglu`` where torch_npu has it, and otherwise three.
+
+    Args:
+        gate: ``[..., I]``, of a floating dtype; without ``up`` ``[..., 2·I]``, the gate first.
+        up: ``[..., I]``, of a floating dtype, on the device of ``gate``.
+        limit: where gate and up are clamped, greater than zero.
+
+    Returns:
+        ``[..., I]``, in the dtype that gate and up promote to.
+
+    Raises:
+        ValueError: the last dimension of a joined tensor is odd, or gate and up differ in shape or device.
+        TypeError: an argument is not floating point.
+    """
+    _check("clamped_swiglu", gate, up)
+    return clamped_swiglu_of(gate, up, limit)
+
+
+def clamped_swiglu_of(gate: Tensor, up: Tensor | None, limit: float, is_plain: bool = False) -> Tensor:
+    """Compute ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` of arguments that fit, as DeepSeek-V4 does.
+
+    Gate and up are one tensor, two or joined as for :func:`swiglu_of`, and nothing is checked.
+    """
+    if up is None:
+        if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
+            return clamped_swiglu_fused(gate, limit)
+        gate, up = gate.chunk(2, -1)
+    elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
+        return clamped_swiglu_fused(torch.cat((gate, up), -1), limit)
+    return clamped_in_torch(gate, up, limit)
+
+
+def takes_scaled(x: Tensor) -> bool:
+    """Tell whether ``npu_clipped_swiglu``, and ``npu_swiglu_backward`` if it is trained, take what a product gives."""
+    aligned = not _needs_grad(x) or is_aligned(x.shape[-1] // 2, x.dtype)
+    return aligned and _is_fused(x, is_plain=True) and has_clipped_swiglu()
 
 
 def is_fused_dtype(dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from rich.text import Text
 from kernels_ext_npu.catalogue import KINDS, SERVING, Kind, Repository
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
+from kernels_ext_npu.matching import kinds
 
 NOTHING = "–"
 MEANING = (
@@ -96,12 +97,18 @@ def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
 
 
 def kept_by_reason(rows: Iterable[Row], kind: Kind) -> dict[str, list[Entry]]:
-    """Return what is kept of a kind by its reason, those reasons first that keep most."""
+    """Return what is kept of a kind by its reason, by the sort of reason, and those first that keep most."""
     found: dict[str, list[Entry]] = {}
     for entry in entries_of(rows, kind):
         if entry.reason is not None:
             found.setdefault(entry.reason, []).append(entry)
-    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+    return dict(sorted(found.items(), key=lambda item: (_sort(item[0]), -len(item[1]), item[0])))
+
+
+def _sort(reason: str) -> int:
+    """Return where a reason stands among the sorts that there are; last what is of none."""
+    sort, _ = kinds.why(reason)
+    return kinds.WHY.index(sort) if sort else len(kinds.WHY)
 
 
 def name_of(entry: Entry) -> str:

@@ -36,7 +36,7 @@ KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kep
 WHY = ("device limit", "no operator", "needs a value on the host", "changes semantics")
 UNNAMED = "it does not call its attention by a name, in whose place another could be put"
 BIASED = "biases of positions are added to scores"
-UNKNOWN = "computes something else, which nobody has looked at yet"
+UNKNOWN = "is not in the release that kept.json is about"
 
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
 _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +41,13 @@ def _refuse_constant(module: AccurateGELUActivation) -> str | None:
     return None
 
 
+def _activation(module: type[nn.Module], layer: str, refuse: Callable = lambda _: None) -> Reference:
+    return Reference(module, (layer,), refuse, lambda _: layer)
+
+
 ACTIVATIONS = (
-    Reference(NewGELUActivation, ("NewGELU",), lambda _: None, lambda _: "NewGELU"),
-    Reference(AccurateGELUActivation, ("NewGELU",), _refuse_constant, lambda _: "NewGELU"),
-    Reference(FastGELUActivation, ("FastGELU",), lambda _: None, lambda _: "FastGELU"),
-    Reference(QuickGELUActivation, ("QuickGELU",), lambda _: None, lambda _: "QuickGELU"),
+    _activation(NewGELUActivation, "NewGELU"),
+    _activation(AccurateGELUActivation, "NewGELU", _refuse_constant),
+    _activation(FastGELUActivation, "FastGELU"),
+    _activation(QuickGELUActivation, "QuickGELU"),
 )

@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from kernels_ext_npu.references.experts import Experts
 
 _KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
-_ROTARY_DECORATORS = ("torch.no_grad", "dynamic_rope_update")
+_NO_GRAD, _ROTARY_DECORATORS = ("torch.no_grad",), ("torch.no_grad", "dynamic_rope_update")
 
 _computes_as: dict[tuple[type, object, tuple[type, ...]], bool] = {}  # with the forward: other libraries replace it
 
@@ -41,8 +41,7 @@ def fingerprint(cls: type) -> str | None:
         return None
     if is_experts_class(cls):
         return "use_experts_implementation"
-    decorated = _under_rotary_decorators(forward)
-    forward, decorators = (forward, ()) if decorated is None else (decorated, _ROTARY_DECORATORS)
+    forward, decorators = _under_rotary_decorators(forward)
     trees = [str(decorators)]
     functions = [("forward", forward)]
     by_name: set[str] = set()  # what is called with keywords
@@ -152,13 +151,18 @@ def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ())
     return [f"{n}={_describe(function.__globals__[n], function)}" for n in sorted(names.difference(known))]
 
 
-def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
-    """Return the function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else."""
-    update = _under_no_grad(forward)
-    if update is None or update.__code__ is not dynamic_rope_update(_undecorated).__code__:
-        return None
-    function = _cells(update).get("rope_forward")
-    return function if isinstance(function, FunctionType) else None
+def _under_rotary_decorators(forward: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
+    """Return the function in torch.no_grad's wrapper, and in dynamic_rope_update's in that, and their names.
+
+    Anything else comes back as it is.
+    """
+    inside = _under_no_grad(forward)
+    if inside is None:
+        return forward, ()
+    if inside.__code__ is not dynamic_rope_update(_undecorated).__code__:
+        return inside, _NO_GRAD
+    function = _cells(inside).get("rope_forward")
+    return (function, _ROTARY_DECORATORS) if isinstance(function, FunctionType) else (forward, ())
 
 
 def _under_no_grad(function: FunctionType) -> FunctionType | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.references.mlp_activations import (
+    ACTIVATED_BY,
+    fused_layer,
+    gated_layer,
+    refuse_activation,
+    refuse_gated,
+)
 from kernels_ext_npu.references.reference import Reference
 
 
@@ -66,16 +70,14 @@ class Gemma3nTextMLP(LlamaMLP):
         return nn.functional.relu(inputs - cutoff_x)
 
 
-class T5GemmaMLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, dropout_rate: float = 0.0) -> None:
-        super().__init__(hidden_size, intermediate_size, "gelu_pytorch_tanh")
-        self.dropout = nn.Dropout(dropout_rate)
+class BeamMLP(LlamaMLP):
+    """The MLP that multiplies in float32, as the kernel does for all of them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden_states = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        hidden_states = self.dropout(hidden_states)
-        down_proj = self.down_proj(hidden_states)
-        return down_proj  # noqa: RET504  as transformers writes it
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
+        activated = (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
+        return self.down_proj(activated)
 
 
 class Llama4TextMLP(nn.Module):
@@ -149,83 +151,18 @@ class GraniteMoeSharedMLP(nn.Module):
         return hidden_states  # noqa: RET504  as transformers writes it
 
 
-_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
-    "SwiGLUMLP": F.silu,
-    "GeGLUMLP": partial(F.gelu, approximate="tanh"),
-}
-
-
-def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the activation of an instance, which transformers sets from the config.
-
-    Lfm2 has none: its forward says silu.
-    """
-    names = [name for name in ("act_fn", "activation_fn", "activation") if hasattr(module, name)]
-    return getattr(module, names[0]) if names else F.silu
-
-
-def _gated_layer(module: nn.Module) -> str | None:
-    """Return the layer with the activation of an instance; None if no layer has it.
-
-    It is told by its values: many classes have one formula.
-    """
-    activation = _activation(module)
-    if isinstance(activation, nn.Module) and any(True for _ in (*activation.parameters(), *activation.buffers())):
-        return None
-    with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
-        grid = torch.linspace(-9, 9, 181, device="cpu")
-        try:
-            values = getattr(activation, "forward", activation)(grid.clone())  # not its hooks
-        except Exception:  # it wants something else than one tensor on the CPU
-            return None
-        for layer, kernel in _KERNELS.items():
-            # float32 leaves 1e-6 between two ways to compute tanh; the next of kin, quick gelu, is 2e-2 away
-            if isinstance(values, Tensor) and torch.allclose(values, kernel(grid), rtol=0, atol=1e-5):
-                return layer
-    return None
-
-
-def _fused_layer(module: nn.Module) -> str | None:
-    layer = _gated_layer(module)
-    return layer and f"Fused{layer}"
-
-
-def _refuse_activation(module: nn.Module) -> str | None:
-    activation = _activation(module)
-    if has_hooks(activation):
-        return "hooks watch its activation, which the kernel does not call"
-    if _gated_layer(module) is None:
-        name = getattr(activation, "__name__", type(activation).__name__)
-        return f"its activation is {name}, the kernels have silu and gelu (tanh)"
-    return None
-
-
-def _refuse_gated(module: nn.Module) -> str | None:
-    names = ("w1", "w3") if hasattr(module, "w1") else ("gate_proj", "up_proj")
-    sizes = [getattr(getattr(module, name), "out_features", None) for name in names]
-    if sizes[0] != sizes[1]:
-        return f"{names[0]} gives {sizes[0]} values and {names[1]} {sizes[1]}"
-    return _refuse_activation(module)
-
-
 def _refuse_sparse(module: Gemma3nTextMLP) -> str | None:
     if module.activation_sparsity > 0:
         return f"it keeps the largest gates only (activation_sparsity is {module.activation_sparsity})"
-    return _refuse_gated(module)
+    return refuse_gated(module)
 
 
-def _refuse_dropout(module: T5GemmaMLP) -> str | None:
-    if module.dropout.p > 0:
-        return f"it drops out between the product and down_proj (p is {module.dropout.p})"
-    return _refuse_gated(module)
-
-
-def _gated(module: type[nn.Module], refuse: Callable = _refuse_gated) -> Reference:
-    return Reference(module, tuple(_KERNELS), refuse, _gated_layer)
+def _gated(module: type[nn.Module], refuse: Callable = refuse_gated) -> Reference:
+    return Reference(module, tuple(ACTIVATED_BY), refuse, gated_layer)
 
 
 def _fused(module: type[nn.Module]) -> Reference:
-    return Reference(module, tuple(f"Fused{layer}" for layer in _KERNELS), _refuse_activation, _fused_layer)
+    return Reference(module, tuple(f"Fused{layer}" for layer in ACTIVATED_BY), refuse_activation, fused_layer)
 
 
 MLPS = (
@@ -233,7 +170,7 @@ MLPS = (
     _gated(Qwen2_5_VLMLP),
     _gated(RecurrentGemmaMlp),
     _gated(Gemma3nTextMLP, _refuse_sparse),
-    _gated(T5GemmaMLP, _refuse_dropout),
+    _gated(BeamMLP),
     _gated(Llama4TextMLP),
     _gated(Lfm2MLP),
     _gated(MixtralBlockSparseTop2MLP),

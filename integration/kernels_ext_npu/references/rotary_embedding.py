@@ -70,6 +70,42 @@ class GptOssRotaryEmbedding(LlamaRotaryEmbedding):
         return cos.to(x.dtype), sin.to(x.dtype)
 
 
+class MistralLarge4TextRotaryEmbedding(LlamaRotaryEmbedding):
+    """A table whose frequencies are multiplied by a factor that was learned, of which alpha is the logarithm."""
+
+    def __init__(self, inv_freq: Tensor, attention_scaling: float = 1.0, rope_type: str = "default") -> None:
+        super().__init__(inv_freq, attention_scaling, rope_type)
+        self.alpha = nn.Buffer(torch.zeros_like(inv_freq))
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x, position_ids):
+        scaled_inv_freq = (
+            self.inv_freq.to(device=x.device, dtype=torch.float)
+            * self.alpha.to(device=x.device, dtype=torch.float).exp()
+        )
+        freqs = position_ids[..., None].float() * scaled_inv_freq
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+class EsmRotaryEmbedding(LlamaRotaryEmbedding):
+    """A table that takes a type of layer, and does not use it."""
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x, position_ids, layer_type=None):
+        inv_freq = getattr(self, "inv_freq")  # noqa: B009  as transformers writes it
+        attention_scaling = getattr(self, "attention_scaling")  # noqa: B009
+        freqs = position_ids[..., None].float() * inv_freq.to(device=x.device, dtype=torch.float)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * attention_scaling
+        sin = emb.sin() * attention_scaling
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
 class Gemma3RotaryEmbedding(nn.Module):
     """A table with frequencies, factors and rope types of its own for each type of layer."""
 
@@ -107,45 +143,44 @@ class Olmo3RotaryEmbedding(Gemma3RotaryEmbedding):
         return cos, sin
 
 
-def _refuse_single(module: Any) -> str | None:
+class DeepseekV4RotaryEmbedding(Gemma3RotaryEmbedding):
+    """A table for each type of layer, with each angle once."""
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x, position_ids, layer_type=None):
+        inv_freq = getattr(self, f"{layer_type}_inv_freq")
+        attention_scaling = getattr(self, f"{layer_type}_attention_scaling")
+        freqs = position_ids[..., None].float() * inv_freq.to(device=x.device, dtype=torch.float)
+        cos = freqs.cos() * attention_scaling
+        sin = freqs.sin() * attention_scaling
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+def refuse_single(module: Any) -> str | None:
     if not isinstance(module.rope_type, str):
         return f"its rope type is {module.rope_type!r}, not one name"
-    return _refuse_type(module.rope_type, module.attention_scaling)
-
-
-def _refuse_by_layer_type(module: Any) -> str | None:
-    """Return why one type of layer cannot be served; None if all can.
-
-    It keeps the module for the others too: a forward is swapped for all of them.
-    """
-    if not isinstance(module.rope_type, dict):
-        return f"its rope type is {module.rope_type!r}, not one for each type of layer"
-    types = module.rope_type.items()
-    reasons = (_refuse_type(kind, getattr(module, f"{name}_attention_scaling")) for name, kind in types)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _refuse_type(rope_type: str, scaling: float) -> str | None:
-    """Return why a rope type cannot be served; None if it can.
-
-    Served are frequencies that stay, for which the decorator of transformers does nothing, and the factor 1.
-    """
-    if "dynamic" in rope_type or rope_type == "longrope":
-        return f"its frequencies change with the length ({rope_type})"
-    if scaling != 1:
-        return f"its rope type is {rope_type}: cos and sin are scaled by {scaling:.4g}"
     return None
 
 
-def _table(module: type[nn.Module], layer: str, refuse: Callable = _refuse_single) -> Reference:
+def refuse_by_layer_type(module: Any) -> str | None:
+    if not isinstance(module.rope_type, dict):
+        return f"its rope type is {module.rope_type!r}, not one for each type of layer"
+    return None
+
+
+def table(module: type[nn.Module], layer: str, refuse: Callable = refuse_single) -> Reference:
     return Reference(module, (layer,), refuse, lambda instance: layer)
 
 
 ROTARY_EMBEDDINGS = (
-    _table(LlamaRotaryEmbedding, "RotaryEmbedding"),
-    _table(OlmoRotaryEmbedding, "RotaryEmbeddingFloat32"),
-    _table(CohereRotaryEmbedding, "RotaryEmbeddingInterleaved"),
-    _table(GptOssRotaryEmbedding, "RotaryEmbeddingHalfWidth"),
-    _table(Gemma3RotaryEmbedding, "RotaryEmbeddingByType", _refuse_by_layer_type),
-    _table(Olmo3RotaryEmbedding, "RotaryEmbeddingByTypeFloat32", _refuse_by_layer_type),
+    table(LlamaRotaryEmbedding, "RotaryEmbedding"),
+    table(OlmoRotaryEmbedding, "RotaryEmbeddingFloat32"),
+    table(CohereRotaryEmbedding, "RotaryEmbeddingInterleaved"),
+    table(GptOssRotaryEmbedding, "RotaryEmbeddingHalfWidth"),
+    table(Gemma3RotaryEmbedding, "RotaryEmbeddingByType", refuse_by_layer_type),
+    table(Olmo3RotaryEmbedding, "RotaryEmbeddingByTypeFloat32", refuse_by_layer_type),
+    table(DeepseekV4RotaryEmbedding, "RotaryEmbeddingHalfWidthByType", refuse_by_layer_type),
+    table(MistralLarge4TextRotaryEmbedding, "RotaryEmbeddingLearned"),
+    table(EsmRotaryEmbedding, "RotaryEmbeddingOfAnyType"),
 )

@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, HEADS, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
+    HEADS,
+    LAYER_NORMS,
+    LAYERS,
+    MLPS,
+    ROTARY,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
 from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
@@ -130,7 +141,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         if (reason := changes.since_swapped(module)) is not None:
             return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         apart = packing.separate(module)
-        reason = f"two products, since {apart}" if apart else experts.remark(module)
+        reason = f"two products, since {apart}" if apart else packing.unaligned(module) or experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
     candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
     if forward is not None:
@@ -182,7 +193,7 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
         return reference is None
     if kind is MLPS:
         return reference is None and not has_gated_projections(module)
-    return kind is TABLES and (reference is None or reference.refuse(module) is not None)
+    return kind in (TABLES, LAYER_NORMS) and (reference is None or reference.refuse(module) is not None)
 
 
 def _reason(module: nn.Module) -> str:

@@ -1,7 +1,8 @@
 """Kernels that no longer fit, since what decided on them has changed: they are taken out at the next look.
 
-Whoever changes the activation of an MLP, the scale of a rotary table or the class of a module has the kernel computing
-what it was swapped in for, until ``kernelize()``, ``train()``, ``eval()`` or ``use_kernels = True`` look again.
+Whoever changes the activation of an MLP, the gate of experts or the class of a module has what it was swapped in for
+in its place, or the original formula, until ``kernelize()``, ``train()``, ``eval()`` or ``use_kernels = True`` look
+again.
 """
 
 from __future__ import annotations

@@ -10,11 +10,23 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.devices import awaits_weights
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
-_LAYERS = ("SwiGLUMLP", "GeGLUMLP")  # those with two projections
+# those that multiply with gate and up, each a projection
+_LAYERS = (
+    "ClampedSwiGLUMLP",
+    "DropoutMLP",
+    "DroppedMLP",
+    "ExactGeGLUMLP",
+    "GeGLUMLP",
+    "GloballyScaledMLP",
+    "NormedMLP",
+    "ScaledSwiGLUMLP",
+    "SwiGLUMLP",
+)
 
 
 class Pair(NamedTuple):
@@ -29,6 +41,10 @@ def pack(model: nn.Module) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
     for kernel, gate, up in pairs(model):
         kernel.pack(gate, up)
+    for module in model.modules():
+        forward = kernel_forward(module)
+        if forward is not None and loaded.layer_name(forward) in MLPS.layers:
+            loaded.package(forward).packing.meet(module)
 
 
 def separate(module: nn.Module) -> str | None:
@@ -43,6 +59,14 @@ def separate(module: nn.Module) -> str | None:
     if awaits_weights():
         return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
     return kernel.obstacle(gate, up) or f"{apart}: kernelize(model) lays them so"
+
+
+def unaligned(module: nn.Module) -> str | None:
+    """Return why a swapped MLP that is trained computes in torch; None if it does not, or is no MLP."""
+    forward = kernel_forward(module)
+    if forward is None or not module.training or loaded.layer_name(forward) not in MLPS.layers:
+        return None
+    return loaded.package(forward).alignment.unaligned(module)
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:

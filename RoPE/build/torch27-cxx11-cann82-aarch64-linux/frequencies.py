@@ -1,0 +1,38 @@
+"""The frequencies of a rotary embedding of transformers, and what its cos and sin are multiplied with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def frequencies_of(module: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor:
+    """Return the frequencies for positions, ``[F]``, in float32 on the device of x.
+
+    Those of the rope types dynamic and longrope follow the length: transformers' decorator of the forward that a layer
+    takes the place of, ``dynamic_rope_update`` of modeling_rope_utils.py, brings them up to date.
+    """
+    rope_type = getattr(module, "rope_type", "default")
+    if layer_type is not None and isinstance(rope_type, dict):
+        rope_type = rope_type[layer_type]
+    if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+        kind = "longrope" if rope_type == "longrope" else "dynamic"
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        _update_of(type(module), kind)(module, position_ids, device=x.device, **options)
+    return getattr(module, f"{_prefix(layer_type)}inv_freq").to(device=x.device, dtype=torch.float)
+
+
+def scale_of(module: nn.Module, layer_type: str | None = None) -> float:
+    """Return what cos and sin are multiplied with now."""
+    return getattr(module, f"{_prefix(layer_type)}attention_scaling")
+
+
+def _prefix(layer_type: str | None) -> str:
+    return "" if layer_type is None else f"{layer_type}_"
+
+
+def _update_of(cls: type[nn.Module], kind: str):
+    """Return the function inside of the decorator of a class's forward that changes its frequencies."""
+    decorated = cls.forward.__wrapped__  # below torch.no_grad
+    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__))
+    return cells[f"{kind}_frequency_update"].cell_contents

@@ -1,0 +1,92 @@
+"""Layer norms of transformers that are written out, and those of a sum, as encoders have them behind a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels_ext_npu.references.reference import Reference
+
+
+class CohereLayerNorm(nn.Module):
+    """The layer norm without a bias, in float32 and rounded once."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        mean = hidden_states.mean(-1, keepdim=True)
+        variance = (hidden_states - mean).pow(2).mean(-1, keepdim=True)
+        hidden_states = (hidden_states - mean) * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight.to(torch.float32) * hidden_states
+        return hidden_states.to(input_dtype)
+
+
+class OlmoLayerNorm(nn.Module):
+    """The layer norm without weight and bias, whose eps is in its forward."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.normalized_shape = (hidden_size,)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        orig_dtype = hidden_states.dtype
+        return F.layer_norm(hidden_states.to(dtype=torch.float32), self.normalized_shape, None, None, eps=1e-5).to(
+            orig_dtype
+        )
+
+
+class BertSelfOutput(nn.Module):
+    """What closes a residual in BERT: a projection, a dropout, and the norm of the sum."""
+
+    def __init__(self, hidden_size: int, p: float = 0.1, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.LayerNorm = nn.LayerNorm(hidden_size, eps=eps)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states + input_tensor)
+        return hidden_states  # noqa: RET504  as transformers writes it
+
+
+def _refuse_weight(module: CohereLayerNorm) -> str | None:
+    if not isinstance(module.variance_epsilon, (float, int)):
+        return f"its eps is {module.variance_epsilon!r}, not a number"
+    if not module.weight.is_floating_point():
+        return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _refuse_shape(module: OlmoLayerNorm) -> str | None:
+    shape = tuple(module.normalized_shape)
+    return None if len(shape) == 1 else f"it norms over {len(shape)} dimensions, the kernel over one"
+
+
+def _refuse_norm(module: BertSelfOutput) -> str | None:
+    norm = module.LayerNorm
+    if type(norm) is not nn.LayerNorm:
+        return f"its norm is a {type(norm).__module__}.{type(norm).__name__}"
+    if len(norm.normalized_shape) != 1 or norm.weight is None or norm.bias is None:
+        return "its norm is over several dimensions, or has no weight or bias"
+    return None
+
+
+def _norm(module: type[nn.Module], layer: str, refuse: Callable) -> Reference:
+    return Reference(module, (layer,), refuse, lambda _: layer)
+
+
+LAYER_NORMS = (
+    _norm(CohereLayerNorm, "LayerNormFloat32", _refuse_weight),
+    _norm(OlmoLayerNorm, "LayerNormFloat32", _refuse_shape),
+    _norm(BertSelfOutput, "AddLayerNorm", _refuse_norm),
+)

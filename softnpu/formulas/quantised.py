@@ -83,7 +83,7 @@ def npu_quant_matmul(
         nine = scale >> OFFSET_BIT & 0x1FF
         offset = torch.where(nine < 256, nine, nine - 512).float() if dtype == int8 else None
         scale = (scale.to(int32) & KEPT_BITS).view(float32)
-        scale, offset = (t if t is None or t.dim() == 1 else t.flatten() for t in (scale, offset))
+        scale, offset = scale.flatten(), None if offset is None else offset.flatten()
     fits = 2 <= x1.dim() <= 6 and 2 <= x2.dim() <= 6 and x1.shape[-1] == x2.shape[-2]
     require(fits, operator, f"needs [..., M, K] and [..., K, N], got {describe(x1)} and {describe(x2)}")
     require(max(x1.shape[-1], x2.shape[-1]) <= LONGEST, operator, f"K and N must be at most {LONGEST}")

@@ -72,8 +72,7 @@ def take(model: nn.Module) -> None:
             take_out(head.module)
         elif not is_swapped(head.module):
             assert state.current is not None
-            with suppress(Exception):  # a kernel that cannot be loaded is reported with the layers that cannot
-                head.module.forward = MethodType(_forward_with(_kernel()), head.module)  # type: ignore[method-assign]
+            head.module.forward = MethodType(_forward_with(_kernel()), head.module)  # type: ignore[method-assign]
 
 
 def restore(model: nn.Module) -> None:

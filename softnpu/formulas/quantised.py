@@ -17,6 +17,7 @@ from softnpu.formulas.cast import dtype_of
 
 LARGEST = 127.0
 LONGEST = 65535
+OFFSET_BIT = 37  # of such a scale: the first of the nine bits of the offset
 KEPT_BITS = ~0x1FFF  # of a scale that is a parameter of the matrix unit: the upper 19
 
 
@@ -41,11 +42,7 @@ def npu_dynamic_quant(
         raise NotImplementedError(f"{operator}: the software device quantises rows to int8 only")
     require_dtypes(operator, {(float16,), (bfloat16,)}, input=input)
     require(input.dim() > 1 and input.numel() > 0, operator, f"x must have two dimensions, got {describe(input)}")
-    x = input.float().reshape(-1, input.shape[-1])
-    if smooth_scales is not None:
-        x = x * _smooth(operator, input, smooth_scales, group_index, len(x))
-    else:
-        require(group_index is None, operator, "group_index needs smooth_scales")
+    x = smoothed(operator, input, smooth_scales, group_index)
     factor = LARGEST / x.abs().amax(-1, keepdim=True)
     y = torch.round(x * factor).nan_to_num(0.0)  # zeros times infinity
     return y.to(int8).view(input.shape), (1 / factor).view(input.shape[:-1])
@@ -71,7 +68,8 @@ def npu_quant_matmul(
     """Compute ``(x1 · x2 + bias) · scale · pertoken_scale``, or with a floating bias that added last, as int8, float16
     or bfloat16, for x1 [..., M, K] and x2 [..., K, N] of int8, scale [1] or [N] and pertoken_scale [M].
 
-    Without pertoken_scale a float32 scale for int8 or float16 keeps its upper 19 bits. int8 adds the offset, rounded.
+    A scale of int64 is npu_trans_quant_param's. Without pertoken_scale a float32 scale for int8 or float16 keeps its
+    upper 19 bits. int8 adds the offset, rounded.
     """
     operator = "npu_quant_matmul"
     dtype = int8 if output_dtype is None else dtype_of(operator, output_dtype)
@@ -80,10 +78,12 @@ def npu_quant_matmul(
         raise NotImplementedError(
             f"{operator}: the software device has int8 matrices without groups, and no int32 result"
         )
-    if scale.dtype == torch.int64:
-        raise NotImplementedError(
-            f"{operator}: the software device takes the scale itself, not npu_trans_quant_param's"
-        )
+    if scale.dtype == torch.int64:  # as npu_trans_quant_param makes them, with the offset of a result of int8
+        require(offset is None and pertoken_scale is None, operator, "int64 scales take no offset and pertoken_scale")
+        nine = scale >> OFFSET_BIT & 0x1FF
+        offset = torch.where(nine < 256, nine, nine - 512).float() if dtype == int8 else None
+        scale = (scale.to(int32) & KEPT_BITS).view(float32)
+        scale, offset = (t if t is None or t.dim() == 1 else t.flatten() for t in (scale, offset))
     fits = 2 <= x1.dim() <= 6 and 2 <= x2.dim() <= 6 and x1.shape[-1] == x2.shape[-2]
     require(fits, operator, f"needs [..., M, K] and [..., K, N], got {describe(x1)} and {describe(x2)}")
     require(max(x1.shape[-1], x2.shape[-1]) <= LONGEST, operator, f"K and N must be at most {LONGEST}")
@@ -176,6 +176,15 @@ def npu_weight_quant_batchmatmul(
         require(fits, operator, f"bias must be {dtype} [{n}] or [1, {n}], got {describe(bias)}")
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+def smoothed(operator: str, input: Tensor, scales: Tensor | None, ends: Tensor | None) -> Tensor:
+    """Return the rows in float32, times their scales if there are any."""
+    x = input.float().reshape(-1, input.shape[-1])
+    if scales is not None:
+        return x * _smooth(operator, input, scales, ends, len(x))
+    require(ends is None, operator, "group_index needs smooth_scales")
+    return x
 
 
 def _smooth(operator: str, x: Tensor, scales: Tensor, ends: Tensor | None, rows: int) -> Tensor:

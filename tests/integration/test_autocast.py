@@ -43,7 +43,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_dtypes_are_the_originals_and_values_as_near(name: str, dtype: torch.dtype) -> None:
     logits, _, gradients = run(zoo.build(name), name, None)
     without, dtypes, gradients_without = run(zoo.build(name).to("npu"), name, dtype)

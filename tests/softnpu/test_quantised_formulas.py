@@ -127,10 +127,24 @@ def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
     [
         lambda: torch_npu.npu_dynamic_quant(X, quant_mode="pertensor"),
         lambda: torch_npu.npu_quant_matmul(A.int(), B.int(), SCALE),
-        lambda: torch_npu.npu_quant_matmul(A, B, SCALE.long(), output_dtype=5),
+        lambda: torch_npu.npu_quant_matmul(A, B, SCALE, output_dtype=3),
         lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), quant_scale=SCALE),
     ],
 )
 def test_other_forms_are_refused_by_name(call) -> None:
     with pytest.raises(NotImplementedError, match="the software device"):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_scales_as_the_matrix_unit_takes_them_are_the_scales(dtype, shape) -> None:
+    a, b = (t.to("npu") for t in drawn((3, 16), (16, 4)))
+    scale, offset = torch.rand(4) * 1e-3 + 1e-4, torch.tensor([3.0, -7.0, 0.0, 100.0]) if dtype == torch.int8 else None
+    given = [None if t is None else t.to("npu") for t in (scale, offset)]
+    parameter = torch_npu.npu_trans_quant_param(*(None if t is None else t.view(shape) for t in given))
+    found = torch_npu.npu_quant_matmul(a, b, parameter.flatten(), output_dtype=NUMBERS[dtype])
+    expected = torch_npu.npu_quant_matmul(a, b, given[0], offset=given[1], output_dtype=NUMBERS[dtype])
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="int64 scales take no offset and pertoken_scale"):
+        torch_npu.npu_quant_matmul(a, b, parameter.flatten(), offset=given[0], output_dtype=NUMBERS[dtype])

@@ -159,10 +159,13 @@ def _in_torch(logits: Tensor, bias: Tensor | None, gating: _Gating) -> tuple[Ten
 
 
 def _weights(logits: Tensor, experts: Tensor, gating: _Gating) -> Tensor:
-    """Compute the weights of given experts in torch, differentiable."""
+    """Compute the weights of given experts in torch, differentiable, in the dtype of the logits.
+
+    Under autocast sums are float32, and DeepSeek-V3's router divides in place.
+    """
     weights = _scores(logits, gating).gather(-1, experts)
     if gating.renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + gating.epsilon)
+        weights = (weights / (weights.sum(-1, keepdim=True) + gating.epsilon)).to(weights.dtype)
     return weights * gating.scale
 
 

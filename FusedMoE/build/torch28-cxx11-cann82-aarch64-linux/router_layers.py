@@ -70,6 +70,8 @@ class SigmoidTopKRouterGivenBias(Layer):
     """Chooses experts by sigmoid and a bias that it is given, in float32, as HYV3 does."""
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> Routed:
+        if torch.is_autocast_enabled(hidden_states.device.type):  # the original's divides in float32 what is narrower
+            return type(self).forward(self, hidden_states, e_score_correction_bias)
         logits = float32_logits(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         return logits, *gating_top_k(logits, self.top_k, e_score_correction_bias, scale=self.router_scaling_factor)
 
@@ -124,7 +126,8 @@ class SigmoidTopKRouterMultiplied(Layer):
     """Chooses experts by sigmoid and bias, of logits times ``output_multiplier``, as Muse Spark does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
-        if type(self.scoring_function) is not nn.Sigmoid or is_watched(self.scoring_function):
+        other = type(self.scoring_function) is not nn.Sigmoid or is_watched(self.scoring_function)
+        if other or torch.is_autocast_enabled(hidden_states.device.type):
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         logits = float32_logits(hidden_states.view(-1, self.hidden_dim), self.weight) * self.output_multiplier
         bias, scale, epsilon = self.e_score_correction_bias, self.routed_scaling_factor, self.norm_topk_prob_eps

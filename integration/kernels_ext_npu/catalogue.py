@@ -103,6 +103,18 @@ TABLES = Kind(
 )
 EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
 ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+LINEAR_ATTENTION = Kind(
+    "linear attention functions",
+    (
+        "CausalConv1d",
+        "CausalConv1dUpdate",
+        "ChunkGatedDeltaRule",
+        "ChunkKDA",
+        "FusedRecurrentGatedDeltaRule",
+        "FusedRecurrentKDA",
+    ),
+    in_models="linear attention calls",
+)
 ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
 
 CATALOGUE = (
@@ -111,8 +123,10 @@ CATALOGUE = (
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
     Repository("FlashAttention", "flash-attention", ()),
-    Repository("LinearAttention", "linear-attention", ()),
+    Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION,)),
 )
+
+FUNCTIONS = (ROTARY, LINEAR_ATTENTION)  # served by functions, not by modules
 
 # those with layers for classes and functions of transformers; what the others compute is called by name
 SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)

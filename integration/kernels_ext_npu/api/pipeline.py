@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, packing, rotary, state, table
+from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, functions, packing, state, table
 from kernels_ext_npu.swapping.devices import on_its_way
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -40,11 +40,11 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     changes.take_out(model)
     classes.mark(registration, model)
-    kept = rotary.mark(registration, model) if state.uses(rotary.REPOSITORY) else {}
+    kept = functions.mark(registration, model)
     try:
         take(mode)
     finally:
-        rotary.give_back(kept)
+        functions.give_back(kept)
     _take_otherwise_served(model, mode)
     packing.pack(model)
     if experts_interface.is_installed():

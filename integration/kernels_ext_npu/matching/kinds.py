@@ -14,7 +14,17 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import EXPERTS, KIND_OF_LAYER, MLPS, NORMS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    EXPERTS,
+    KIND_OF_LAYER,
+    LINEAR_ATTENTION,
+    MLPS,
+    NORMS,
+    ROTARY,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
 
@@ -31,6 +41,22 @@ _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalE
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+# what transformers calls the functions of linear attention and state space models in its table of kernels
+_LINEAR_NAMES = frozenset(
+    {
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+        "chunk_gated_delta_rule",
+        "chunk_kda",
+        "fused_recurrent_gated_delta_rule",
+        "fused_recurrent_kda",
+        "mamba_chunk_scan_combined",
+        "mamba_inner_fn",
+        "mamba_split_conv1d_scan_combined",
+        "selective_scan_fn",
+        "selective_state_update",
+    }
+)
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -84,6 +110,22 @@ def has_gated_projections(module: nn.Module) -> bool:
     return any(names <= children for names in _GATED)
 
 
+def of_function(name: str, function: object) -> Kind | None:
+    """Return what a function is: by what it computes, or by what transformers decorated it for.
+
+    Args:
+        name: what its file calls it.
+        function: the function, or what `kernels` made of it.
+    """
+    if rotates(name, function):
+        return ROTARY
+    if (reference := find_function_reference(function)) is not None:
+        return KIND_OF_LAYER[reference.layer]
+    if is_kernel_function(function) and type(function).kernel_layer_name in _LINEAR_NAMES:  # type: ignore[attr-defined]
+        return LINEAR_ATTENTION
+    return None
+
+
 def rotates(name: str, function: object) -> bool:
     """Tell whether a function rotates queries and keys, or is a helper that does.
 
@@ -97,8 +139,8 @@ def rotates(name: str, function: object) -> bool:
     original = original_function(function)
     if original is None:
         return False
-    if find_function_reference(function) is not None:
-        return True
+    if (reference := find_function_reference(function)) is not None:
+        return KIND_OF_LAYER[reference.layer] is ROTARY
     if is_kernel_function(function):
         return "rotary" in type(function).kernel_layer_name.lower()  # type: ignore[attr-defined]
     used = names(original)

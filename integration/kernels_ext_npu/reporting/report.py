@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, KINDS, LAYERS, ROTARY
+from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
-from kernels_ext_npu.swapping import rotary, waiting
+from kernels_ext_npu.swapping import functions, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 
-# what rotates comes last, as its rows do
-SHOWN = sorted(KINDS, key=lambda kind: LAYERS[kind.layers[0]] == rotary.REPOSITORY)
+# functions come last, as their rows do, and the tables that rotary ones take before them
+SHOWN = sorted(KINDS, key=lambda kind: kind in (*FUNCTIONS, TABLES))
 
 
 class Report:
@@ -60,8 +60,8 @@ class Report:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
-        if any(row.kind == ROTARY.in_models and row.swapped for row in self.rows):
-            table.caption, table.caption_justify = rotary.SHARED, "left"
+        if any(row.function is not None and row.swapped for row in self.rows):
+            table.caption, table.caption_justify = functions.SHARED, "left"
         table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
@@ -83,7 +83,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Report every norm, gated MLP, experts module, router, rotary function and table: swapped, or kept and why.
+    """Report every norm, gated MLP, experts module, router, rotary table and function: swapped, or kept and why.
 
     Attention is reported where a model names ``npu_flash_attention``.
 

@@ -1,4 +1,4 @@
-"""What there is to say of one module, or of one rotary function that a module calls."""
+"""What there is to say of one module, or of one function that a module calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROTARY, ROUTERS, TABLES, Kind
-from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
+from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.matching.kinds import has_gated_projections, of_function, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
@@ -17,16 +17,16 @@ from kernels_ext_npu.swapping import (
     experts,
     experts_choice,
     experts_interface,
+    functions,
     loaded,
     packing,
     refusals,
-    rotary,
     state,
 )
 from kernels_ext_npu.swapping.attention_choice import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.refusals import refusal, replaced
-from kernels_ext_npu.swapping.rotary_uses import Use, uses
 
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
@@ -34,7 +34,7 @@ _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.L
 
 @dataclass(frozen=True)
 class Row:
-    """One module, or one rotary function that a module calls.
+    """One module, or one function that a module calls.
 
     Attributes:
         path: its name in the model; of a function that of the module, a dot, and the name in its file.
@@ -81,7 +81,7 @@ def of_attention(model: nn.Module) -> Iterator[Row]:
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:
-    """Describe every rotary function that a module of a model calls, once for each module."""
+    """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
         for use in uses(type(module)):
             yield _of_function(path, module, use)
@@ -127,15 +127,17 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
 
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:
-    reference, reason = find_function_reference(use.function), rotary.refusal(module, use)
+    reference, reason = find_function_reference(use.function), functions.refusal(module, use)
+    kind = of_function(use.name, use.function)
+    assert kind is not None
     return Row(
         path=f"{path}.{use.name}".lstrip("."),
         class_name=getattr(original_function(use.function), "__qualname__", use.name),
         kernel=reference.layer if reference else None,
         swapped=reason is None,
         reason=reason,
-        is_candidate=refusals.left_out(rotary.REPOSITORY) is None,
-        kind=ROTARY.in_models,
+        is_candidate=functions.is_candidate(use, kind),
+        kind=kind.in_models,
         function=use.name,
     )
 

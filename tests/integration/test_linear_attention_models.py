@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from types import FunctionType
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.references.fingerprints import is_kernel_function
+from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import functions
 from tests.support import zoo
 from tests.support.agreement import TOLERANCE
@@ -27,7 +29,7 @@ def kernelized(name: str) -> PreTrainedModel:
     return kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
 
 
-def rows(model: nn.Module) -> dict[str, kernels_ext_npu.report]:
+def rows(model: nn.Module) -> dict[str, Row]:
     found = kernels_ext_npu.report(model)
     return {row.class_name: row for row in found if row.kind == "linear attention calls"}
 
@@ -44,7 +46,7 @@ def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tor
 
 @pytest.mark.parametrize("name", [*NAMES, *CONVOLUTIONS])
 def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
-    """Of which the kernels are the forwards until they are put back, on the CPU too; one row has padding on the left."""
+    """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left."""
     model = kernelized(name)
     inputs = zoo.inputs(name, model)
     found = outcome(model, inputs)
@@ -137,15 +139,13 @@ def cell_of(function: FunctionType, name: str, itself: bool = False):
 def test_packed_sequences_give_what_they_give_alone(name: str) -> None:
     """With the bounds that transformers' collator gives: transformers' own functions refuse them, or mix sequences."""
     model = kernelized(name).eval()
-    ids = torch.randint(2, 90, (1, 12), generator=torch.Generator().manual_seed(0)).npu()
     ends = [0, 5, 12]
     bounds = torch.tensor(ends, dtype=torch.int32).npu()
     mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
     hidden = torch.randn(1, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).npu()
-    del ids
     with torch.no_grad():
         packed = mixer(hidden, cu_seq_lens_q=bounds, seq_idx=torch.tensor([[0] * 5 + [1] * 7]).npu())
-        alone = torch.cat([mixer(hidden[:, a:b]) for a, b in zip(ends, ends[1:])], 1)
+        alone = torch.cat([mixer(hidden[:, a:b]) for a, b in itertools.pairwise(ends)], 1)
     assert (packed - alone).norm() <= TOLERANCE * alone.norm()
 
 

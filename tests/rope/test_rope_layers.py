@@ -108,7 +108,7 @@ def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleTyp
             assert distance(tensors(found)[0], tensors(expected)[0]) <= 1e-6
 
 
-LAYERS = sorted({reference.layer: reference.function.__name__ for reference in FUNCTION_REFERENCES}.items())
+LAYERS = sorted({reference.layer: reference.function.__name__ for reference in REFERENCES}.items())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROUTERS, TABLES, Kind
-from kernels_ext_npu.matching.kinds import has_gated_projections, of_function, of_module
+from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
@@ -128,16 +128,14 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:
     reference, reason = find_function_reference(use.function), functions.refusal(module, use)
-    kind = of_function(use.name, use.function)
-    assert kind is not None
     return Row(
         path=f"{path}.{use.name}".lstrip("."),
         class_name=getattr(original_function(use.function), "__qualname__", use.name),
         kernel=reference.layer if reference else None,
         swapped=reason is None,
         reason=reason,
-        is_candidate=functions.is_candidate(use, kind),
-        kind=kind.in_models,
+        is_candidate=functions.is_candidate(use),
+        kind=use.kind.in_models,
         function=use.name,
     )
 

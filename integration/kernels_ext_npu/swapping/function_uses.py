@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.matching.kinds import names, of_function
 from kernels_ext_npu.references.fingerprints import original_function
 
@@ -20,10 +21,11 @@ _uses: dict[type, tuple[Use, ...]] = {}
 
 
 class Use(NamedTuple):
-    """A function under the name by which a modeling file calls it."""
+    """A function under the name by which a modeling file calls it, and what it is counted among."""
 
     file: str
     name: str
+    kind: Kind
 
     @property
     def function(self) -> Any:
@@ -51,8 +53,8 @@ def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
             original = original_function(value)
             if original is None:
                 continue
-            if of_function(name, value) is not None:
-                found[Use(function.__module__, name)] = None
+            if (kind := of_function(name, value)) is not None:
+                found[Use(function.__module__, name, kind)] = None
             elif original.__module__ == function.__module__ and original not in waiting:
                 waiting.append(original)
     return tuple(found)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import LAYERS, ROTARY, Kind
+from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.matching.lookup import find_function_reference
 from kernels_ext_npu.references import FunctionReference
@@ -95,9 +95,8 @@ def refusal(module: nn.Module, use: Use) -> str | None:
         return refusals.served_by(forward)
     reference = find_function_reference(use.function)
     if reference is None:
-        kind = kinds.of_function(use.name, use.function)
-        if kind is not None and kind is not ROTARY:
-            return kinds.reason(kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
+        if use.kind is not ROTARY and original_function(use.function) is not None:
+            return kinds.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         original = original_function(use.function)
         stranger = refusals.foreign(original, use.file) if original else None
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
@@ -113,10 +112,10 @@ def refusal(module: nn.Module, use: Use) -> str | None:
     return refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR_BY_ANY
 
 
-def is_candidate(use: Use, kind: Kind) -> bool:
+def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
     if (reference := find_function_reference(use.function)) is None:
-        return kind is ROTARY and refusals.left_out(LAYERS[kind.layers[0]]) is None
+        return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
     return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
 
 
@@ -131,7 +130,7 @@ def _may_be_served(registration: state.Registration, use: Use, reference: Functi
     """Tell whether a function could get a kernel for the NPU for which it is not meant."""
     if reference is not None:
         return True
-    return kinds.of_function(use.name, use.function) is ROTARY and state.uses("RoPE")
+    return use.kind is ROTARY and state.uses(LAYERS[ROTARY.layers[0]])
 
 
 def _wrap(registration: state.Registration, use: Use, layer: str) -> None:

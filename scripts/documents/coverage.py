@@ -10,6 +10,7 @@ import softnpu  # noqa: F401  before torch
 from documents import DocumentError
 from kernels_ext_npu.coverage import markdown
 from kernels_ext_npu.coverage.survey import Row, survey
+from kernels_ext_npu.coverage.tables import columns
 from kernels_ext_npu.matching.kinds import COUNTED
 
 # The newest language and vision-language models of those who publish most of them, their mixtures of
@@ -63,6 +64,7 @@ _CHINESE = {
     "rotary tables": "旋转位置编码表（cos、sin）",
     "experts": "专家层",
     "routers": "路由",
+    "activations": "激活函数",
     "with": "含",
 }
 _SENTENCES = {
@@ -109,8 +111,11 @@ def summary(language: str) -> str:
 def best_known(language: str) -> str:
     """Return what of the best-known model types is served: a row for each, a column for each kernel."""
     rows = {model_type: row for row in _rows() for model_type in row.folder.model_types}
-    known = [[_name(name, rows[name], _word("with", language)), *markdown.cells(rows[name])] for name in BEST_KNOWN]
-    table = markdown.table([_word("model type", language), *markdown.KERNELS], known, right=len(markdown.KERNELS))
+    kernels = [kernel.name for kernel in columns(_rows())]
+    known = [
+        [_name(name, rows[name], _word("with", language)), *markdown.cells(_rows(), rows[name])] for name in BEST_KNOWN
+    ]
+    table = markdown.table([_word("model type", language), *kernels], known, right=len(kernels))
     return f"{_CELLS[language]}\n\n{table}"
 
 

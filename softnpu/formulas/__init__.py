@@ -33,6 +33,10 @@ COMPOSED = {
 }
 
 
+# Casts to an internal format with a dtype of its own for the format's blocks: over the bytes of ND, the plain cast.
+FORMAT_CASTS = ("_npu_format_cast.aclnn", "_npu_format_cast.input_dtype")
+
+
 def formula(function: Callable) -> Callable:
     """Register a function as the device's form of the ``npu::`` operator with its name."""
     FORMULAS[function.__name__] = function
@@ -57,10 +61,16 @@ def install() -> None:
         namespace, _, name = registration.partition("::")
         if namespace != "npu" or name in NATIVE or hasattr(torch.ops.npu, COMPOSED.get(name, "")):
             continue
-        if name in FORMULAS:
+        if name in FORMAT_CASTS:
+            kernel = _cast_format
+        elif name in FORMULAS:
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
             kernel = on_host(op, adapted(op, FORMULAS[name]))
         else:
             kernel = refusal(registration)
         replace_kernel(npu, name, kernel)
+
+
+def _cast_format(input: torch.Tensor, acl_format: int, customize_dtype: int, *input_dtype: int) -> torch.Tensor:
+    return torch.ops.npu._npu_format_cast(input, acl_format)

@@ -25,7 +25,7 @@ _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 def _npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Return ``x / (1 - p)`` where an element is kept and zero elsewhere, and the mask that says which are kept."""
     require_dtypes("_npu_dropout", {(dtype,) for dtype in FLOATING}, input=input)
-    mask = _drawn("_npu_dropout", input.numel(), p, *draw(None))
+    mask = drawn("_npu_dropout", input.numel(), p, *draw(None))
     return _masked(input, mask, p), mask
 
 
@@ -41,7 +41,7 @@ def _npu_dropout_gen_mask(
     sync: bool | None = None,
 ) -> Tensor:
     """Return a mask for a tensor of the given size, drawn from a seed and an offset."""
-    return _drawn("_npu_dropout_gen_mask", math.prod(size), p, seed, offset)
+    return drawn("_npu_dropout_gen_mask", math.prod(size), p, seed, offset)
 
 
 @formula
@@ -50,12 +50,17 @@ def npu_dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
     return _masked(grad_output, mask, p)
 
 
-def _drawn(operator: str, count: int, p: float, seed: int, offset: int) -> Tensor:
+def drawn(operator: str, count: int, p: float, seed: int, offset: int) -> Tensor:
+    """Draw a mask of ``count`` bits, of which each is zero with probability p."""
     require(0 <= p <= 1, operator, f"dropout probability has to be between 0 and 1, but got {p}")
     bits = F.pad(torch.rand(count, generator=seeded(seed, offset)) >= p, (0, -count % _ALIGNED))
     return (bits.view(-1, 8) * _BITS).sum(-1, dtype=torch.uint8)
 
 
+def kept(mask: Tensor, start: int, shape: torch.Size) -> Tensor:
+    """Return the bits of a mask from ``start`` on, as booleans of the shape."""
+    return (mask.unsqueeze(-1) & _BITS).ne(0).flatten()[start : start + shape.numel()].view(shape)
+
+
 def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    kept = (mask.unsqueeze(-1) & _BITS).ne(0).flatten()[: x.numel()].view(x.shape)
-    return torch.where(kept, x.float() / (1 - p) if p < 1 else 0.0, 0.0).to(x.dtype)
+    return torch.where(kept(mask, 0, x.shape), x.float() / (1 - p) if p < 1 else 0.0, 0.0).to(x.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, int64
 
-from softnpu.argument_checks import require
 from softnpu.formulas import formula
 from softnpu.formulas.fusion_attention_masks import UNBOUNDED
 from softnpu.formulas.fusion_attention_math import Attention, unwritten
@@ -25,13 +24,16 @@ def npu_fusion_attention(
     sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None, dropout_mask: Tensor | None = None,
     seed: int = 0, offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return the result, every row's maximum and sum, a reserved tensor, seed, offset and size of the dropout mask."""
-    require(dropout_mask is None, "npu_fusion_attention", "the software device draws its own dropout_mask")
-    random = draw_dropout(keep_prob)
+    """Return the result, every row's maximum and sum, a reserved tensor, seed, offset and size of the dropout mask.
+
+    dropout_mask, uint8, is one of _npu_dropout_gen_mask, with the seed and offset it was made of; without one, a seed
+    that is not zero takes the place of the generator's. The gradient makes the mask again from both.
+    """
+    random = draw_dropout(keep_prob, dropout_mask, seed, offset)
     attention = Attention(
         "npu_fusion_attention", head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
         next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, random,
-        prefix,
+        prefix, dropout_mask=dropout_mask,
     )
     out, maximum, total = attention.forward(query, key, value)
     return out, maximum, total, query.new_empty(0), *random, attention.weights(query, key)
@@ -110,6 +112,8 @@ def _ends(lengths: Tensor | None) -> list[int] | None:
     return None if lengths is None else lengths.tolist()
 
 
-def draw_dropout(keep_prob: float) -> tuple[int, int]:
-    """Draw seed and offset of the dropout mask; zeros where nothing is dropped."""
-    return (0, 0) if keep_prob == 1 else draw(None)
+def draw_dropout(keep_prob: float, mask: Tensor | None = None, seed: int = 0, offset: int = 0) -> tuple[int, int]:
+    """Return seed and offset of the dropout mask, the generator's unless given; zeros if nothing is dropped."""
+    if keep_prob == 1:
+        return 0, 0
+    return draw(None) if mask is None and seed == 0 else (seed, offset)

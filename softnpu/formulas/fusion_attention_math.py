@@ -20,10 +20,10 @@ from torch import Tensor, float32
 
 from softnpu import memory_poisoning
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.formulas.dropout import drawn, kept
 from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.formulas.fusion_attention_masks import BAND_LEFT_UP_CAUSAL, Masking
 from softnpu.formulas.fusion_attention_pse import ADD_MULTIPLY, PositionBias
-from softnpu.randomness import seeded
 
 STATISTICS = 8  # the maximum and the sum of a row are written eight times
 MOST_SEQUENCES = 1024
@@ -54,6 +54,7 @@ class Attention:
     prefix: list[int] | None = None
     pse_type: int = ADD_MULTIPLY
     shift: int = 0  # where the keys start, less where the queries start, for slopes
+    dropout_mask: Tensor | None = None  # in place of the one that seed and offset give
 
     @cached_property
     def masking(self) -> Masking:
@@ -205,11 +206,15 @@ class Attention:
     def _sequence(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+        if q.shape[2] == 0:
+            return q.new_empty(*q.shape[:3], v.shape[3]), *(torch.empty(*q.shape[:3], 1) for _ in range(2))
         weights, maximum, total = self._softmax(i, q, k)
         out = (self._drop(weights, i).to(q.dtype).float() @ v.float()) / total
         return out.to(q.dtype), maximum, total
 
     def _gradients(self, i: int, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, out: Tensor) -> tuple:
+        if q.shape[2] == 0:
+            return q, torch.zeros_like(k), torch.zeros_like(v), torch.zeros(q.shape[1])
         heads = (k.shape[1], q.shape[1] // k.shape[1])
         k, v = (t.repeat_interleave(heads[1], 1) for t in (k, v))
         weights, maximum, total = self._softmax(i, q, k)
@@ -225,13 +230,21 @@ class Attention:
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsink
 
     def _drop(self, weights: Tensor, i: int) -> Tensor:
-        """Drop out weights, with the same mask in forward and backward."""
+        """Drop out weights, with the same mask in forward and backward: its bits are in the order of the sequences."""
         if self.keep_prob == 1:
             return weights
-        kept = torch.empty_like(weights).bernoulli_(
-            self.keep_prob, generator=seeded(self.random[0], self.random[1] + i)
-        )
-        return weights * kept / self.keep_prob
+        sizes = [self.head_num * q * k for q, k in self.lengths] or [weights.numel()]
+        mask = self._bits(sum(sizes))
+        return weights * kept(mask, sum(sizes[:i]), weights.shape) / self.keep_prob
+
+    def _bits(self, count: int) -> Tensor:
+        """Return the mask for so many weights, as ``_npu_dropout_gen_mask`` makes it."""
+        if self.dropout_mask is None:
+            return drawn(self.operator, count, 1 - self.keep_prob, *self.random)
+        mask, rule = self.dropout_mask, f"dropout_mask must have a bit for each of {count} weights, as uint8"
+        fits = mask.dtype == torch.uint8 and 8 * mask.numel() >= count
+        require(fits, self.operator, f"{rule}, got {describe(mask)}")
+        return mask.flatten()
 
 
 def unwritten(tensor: Tensor | None) -> Tensor | None:

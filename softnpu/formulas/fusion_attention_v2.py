@@ -33,12 +33,11 @@ def npu_fusion_attention_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Return the result, every row's maximum and sum, a reserved tensor, seed, offset and size of the dropout mask."""
     operator = "npu_fusion_attention_v2"
-    require(dropout_mask is None, operator, "the software device draws its own dropout_mask")
-    random = draw_dropout(keep_prob)
+    random = draw_dropout(keep_prob, dropout_mask, seed, offset)
     attention = Attention(
         operator, head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tokens, next_tokens,
         inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, random, prefix, pse_type,
-        _shift(operator, q_start_idx, kv_start_idx),
+        _shift(operator, q_start_idx, kv_start_idx), dropout_mask,
     )
     q, k = _joined(operator, input_layout, query, key, value, query_rope, key_rope)
     out, maximum, total = attention.forward(q, k, value)

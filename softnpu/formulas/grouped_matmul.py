@@ -1,7 +1,8 @@
 """Define grouped matrix products: one product a group, over rows of x (M) or over parts of the sum (K).
 
-Limits: softnpu/formulas/grouped_matmul_limits.py. Products are summed in float32 and rounded once to the dtype of x,
-with the bias added before, as the matrix unit does. What no group covers stays unwritten, here NaN, and so does
+Limits: softnpu/formulas/grouped_matmul_limits.py; the arithmetic, of floating-point tensors and of int8:
+grouped_matmul_quantised.py. Products are summed in float32 and rounded once, with the bias added before, as the matrix
+unit does. What no group covers stays unwritten, here NaN, and so does
 everything if all of x is empty. The kernel reads group_list on the device: the host does not wait for it.
 """
 
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from softnpu.argument_checks import require
 from softnpu.formulas import formula, formula_of
 from softnpu.formulas import grouped_matmul_limits as limits
+from softnpu.formulas.cast import dtype_of
+from softnpu.formulas.grouped_matmul_quantised import Arithmetic, arithmetic
 
 Tensors = Sequence[Tensor]
 
@@ -45,49 +50,52 @@ def npu_grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """Multiply floating-point tensors in groups. group_list, int64 [E], holds the sizes of the groups (group_list_type
+    """Multiply in groups. group_list, int64 [E], holds the sizes of the groups (group_list_type
     1) or where they end (0, the default).
 
     group_type 0: rows of ``x [M, K]`` times ``weight [E, K, N]``, or E weights [K, N], to one [M, N]; x may be a list
-    as well, one tensor a group. 2: parts of the sum, ``x [M, K]`` times ``weight [K, N]`` to one [E, M, N], zero for
-    an empty group. -1: lists of x [..., K_i] and weights [K_i, N_i] to a list, without group_list. The bias is one
-    [E, N], or E tensors [N] for E weights.
+    as well, one tensor a group, then group_list may be left out. 2: parts of the sum, ``x [M, K]`` times
+    ``weight [K, N]`` to one [E, M, N], zero for an empty group. -1: lists of x [..., K_i] and weights [K_i, N_i] to a
+    list, without group_list. The bias is one [E, N], or E tensors [N] for E weights.
+
+    x and weight of int8 take a scale a column, and one a row as per_token_scale; a weight of int8 alone takes
+    antiquant_scale and antiquant_offset, one a column.
     """
-    limits.require_floating_point(
-        scale=scale,
+    limits.require_absent(
         offset=offset,
-        antiquant_scale=antiquant_scale,
-        antiquant_offset=antiquant_offset,
-        per_token_scale=per_token_scale,
         activation_input=activation_input,
         activation_quant_scale=activation_quant_scale,
         activation_quant_offset=activation_quant_offset,
-        act_type=act_type or None,
-        tuning_config=tuning_config,
-        output_dtype=output_dtype,
+        tuning_config=None if x[:1] and x[0].dtype == torch.int8 else tuning_config,
         x_dtype=x_dtype,
         weight_dtype=weight_dtype,
         scale_dtype=scale_dtype,
         per_token_scale_dtype=per_token_scale_dtype,
     )
-    limits.require_dtypes_and_lengths(x, weight, bias)
     split, counts = split_item or 0, group_list_type or 0
     limits.require_group_type(group_type, split, counts)
+    limits.require_dtypes_and_lengths(x, weight, bias)
+    dtype = None if output_dtype is None else dtype_of(limits.OPERATOR, output_dtype)
+    how = arithmetic(x, weight, scale, per_token_scale, antiquant_scale, antiquant_offset, dtype, act_type or 0)
     if group_type == limits.NO_GROUPS:
         limits.require_pairs(x, weight, group_list)
-        return _each(x, weight, bias)
+        return _each(x, weight, bias, how)
     if group_type == limits.SUM:
         limits.require_sum(x, weight, bias)
+        require(weight[0].dtype != torch.int8, limits.OPERATOR, "group_type 2 takes no int8")
         sizes = limits.group_sizes(group_list, counts, None, total=x[0].shape[1])
         covered = sum(sizes)
         parts = zip(x[0][:, :covered].split(sizes, 1), weight[0][:covered].split(sizes))
-        y = torch.stack([_product(left, right, None) for left, right in parts])
+        y = torch.stack([how.product(i, 0, left, right, None) for i, (left, right) in enumerate(parts)])
         return [y if x[0].numel() else torch.full_like(y, math.nan)]
     limits.require_rows(x, weight)
     groups = weight[0].shape[0] if weight[0].dim() == 3 else len(weight)
-    sizes = limits.group_sizes(group_list, counts, groups, total=sum(rows.shape[0] for rows in x))
-    limits.require_sizes_of_x(x, sizes)
-    return [_one_output(x, weight, bias, sizes)]
+    if group_list is None and len(x) == groups > 1:
+        sizes = [len(rows) for rows in x]
+    else:
+        sizes = limits.group_sizes(group_list, counts, groups, total=sum(len(rows) for rows in x))
+        limits.require_sizes_of_x(x, sizes)
+    return [_one_output(x, weight, bias, sizes, how)]
 
 
 @formula_of("npu_grouped_matmul.List")
@@ -114,47 +122,47 @@ def npu_grouped_matmul_list(
     """Multiply rows of x with weights [K, N], the ends of the groups given on the host; the last is the end of x.
 
     split_item 0 and 1 return a tensor a group, 2 and 3 one tensor. x is one tensor or, as the weights, one a group;
-    a list of x with a list of results has no group_list.
+    a list of x with a list of results has no group_list, and takes x of 2 to 6 dimensions.
     """
-    limits.require_floating_point(
-        scale=scale,
+    limits.require_absent(
         offset=offset,
-        antiquant_scale=antiquant_scale,
-        antiquant_offset=antiquant_offset,
         per_token_scale=per_token_scale,
         activation_input=activation_input,
         activation_quant_scale=activation_quant_scale,
         activation_quant_offset=activation_quant_offset,
         act_type=act_type or None,
-        output_dtype=output_dtype,
         group_type=group_type,
         group_list_type=group_list_type or None,
     )
     limits.require_dtypes_and_lengths(x, weight, bias)
     sizes = limits.require_list(x, weight, group_list or [], split_item or 0)
+    how = arithmetic(x, weight, scale, None, antiquant_scale, antiquant_offset, output_dtype, 0)
     if (split_item or 0) in limits.ONE_OUTPUT:
-        return [_one_output(x, weight, bias, sizes)]
-    return _each(x[0].split(sizes) if len(x) < len(weight) else x, weight, bias)
+        return [_one_output(x, weight, bias, sizes, how)]
+    return _each(x[0].split(sizes) if len(x) < len(weight) else x, weight, bias, how)
 
 
-def _each(x: Tensors, weight: Tensors, bias: Tensors | None) -> list[Tensor]:
+def _each(x: Tensors, weight: Tensors, bias: Tensors | None, how: Arithmetic) -> list[Tensor]:
     """Compute a product a group, each in a tensor of its own."""
-    results = [_product(rows, w, b) for rows, w, b in zip(x, weight, limits.biases(weight, bias))]
-    return results if any(rows.numel() for rows in x) else [torch.full_like(y, math.nan) for y in results]
+    starts = [0, *accumulate(rows.shape[:-1].numel() for rows in x)]
+    parts = zip(starts, x, weight, limits.biases(weight, bias))
+    results = [how.product(i, start, rows, w, b) for i, (start, rows, w, b) in enumerate(parts)]
+    return results if any(rows.numel() for rows in x) else [torch.full_like(y, _unwritten(y.dtype)) for y in results]
 
 
-def _one_output(x: Tensors, weight: Tensors, bias: Tensors | None, sizes: list[int]) -> Tensor:
+def _one_output(x: Tensors, weight: Tensors, bias: Tensors | None, sizes: list[int], how: Arithmetic) -> Tensor:
     """Compute [M, N], the products of all groups below each other."""
     rows, covered = torch.cat(list(x)), sum(sizes)
     weights = list(weight[0]) if weight[0].dim() == 3 else weight
-    y = rows.new_full((rows.shape[0], weights[0].shape[-1]), math.nan)
-    parts = zip(y[:covered].split(sizes), rows[:covered].split(sizes), weights, limits.biases(weight, bias))
-    for out, part, w, b in parts:
+    y = rows.new_full((rows.shape[0], weights[0].shape[-1]), _unwritten(how.dtype), dtype=how.dtype)
+    starts = [0, *accumulate(sizes)]
+    parts = zip(starts, y[:covered].split(sizes), rows[:covered].split(sizes), weights, limits.biases(weight, bias))
+    for i, (start, out, part, w, b) in enumerate(parts):
         if part.numel():
-            out.copy_(_product(part, w, b))
+            out.copy_(how.product(i, start, part, w, b))
     return y
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x.float() @ weight.float()
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+def _unwritten(dtype: torch.dtype) -> float:
+    """Return what stands for memory that nobody wrote."""
+    return math.nan if dtype.is_floating_point else -1

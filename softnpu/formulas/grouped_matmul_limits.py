@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, bfloat16, float16, float32, int64
+from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
 
 from softnpu.argument_checks import describe, require, require_dtypes
 
@@ -27,11 +27,11 @@ MAX_INNER = 65535  # of the dimension that is contiguous in memory
 Tensors = Sequence[Tensor]
 
 
-def require_floating_point(**options: Any) -> None:
-    """Refuse what belongs to the quantised forms or asks for another output."""
+def require_absent(**options: Any) -> None:
+    """Refuse arguments that the forms here do not take."""
     for name, value in options.items():
         given = value is not None and not (isinstance(value, (list, tuple)) and not value)
-        rule = f"{name} is given, but the software device has the floating-point form only, which does not take it"
+        rule = f"{name} is given, but the software device has no form of the operator that takes it here"
         require(not given, OPERATOR, rule)
 
 
@@ -40,21 +40,22 @@ def require_dtypes_and_lengths(x: Tensors, weight: Tensors, bias: Tensors | None
         rule = f"{name} has {len(tensors)} tensors; the device takes 1 to {MAX_LENGTH}"
         require(1 <= len(tensors) <= MAX_LENGTH, OPERATOR, rule)
     pair = x[0].dtype, weight[0].dtype
-    require_dtypes(OPERATOR, {(d, d) for d in BIAS_DTYPE}, x=x[0], weight=weight[0])
+    allowed = {(d, d) for d in (*BIAS_DTYPE, int8)} | {(float16, int8), (bfloat16, int8)}
+    require_dtypes(OPERATOR, allowed, x=x[0], weight=weight[0])
     for tensors, dtype in ((x, pair[0]), (weight, pair[1])):
         for tensor in tensors:
             require(
                 tensor.dtype == dtype, OPERATOR, f"tensors of one list differ in dtype: {dtype}, {describe(tensor)}"
             )
     for tensor in bias or []:
-        wanted = BIAS_DTYPE[pair[0]]
+        wanted = int32 if pair[0] == int8 else BIAS_DTYPE[pair[0]]
         require(tensor.dtype == wanted, OPERATOR, f"the bias of {pair[0]} must be {wanted}, got {describe(tensor)}")
 
 
 def require_group_type(group_type: int | None, split: int, group_list_type: int) -> None:
-    require(group_type is not None, OPERATOR, "group_type must be given with a tensor as group_list: -1, 0 or 2")
+    require(group_type is not None, OPERATOR, "Requires manual passing group_type, current is None.")
     known = group_type in (NO_GROUPS, ROWS, SUM)
-    require(known, OPERATOR, f"group_type is {group_type}; the device takes -1, no groups, 0, rows, or 2, the sum")
+    require(known, OPERATOR, f"The group type must be -1, 0 or 2, but now is [{group_type}]")
     allowed = OUTPUTS if group_type == NO_GROUPS else ONE_OUTPUT
     require(split in allowed, OPERATOR, f"split_item is {split}; group_type {group_type} takes {allowed}")
     rule = f"group_list_type is {group_list_type}; floating-point tensors take {ENDS}, ends, or {SIZES}, sizes"
@@ -67,7 +68,7 @@ def require_pairs(x: Tensors, weight: Tensors, group_list: Tensor | None) -> Non
     require(len(x) == len(weight), OPERATOR, f"{len(x)} tensors x and {len(weight)} weights: group_type -1 pairs them")
     for rows in x:
         require(2 <= rows.dim() <= 6, OPERATOR, f"x must have 2 to 6 dimensions, got {describe(rows)}")
-    _require_single_float32(x, weight, one_output=len(x) == 1)
+    _require_single_float32(x)
     _require_weights(weight, 2)
     _require_not_transposed("x", x)
     _require_factors(x, weight)
@@ -78,7 +79,7 @@ def require_rows(x: Tensors, weight: Tensors) -> None:
     single = len(weight) == 1
     _require_dims("x", x, 2)
     _require_weights(weight, 3 if single else 2)
-    _require_single_float32(x, weight, one_output=True)
+    _require_single_float32(x)
     _require_not_transposed("x", x)
     if len(x) > 1 or not single:
         fits = len(x) in (1, len(weight)) and not single
@@ -108,7 +109,11 @@ def require_list(x: Tensors, weight: Tensors, ends: Sequence[int], split: int) -
         len(ends) <= MAX_LENGTH, OPERATOR, f"group_list has {len(ends)} ends; the device takes at most {MAX_LENGTH}"
     )
     require(len(ends) != 1, OPERATOR, "group_list has one end; leave it out for one group")
-    _require_dims("x", x, 2)
+    if split in OUTPUTS and not ends:
+        for rows in x:
+            require(2 <= rows.dim() <= 6, OPERATOR, f"x must have 2 to 6 dimensions, got {describe(rows)}")
+    else:
+        _require_dims("x", x, 2)
     _require_weights(weight, 2)
     _require_not_transposed("x", x)
     if split in ONE_OUTPUT:
@@ -227,9 +232,9 @@ def _require_one_width(weight: Tensors) -> None:
     require(len(widths) == 1, OPERATOR, f"the weights of one result must have one size N, got {widths}")
 
 
-def _require_single_float32(x: Tensors, weight: Tensors, one_output: bool) -> None:
-    single = len(x) == len(weight) == 1 and one_output
-    require(x[0].dtype != float32 or single, OPERATOR, "float32 takes one x and one weight")
+def _require_single_float32(x: Tensors) -> None:
+    """Refuse several float32 x. op-plugin's page wants one weight too; its own tests give one x several."""
+    require(x[0].dtype != float32 or len(x) == 1, OPERATOR, "float32 takes one x")
 
 
 def _strided(tensor: Tensor) -> str:

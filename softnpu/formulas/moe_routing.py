@@ -78,9 +78,11 @@ def npu_moe_init_routing_v2(
     ``expert_idx [T, K]``, int32; where they went; how many every expert has, int64; and their scales, float32 [T·K].
 
     row_idx_type 0 names the row of every token and slot, -1 for those of other experts; 1 names the token and slot,
-    ``t · K + j``, of every row. expert_tokens_num_type 1 counts rows for every expert in range, 2 gives pairs
-    [expert_num, 2] of an expert with rows and their number, then zeros. Rows, indices and scales beyond the last row
-    stay unwritten, here NaN or -1.
+    ``t · K + j``, of every row, behind them of the other experts. A positive active_num allocates and writes that many
+    rows at most; indices and counts do not change (op-plugin's page; older CANN refuses any but all of them, see
+    moe_init_routing_v3_tiling.cpp). expert_tokens_num_type 1 counts rows for every expert in range, 2 gives pairs
+    [expert_num, 2] of an expert with rows and their number, then zeros. Rows, scales and pairs beyond the last stay
+    unwritten, here NaN or -1.
 
     drop_pad_mode 1 gives every expert expert_capacity rows, [expert_num, C, H], and as many scales: further rows are
     dropped, their index is -1, and rows that are missing are zeros. quant_mode 1 quantises every row to int8 by its
@@ -96,9 +98,7 @@ def npu_moe_init_routing_v2(
     fits = x.dim() == 2 and expert_idx.dim() == 2 and len(x) == len(expert_idx)
     given = f"x {describe(x)} and expert_idx {describe(expert_idx)}"
     require(fits, operator, f"{given} must have 2 dimensions and the same number of rows")
-    # op-plugin would allocate the smaller of both; CANN's aclnnMoeInitRoutingV3.md: "must equal NUM_ROWS*K"
-    rule = f"active_num is {active_num}; the device takes -1, 0 or all {expert_idx.numel()} rows"
-    require(active_num in (-1, 0, expert_idx.numel()), operator, rule)
+    require(active_num >= -1, operator, f"active_num should be greater than or equal to -1, got {active_num}")
     kind = expert_tokens_num_type
     counted = kind in (COUNTS, PAIRS) and expert_tokens_num_flag
     require(
@@ -110,6 +110,10 @@ def npu_moe_init_routing_v2(
     start, end = active_expert_range or (0, expert_num)
     rule = f"active_expert_range [{start}, {end}) must be some of {expert_num} experts"
     require(0 <= start < end <= expert_num, operator, rule)
+    if len(x) == 0:  # op-plugin returns before it looks at more
+        counts = torch.zeros((expert_num, 2) if kind == PAIRS else end - start, dtype=int64)
+        dtype = int8 if quantised else x.dtype
+        return x.new_empty(0, x.shape[1], dtype=dtype), expert_idx.new_empty(0), counts, torch.empty(0)
     if padded:
         plain = kind == COUNTS and row_idx_type == GATHER and (start, end) == (0, expert_num)
         rule = "drop_pad_mode 1 takes all experts, expert_tokens_num_type 1 and row_idx_type 0"
@@ -140,17 +144,19 @@ def npu_moe_init_routing_v2(
         if steps is not None:
             scales[places] = steps
         return expanded.view(expert_num, expert_capacity, -1), row_idx, counts, scales
+    if row_idx_type == GATHER:
+        row_idx = torch.full(flat.shape, UNWRITTEN, dtype=int32)
+        row_idx[order] = torch.arange(len(order), dtype=int32)
+    else:  # the whole order, with the experts below the range last
+        row_idx = torch.argsort(flat.masked_fill(flat < start, expert_num), stable=True).to(int32)
+    size = min(active_num, flat.numel()) if active_num > 0 else flat.numel()
+    order = order[:size]
     rows, tokens = len(order), order // max(expert_idx.shape[1], 1)
     values, steps = _rows(x, tokens, flat[order] - start, scale, quantised)
     unwritten = UNWRITTEN if values.dtype == int8 else math.nan
-    expanded = torch.full((flat.numel(), x.shape[1]), unwritten, dtype=values.dtype)
+    expanded = torch.full((size, x.shape[1]), unwritten, dtype=values.dtype)
     expanded[:rows] = values
-    row_idx = torch.full(flat.shape, UNWRITTEN, dtype=int32)
-    if row_idx_type == GATHER:
-        row_idx[order] = torch.arange(rows, dtype=int32)
-    else:
-        row_idx[:rows] = order.to(int32)
-    scales = torch.full(flat.shape, math.nan)
+    scales = torch.full((size,), math.nan)
     if steps is not None:
         scales[:rows] = steps
     return expanded, row_idx, counts if kind == COUNTS else _pairs(counts, start, expert_num), scales

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
+from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
 from softnpu.hccl import NAME
-from softnpu.hccl.combined_works import Works
 from softnpu.hccl.rank_agreement import Agreement
+from softnpu.hccl.self_sends import SelfSends
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,6 +31,7 @@ class HCCL(ProcessGroupGloo):
         group_name: of its process group.
         on_host: a process group of the same ranks in which this backend serves CPU tensors.
         pending: the works of a coalescing block, None outside of one.
+        self_sends: what this rank sends to itself in one.
         agreement: what this rank has to agree on with the others.
     """
 
@@ -45,15 +47,25 @@ class HCCL(ProcessGroupGloo):
         self._set_sequence_number_for_group()
         self.group_name: str = options.group_id
         self.pending: list[dist.Work] | None = None
+        self.self_sends = SelfSends()
         self.agreement = Agreement(store, self.group_name, options.group_rank, options.group_size)
         self.on_host = ProcessGroup(store, options.group_rank, options.group_size)
         self.on_host._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.on_host._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
         groups[self.group_name] = self
 
+    @property
+    def __class__(self) -> type:  # what isinstance asks besides the type
+        """Be a ``ProcessGroupHCCL`` to programs and to torch_npu, which look for one."""
+        return ProcessGroupHCCL
+
     def name(self) -> str:
         """Return ``hccl``, the name of torch_npu's own backend."""
         return NAME
+
+    def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
+        """Return the name of the communicator, as operators that communicate take it for their group."""
+        return self.group_name
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Do nothing: ``init_process_group(device_id=...)`` asks for connections, which are there from the start."""
@@ -71,7 +83,11 @@ class HCCL(ProcessGroupGloo):
         """Send and receive for ``dist.batch_isend_irecv`` where HCCL has no coalescing."""
         group = self._group()
         run = {"isend": group.send, "irecv": group.recv}
-        return Works([run[kind]([tensor], peer, 0) for kind, tensor, peer in zip(kinds, tensors, peers)])
+        device = torch.device("npu")
+        group._start_coalescing(device)
+        for kind, tensor, peer in zip(kinds, tensors, peers):
+            run[kind]([tensor], peer, 0)
+        return group._end_coalescing(device)
 
     def all_gather_into_tensor_uneven(self, output: Tensor, tensor: Tensor, splits: Sequence[int]) -> dist.Work:
         """Gather parts of several sizes for ``torch_npu.distributed.all_gather_into_tensor_uneven``."""

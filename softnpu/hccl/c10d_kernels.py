@@ -84,6 +84,7 @@ def _end_coalescing(group: ProcessGroup, original: Callable, device: torch.devic
     if backend is None or device.type != "npu":
         return original(group, device)
     works, backend.pending = backend.pending, None
+    backend.self_sends.end()
     return Works(works or [])
 
 

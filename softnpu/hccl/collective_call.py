@@ -53,6 +53,16 @@ class CollectiveCall:
         """View the bytes of a contiguous tensor, in rows of its first dimension."""
         return self.bytes(tensor).view(tensor.size(0), math.prod(tensor.shape[1:]) * tensor.itemsize)
 
+    def with_itself(self, operator: str, data: Tensor, tag: int) -> Work:
+        """Send to, or receive from, the own rank, which a batch of both can.
+
+        Raises:
+            RuntimeError: the call stands alone: no rank waits for itself.
+        """
+        if self._backend.pending is None:
+            raise RuntimeError(f"{operator} with the own rank ({self.rank}) is for dist.batch_isend_irecv only")
+        return self._backend.self_sends.add(operator, data, tag)
+
     def again(self, **replaced: Any) -> Work:
         """Run the operator on the host, with other arguments in place of those that are named."""
         result = self._op(**self.given | replaced | {"process_group": self.on_host.boxed()})

@@ -48,6 +48,7 @@ def everything(rank: int) -> dict[str, torch.Tensor]:
         "scatter": inputs[1][own],
         "send and recv": inputs[0],
         "batch_isend_irecv": inputs[1 - rank],
+        "batch_isend_irecv with itself": inputs[rank],
         "functional all_reduce": total,
         "functional all_gather": whole,
         "functional reduce_scatter": total[own],
@@ -157,6 +158,11 @@ def collect() -> dict[str, torch.Tensor]:
     for work in dist.batch_isend_irecv(pair):
         work.wait()
     keep("batch_isend_irecv", output)
+    (output,) = empty(4)
+    pair = [dist.P2POp(dist.irecv, output, rank), dist.P2POp(dist.isend, x, rank)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    keep("batch_isend_irecv with itself", output)
 
     world = dist.group.WORLD
     keep("functional all_reduce", functional.all_reduce(x, "sum", world))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
 import softnpu
 from tests.distributed.processes import BACKENDS, Processes
@@ -36,6 +37,7 @@ def groups() -> dict:
     answers = {
         "backend": dist.get_backend(),
         "name": backend.name(),
+        "class": isinstance(backend, ProcessGroupHCCL),
         "of the group": dist.get_backend(alone),
         "alone": x.tolist(),
         "mesh": y.tolist(),
@@ -60,6 +62,7 @@ def test_groups_are_named_and_made_as_with_torch_npu(two_ranks: Processes, backe
         assert answers == {
             "backend": "hccl" if backend == "hccl" else backend,
             "name": "hccl",
+            "class": True,
             "of the group": "hccl" if backend == "hccl" else backend,
             "alone": [3.0, 3.0],
             "mesh": [2.0, 2.0],

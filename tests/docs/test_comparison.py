@@ -38,10 +38,10 @@ ENGINES = {
 # what a repository of kernels would end the lack of
 LACKING = {
     "LinearAttention": ("no linear attention", "线性注意力"),
-    "CrossEntropy": ("no losses", "损失函数"),
 }
 SERVED = {
     "FlashAttention": ("attention", "注意力"),
+    "CrossEntropy": ("head with loss", "输出头与损失"),
     "RMSNorm": ("RMS norms", "RMS 归一化"),
     "SwiGLU": ("gated MLPs", "门控 MLP"),
     "FusedMoE": ("experts, routers", "专家、路由器"),

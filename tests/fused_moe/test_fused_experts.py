@@ -34,6 +34,11 @@ def gelu_gate(h: Tensor) -> Tensor:
     return F.gelu(gate) * up
 
 
+def geglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def relu_squared(h: Tensor) -> Tensor:
     return F.relu(h).square()
 
@@ -128,6 +133,7 @@ def activations(kernel) -> dict[str, tuple]:
         "swiglu": (kernel.SWIGLU, swiglu),
         "clipped": (kernel.Gate(*interleaved), lambda h: clipped(h, *interleaved)),
         "clipped halves": (kernel.Gate(*halves), lambda h: clipped(h, *halves)),
+        "geglu": (kernel.GEGLU, geglu),
         "gelu gate": (gelu_gate, gelu_gate),
         "no gate": (relu_squared, relu_squared),
     }
@@ -136,7 +142,7 @@ def activations(kernel) -> dict[str, tuple]:
 @st.composite
 def cases(draw) -> tuple[Case, str, torch.dtype, bool]:
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    activation = draw(st.sampled_from(["swiglu", "clipped", "clipped halves", "gelu gate", "no gate"]))
+    activation = draw(st.sampled_from(["swiglu", "clipped", "clipped halves", "geglu", "gelu gate", "no gate"]))
     partial = draw(st.booleans())
     experts = draw(st.integers(1, 9))
     case = Case(
@@ -168,7 +174,7 @@ def test_values_and_gradients_are_those_of_each_token_alone(kernel, drawn) -> No
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", ["swiglu", "clipped", "gelu gate", "no gate"])
+@pytest.mark.parametrize("name", ["swiglu", "clipped", "geglu", "gelu gate", "no gate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_dtypes_are_as_close_as_their_roundings(kernel, dtype, name, transposed) -> None:
     """Biases are float32 for the operator where tokens are bfloat16; routing weights are float32 throughout."""

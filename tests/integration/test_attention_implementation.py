@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     ContinuousBatchingConfig,
     GenerationConfig,
+    MistralConfig,
     PreTrainedModel,
     SamConfig,
     SamModel,
@@ -57,8 +58,8 @@ def launches(model: nn.Module) -> int:
     return softnpu.counters().get(LAUNCH, 0)
 
 
-def rows(model: nn.Module) -> list[kernels_ext_npu.Row]:
-    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention"]
+def rows(model: nn.Module, swapped: bool = True) -> list[kernels_ext_npu.Row]:
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention" and row.swapped == swapped]
 
 
 @pytest.fixture
@@ -176,12 +177,13 @@ def test_it_can_be_named_for_a_part_of_a_model(registered, tmp_path, named) -> N
         assert config.vision_config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("named", ["eager", "sdpa", "flash_attention_2", None])
-def test_who_names_another_one_or_none_gets_what_transformers_gives(registered, checkpoint, named) -> None:
-    options = {} if named is None else {"attn_implementation": named}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu", use_kernels=True, **options)
-    assert model.config._attn_implementation == (named or "sdpa")
-    assert rows(model) == []
+@pytest.mark.parametrize("named", ["eager", "sdpa", "flash_attention_2"])
+def test_who_names_another_one_gets_it(registered, checkpoint, named) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen3"), device_map="npu", use_kernels=True, attn_implementation=named
+    )
+    assert model.config._attn_implementation == named
+    assert {row.reason for row in rows(model, swapped=False)} == {f"the attention implementation {named} was asked for"}
     assert state.current.attention_kernel is None  # nobody has asked for it
 
 
@@ -260,12 +262,25 @@ def test_unregister_leaves_what_was_named_since(registered) -> None:
     assert ours.config._attn_implementation == "sdpa"
 
 
-def test_a_copy_that_still_names_it_is_told_so_and_can_be_restored(registered) -> None:
-    twin = copy.deepcopy(pair_by_name("gpt_oss")[1])
+def test_a_copy_of_a_model_is_given_back_too(registered) -> None:
+    twin = copy.deepcopy(pair_by_name("mistral")[1])
+    assert launches(twin) == 2
+    kernels_ext_npu.unregister()
+    assert twin.config._attn_implementation == "eager"
+    launches(twin)  # computes
+
+
+def test_a_copy_that_was_made_around_deepcopy_is_told_so_and_can_be_restored(registered) -> None:
+    _, twin = pair_by_name("mistral")
+    twin.config = MistralConfig(**twin.config.to_dict())
+    twin.config._attn_implementation = NAME
+    for module in twin.modules():
+        if hasattr(module, "config"):
+            module.config = twin.config
     kernels_ext_npu.unregister()
     with pytest.raises(KeyError, match=f"`{NAME}` is not a valid attention implementation"):
         launches(twin)
-    assert kernels_ext_npu.restore(twin).config._attn_implementation == "eager"
+    assert kernels_ext_npu.restore(twin).config._attn_implementation == "sdpa"
     launches(twin)  # computes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -184,5 +185,78 @@ def test_another_activation_of_experts_is_computed_at_once(registered, name: str
     outputs(model, name)
     for each in (model, original):
         relu(each, "Experts")
+    found, expected = outputs(model, name), outputs(original, name)
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def test_what_is_advised_can_be_done_where_the_model_is(registered) -> None:
+    model = kernels_ext_npu.kernelize(copy.deepcopy(zoo.build("qwen3")).to("npu"))
+    relu(model)
+    (here,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
+    model.to("cpu")
+    (away,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
+    assert here.endswith("; kernelize(model) takes the kernel out")
+    assert away.endswith("; restore(model) takes the kernels out")
+    kernels_ext_npu.restore(model)
+    original = copy.deepcopy(zoo.build("qwen3"))
+    relu(original)
+    torch.testing.assert_close(outputs(model, "qwen3"), outputs(original, "qwen3"), rtol=0, atol=0)
+
+
+def scalar_weight(norm: Any) -> None:
+    norm.weight = nn.Parameter(torch.tensor(1.5, device=norm.weight.device))
+
+
+def one_weight(norm: Any) -> None:
+    norm.weight = nn.Parameter(norm.weight.detach()[:1].clone())
+
+
+def weight_of_positions(norm: Any) -> None:
+    """The operator would take it for the weight of a norm over two dimensions."""
+    size = zoo.inputs("qwen3", zoo.build("qwen3"))["input_ids"].shape[1]
+    norm.weight = nn.Parameter(torch.stack([norm.weight.detach() * (i + 1) for i in range(size)]))
+
+
+def weight_of_rows(norm: Any) -> None:
+    size = zoo.inputs("qwen3", zoo.build("qwen3"))["input_ids"].shape[0]
+    norm.weight = nn.Parameter(torch.stack([norm.weight.detach() * (i + 1) for i in range(size)])[:, None])
+
+
+@pytest.mark.parametrize("change", [scalar_weight, one_weight, weight_of_positions, weight_of_rows])
+def test_a_weight_of_another_shape_is_broadcast_as_without_kernels(registered, change: Callable[[Any], None]) -> None:
+    original = zoo.build("qwen3")
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    for each in (original, model):
+        change(each.model.norm)
+    found, expected = outputs(model, "qwen3"), outputs(original, "qwen3")
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def own_forward(module: Any) -> None:
+    module.act_fn.forward = lambda x: 0.5 * x
+
+
+def bound_forward(module: Any) -> None:
+    def halved(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x
+
+    module.act_fn.forward = MethodType(halved, module.act_fn)
+
+
+def function(module: Any) -> None:
+    if "act_fn" in module._modules:
+        del module._modules["act_fn"]
+    module.act_fn = torch.relu
+
+
+@pytest.mark.parametrize("change", [own_forward, bound_forward, function])
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "MLP"), ("qwen3_moe", "Experts")])
+def test_an_activation_that_was_patched_is_called_at_once(registered, change, name: str, kind: str) -> None:
+    original = copy.deepcopy(zoo.build(name))
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    outputs(model, name)
+    for each in (model, original):
+        for module in modules(each, kind):
+            change(module)
     found, expected = outputs(model, name), outputs(original, name)
     assert (found - expected).norm() <= TOLERANCE * expected.norm()

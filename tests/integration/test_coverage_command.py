@@ -15,7 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 from kernels_ext_npu import cli
-from kernels_ext_npu.coverage.markdown import KERNELS
+from kernels_ext_npu.catalogue import SERVING
 from kernels_ext_npu.references import REFERENCES
 
 pytestmark = pytest.mark.slow
@@ -118,9 +118,15 @@ def report() -> dict:
 def test_json_has_the_sums_and_every_model_type(report: dict) -> None:
     assert report["transformers"] == transformers.__version__
     folders = {entry["folder"]: entry for entry in report["model_types"].values()}
-    for kernel in KERNELS:
+    for kernel in (repository.name for repository in SERVING):
         for side in ("served", "kept"):
-            assert report["kernels"][kernel][side] == sum(entry["kernels"][kernel][side] for entry in folders.values())
+            shared = [e for e in report["shared"] if e["kernel"] == kernel and (e["layer"] is None) == (side == "kept")]
+            own = sum(entry["kernels"][kernel][side] for entry in folders.values())
+            assert report["kernels"][kernel][side] == own + len(shared)
+    assert {entry["name"] for entry in report["shared"] if entry["layer"] == "NewGELU"} == {
+        "AccurateGELUActivation",
+        "NewGELUActivation",
+    }
     text, vision = (report["model_types"][name] for name in ("qwen3_vl_text", "qwen3_vl_vision"))
     assert text == vision
     assert text["kernels"]["RoPE"] == {"served": 2, "kept": 2}

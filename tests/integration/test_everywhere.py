@@ -56,7 +56,8 @@ def rotary_npu(q, k, cos, sin, unsqueeze_dim=1):
 
 def test_a_model_that_others_load_and_move_is_swapped_when_it_is_called(npu_counters) -> None:
     model = zoo.build("qwen3").to("npu")
-    assert {(row.swapped, row.reason) for row in kernels_ext_npu.report(model)} == {(False, WAITS)}
+    rows = [row for row in kernels_ext_npu.report(model) if row.kind != "attention"]  # which is taken with the device
+    assert {(row.swapped, row.reason) for row in rows} == {(False, WAITS)}
     torch.testing.assert_close(call(model), call(zoo.build("qwen3")), rtol=1e-5, atol=1e-5)  # float32, other order
     assert {(row.swapped, row.reason) for row in kernels_ext_npu.report(model)} == {(True, None)}
     assert {key: npu_counters()[key] for key in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul")} == {
@@ -145,7 +146,7 @@ def test_without_it_nothing_waits() -> None:
     kernels_ext_npu.register()
     model = zoo.build("qwen3").to("npu")
     call(model)
-    assert swapped(model) == {False}
+    assert {row.swapped for row in kernels_ext_npu.report(model) if row.kind != "attention"} == {False}
 
 
 def test_strict_raises_at_the_first_call(monkeypatch) -> None:

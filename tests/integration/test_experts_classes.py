@@ -155,17 +155,19 @@ def test_a_slice_of_experts_gives_what_transformers_gives_for_it(subtests) -> No
             assert (total - whole[0]).norm() <= 4e-6 * whole[0].norm()
 
 
-@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "relu", "silu"])
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu", "relu", "silu"])
 def test_the_activation_of_an_instance_decides(activation) -> None:
     original = instance(named("MixtralExperts")[0], activation)
     arguments = inputs(original)
     device = swapped(original)
     softnpu.reset_counters()
     found = results(device, moved(arguments))
-    assert ("npu_swiglu" in softnpu.counters()) == (activation == "silu")
+    operators = {"silu": "npu_swiglu", "gelu_pytorch_tanh": "npu_geglu"}
+    for name, operator in operators.items():
+        assert (operator in softnpu.counters()) == (activation == name)
     agree(found, results(original, arguments))
     (row,) = kernels_ext_npu.report(nn.ModuleDict({"experts": device}))
-    assert (row.reason is None) == (activation == "silu")
+    assert (row.reason is None) == (activation in operators)
 
 
 def test_a_limit_of_another_size_is_a_limit(subtests) -> None:

@@ -8,12 +8,16 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.inspection import roofline, subject
+from kernels_ext_npu.inspection.counting import Counting, count_forward
+from kernels_ext_npu.inspection.known_values import KnownValues
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory, zoo
 from tests.support.costs import costs
@@ -152,3 +156,29 @@ def test_the_host_never_waits_for_experts(registered, name) -> None:
     softnpu.reset_counters()
     loss.backward()
     assert softnpu.counters()["stream_syncs"] == 0
+
+
+@pytest.mark.parametrize(("model", "fewer"), [("deepseek_v3", 58 * 17), ("glm4_moe", 45 * 16)])
+def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
+    """In place of 20; GLM's one group saves a copy of the mask of groups.
+
+    At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
+    """
+    values, soc, found = KnownValues(), roofline.SOCS["910b"], []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with Counting(values, soc):
+            built = subject.build(subject.find(model), torch.bfloat16)
+        inputs, _ = subject.make_inputs(built, 1, 4096, values)
+        kernels_ext_npu.kernelize(built)
+        count_forward(built, inputs, values, soc)  # makes the mask that later forwards share
+        for prepare in (lambda each: None, kernels_ext_npu.restore):
+            for module in built.modules():
+                if type(module).__name__.endswith("TopkRouter"):
+                    prepare(module)
+            found.append(count_forward(built, inputs, values, soc))
+    ours, without = found
+    print(
+        f"{model}: {without.launches.total()} launches of a forward, {ours.launches.total()} with kernels for routers"
+    )
+    assert without.launches.total() - ours.launches.total() == fewer
+    assert ours.waits <= without.waits

@@ -37,7 +37,7 @@ for name in models.MODELS:
 hub_kernels.register_kernel_mapping_transformers()
 lasting.install()
 # names that transformers looks up when they are asked for
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 """
 
 EVERY_MODEL = """
@@ -45,7 +45,7 @@ found = {}
 for name in models.MODELS:
     before = snapshot()
     kernels_ext_npu.register(everywhere=name == "Qwen3")
-    model = load(name, use_kernels=True, attn_implementation="kernels-ext-npu/FlashAttention")
+    model = load(name, use_kernels=True)
     use(model)
     swapped = {row.kind for row in kernels_ext_npu.report(model) if row.swapped}
     assert {"norms", "attention"} <= swapped, name

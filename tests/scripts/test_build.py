@@ -307,6 +307,7 @@ def misfit(parameters: str, positional: int, keywords: set[str]) -> str | None:
 
 
 RELEASES = schemas()
+WITHOUT_OPERATORS = {"CrossEntropy"}  # of torch_npu: it computes by those of torch
 NAMED = {name: list(RELEASES) for name in NOARCH} | {s.name: [s.torch_npu] for s in strict_variants(build.ROOT)}
 CASES = [(repository.name, *pair) for repository in REPOSITORIES for pair in NAMED.items()]
 
@@ -316,7 +317,7 @@ def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(whole
     calls = operator_calls(whole / repository / "build" / name)
     asked = detected(whole / repository / "build" / name)
     of = detected_parameters(whole / repository / "build" / name)
-    assert calls
+    assert calls or repository in WITHOUT_OPERATORS
     for release, schemas in ((release, RELEASES[release]) for release in releases):
         for operator, positional, keywords in calls:
             assert operator in schemas or operator in asked, f"torch_npu {release} has no {operator}"

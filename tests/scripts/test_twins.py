@@ -17,6 +17,7 @@ import pytest
 
 # name -> why its definitions are not the same
 DIFFERENT = {
+    "GEGLU": "a gated unit with its gradient for an MLP's node in SwiGLU, a gate for experts in FusedMoE",
     "SWIGLU": "a gated unit with its gradient for an MLP's node in SwiGLU, a gate for experts in FusedMoE",
     "_check": "what is refused are the arguments of other functions",
     "_is_fused": "every operator has limits of its own",

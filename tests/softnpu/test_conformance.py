@@ -16,7 +16,7 @@ from softnpu.aten_missing_on_cpu import FORMULAS as ATEN
 from softnpu.formulas import FORMULAS as NPU
 
 # returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents
-RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3"}
+RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3", "npu_fusion_attention_v3.out"}
 # operators whose meta kernel raises
 BROKEN_META = {
     "baddbmm.dtype",  # torch's own takes out_dtype for beta
@@ -58,6 +58,11 @@ def grouped(group_type: int, split_item: int = 2, **options) -> dict:
 def inference(layout: str, q: tuple[int, ...], kv: tuple[int, ...], **options) -> tuple[tuple, dict]:
     """Four heads, of 64, or two of them for key and value."""
     return tuple(rows(*shape, dtype=HALF) for shape in (q, kv, kv)), {"input_layout": layout, "num_heads": 4} | options
+
+
+def inference_v2(layout: str, q: tuple[int, ...], kv: tuple[int, ...], **options) -> tuple[tuple, dict]:
+    args, given = inference(layout, q, kv, **options)
+    return args, {"num_query_heads": given.pop("num_heads")} | given
 
 
 HALF = torch.bfloat16
@@ -164,6 +169,54 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
             ),
         )
     ],
+    "npu_fused_infer_attention_score.out": [
+        inference("BSH", (2, 3, 256), (2, 5, 256), out=[torch.empty(2, 3, 256, dtype=HALF), torch.empty(0)])
+    ],
+    "npu_fused_infer_attention_score_v2.out": [
+        inference_v2("BSH", (2, 3, 256), (2, 5, 256), out=[torch.empty(2, 3, 256, dtype=HALF), torch.empty(0)])
+    ],
+    "_npu_fused_infer_attention_score_get_max_workspace": [inference("BSH", (2, 3, 256), (2, 5, 256))],
+    "_npu_fused_infer_attention_score_v2_get_max_workspace": [inference_v2("BSH", (2, 3, 256), (2, 5, 256))],
+    "_npu_fused_infer_attention_score_infer_output": [
+        ((rows(2, 3, 256, dtype=HALF), rows(2, 5, 128, dtype=HALF)), {"num_heads": 4, "num_key_value_heads": 2}),
+        (
+            (rows(2, 4, 3, 64, dtype=HALF), rows(2, 4, 5, 64, dtype=HALF)),
+            {"num_heads": 4, "input_layout": "BNSD_BSND", "softmax_lse_flag": True},
+        ),
+    ],
+    "_npu_fused_infer_attention_score_v2_infer_output": [
+        (
+            (rows(5, 4, 64, dtype=HALF), rows(6, 4, 64, dtype=HALF)),
+            {"num_query_heads": 4, "input_layout": "TND", "return_softmax_lse": True},
+        )
+    ],
+    "npu_fusion_attention_v3.out": [attention(out=[rows(2, 4, 3, 8), rows(2, 4, 3, 8), rows(2, 4, 3, 8)])],
+    "npu_fusion_attention_grad_v3.out": [
+        attention_backward(out=[rows(2, 4, 3, 8), rows(2, 2, 5, 8), rows(2, 2, 5, 8)])
+    ],
+    "_npu_fusion_attention_v3_get_max_workspace": [attention()],
+    "_npu_fusion_attention_grad_v3_get_max_workspace": [attention_backward()],
+    "_npu_fusion_attention_v3_infer_output": [attention(), attention(d_v=4)],
+    "_npu_fusion_attention_grad_v3_infer_output": [(attention()[0][:3], {})],
+    "batch_norm_reduce": [((rows(2, 3, 4), 1e-5), {})],
+    "batch_norm_gather_stats_update": [
+        ((rows(2, 3, 4), rows(2, 3), rows(2, 3), rows(3), rows(3), 0.1, 1e-5, torch.tensor([8.0, 8.0])), {})
+    ],
+    "batch_norm_stats": [((rows(2, 3, 4), 1e-5), {})],
+    "batch_norm_elemt": [((rows(2, 3, 4, dtype=HALF), rows(3), rows(3), rows(3), rows(3), 1e-5), {})],
+    "batch_norm_elemt.out": [
+        ((rows(2, 3, 4), None, None, rows(3), rows(3), 1e-5), {"out": torch.empty(2, 3, 4)}),
+    ],
+    "batch_norm_backward_reduce": [
+        ((rows(2, 3, 4), rows(2, 3, 4), rows(3), rows(3), rows(3), *wanted), {})
+        for wanted in ((True, True, True), (False, True, False))
+    ],
+    "batch_norm_backward_elemt": [
+        ((*[rows(2, 3, 4, dtype=HALF)] * 2, *[rows(3)] * 5, torch.tensor([8, 8], dtype=torch.int32)), {})
+    ],
+    "batch_norm_gather_stats_with_counts": [
+        ((rows(2, 3, 4), rows(2, 3), rows(2, 3), rows(3), rows(3), 0.1, 1e-5, torch.tensor([8.0, 8.0])), {})
+    ],
     "npu_prompt_flash_attention": [
         inference("BSH", (2, 3, 256), (2, 5, 256)),
         inference("BNSD_BSND", (2, 4, 3, 64), (2, 4, 5, 64)),
@@ -222,6 +275,10 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         (
             ([rows(2, 4, 8, dtype=HALF), rows(3, 5, dtype=HALF)], [rows(8, 3, dtype=HALF), rows(5, 2, dtype=HALF)]),
             {"group_type": -1},
+        ),
+        (
+            ([torch.ones(4, 8, dtype=torch.int8)], [torch.ones(2, 8, 3, dtype=torch.int8)]),
+            grouped(0, scale=[rows(2, 3, dtype=HALF)], output_dtype=15),
         ),
     ],
     # split_item 1: with 0 and one x, torch_npu's meta kernel returns one tensor instead of one a group

@@ -35,6 +35,13 @@ def test_a_cast_keeps_values_and_takes_the_size_of_the_format(shape, number, ele
     assert torch.equal(torch_npu.npu_format_cast(y, ND).cpu(), x)
 
 
+def test_a_cast_may_name_a_dtype_for_the_blocks_of_the_format() -> None:
+    x = torch.randn(20, 40, dtype=torch.float16)
+    y = torch_npu.npu_format_cast(x.npu(), NZ, customize_dtype=torch.int8)
+    assert torch_npu.get_npu_format(y) == torch_npu.Format.FRACTAL_NZ
+    assert torch.equal(y.cpu(), x)
+
+
 def test_a_cast_in_place_changes_the_tensor_itself() -> None:
     x = torch.ones(20, 40, dtype=torch.float16, device="npu")
     torch_npu.npu_format_cast_(x, NZ)

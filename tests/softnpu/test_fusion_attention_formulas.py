@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch_npu
@@ -185,6 +186,68 @@ def test_dropout_keeps_the_mask_for_backward_and_follows_the_generator() -> None
     assert kept == pytest.approx(1.0, abs=0.1)  # 32768 weights, each kept with probability one half
     # linear in v: the directional derivative is the result itself
     assert (inputs[2].grad * inputs[2]).sum().item() == pytest.approx(first.sum().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("given", ["generator", "seed", "dropout_mask"])
+def test_the_dropout_mask_is_the_one_that_torch_npu_makes_of_seed_and_offset(given) -> None:
+    q, k, v = (torch.randn(1, 2, 16, 16).npu() for _ in range(3))
+    torch.npu.manual_seed(7)
+    mask = torch_npu._npu_dropout_gen_mask(q, [2 * 16 * 16], p=1 - 0.75, seed=7, offset=0, parallel=True, sync=False)
+    kept = np.unpackbits(mask.cpu().numpy(), bitorder="little").reshape(1, 2, 16, 16)
+    options = {"generator": {}, "seed": {"seed": 7}, "dropout_mask": {"seed": 7, "dropout_mask": mask}}[given]
+    if given == "seed":
+        torch.npu.manual_seed(8)  # has no part in it
+    v.requires_grad_()
+    out, *_, seed, offset, _ = torch_npu.npu_fusion_attention(q, k, v, 2, "BNSD", keep_prob=0.75, **options)
+    weights = torch.softmax(q.cpu().double() @ k.cpu().double().mT, -1) * torch.tensor(kept) / 0.75
+    torch.testing.assert_close(out.detach().cpu().double(), weights @ v.detach().cpu().double(), rtol=1e-5, atol=1e-5)
+    assert (seed, offset) == (7, 0)
+    out.sum().backward()  # which makes the mask again
+    torch.testing.assert_close(v.grad.cpu().double(), weights.mT @ torch.ones(16, 16).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sequence_without_queries_and_keys_has_no_rows_and_no_gradients() -> None:
+    x, ends, dense = torch.randn(5, 2, 16).npu().requires_grad_(), [2, 2, 5], [2, 5]
+    out, other = (
+        torch_npu.npu_fusion_attention(x, x, x, 2, "TND", actual_seq_qlen=e, actual_seq_kvlen=e)[0]
+        for e in (ends, dense)
+    )
+    assert torch.equal(out, other)
+    (found,), (expected,) = (torch.autograd.grad(y.square().sum(), x) for y in (out, other))
+    assert torch.equal(found, expected)
+    keys = torch.randn(6, 2, 16).npu().requires_grad_()  # one of them belongs to no query
+    out = torch_npu.npu_fusion_attention(
+        x.detach(), keys, keys, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=[2, 3, 6]
+    )[0]
+    out.sum().backward()
+    assert not keys.grad[2].any()
+
+
+def test_version_3_takes_lengths_on_the_host_only() -> None:
+    x, ends = torch.ones(5, 2, 16, dtype=torch.half).npu(), torch.tensor([2, 5])
+    torch_npu.npu_fusion_attention_v3(x, x, x, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+    with pytest.raises(RuntimeError, match="tensor must be on CPU, actual_seq_kvlen is on npu:0"):
+        torch_npu.npu_fusion_attention_v3(x, x, x, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends.npu())
+
+
+def test_version_3_writes_to_the_tensors_of_the_caller() -> None:
+    q, k, v = drawn()
+    args = (q.npu(), k.npu(), v.npu(), 4, "BNSD")
+    out = list(torch.ops.npu._npu_fusion_attention_v3_infer_output(*args))
+    workspace = torch.ops.npu._npu_fusion_attention_v3_get_max_workspace(*args)
+    results = torch.ops.npu.npu_fusion_attention_v3.out(*args, workspace=workspace, out=out)
+    expected = torch_npu.npu_fusion_attention_v3(*args)
+    assert all(a is b for a, b in zip(results, out))
+    assert all(torch.equal(a, b) for a, b in zip(out, expected))
+    with pytest.raises(RuntimeError, match=r"out\[0\] must be float32 \[2, 4, 5, 16\], got float32 \[3\]"):
+        torch.ops.npu.npu_fusion_attention_v3.out(*args, out=[torch.empty(3).npu()])
+
+
+def test_a_dropout_mask_that_is_too_small_is_refused() -> None:
+    q = torch.ones(1, 2, 16, 16).npu()
+    mask = torch.zeros(63, dtype=torch.uint8).npu()
+    with pytest.raises(RuntimeError, match=r"a bit for each of 512 weights, as uint8, got uint8 \[63\]"):
+        torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", keep_prob=0.5, dropout_mask=mask)
 
 
 def test_rows_that_see_nothing() -> None:

@@ -216,6 +216,80 @@ def test_fake_tensors_keep_shapes_and_dtypes(group_type, shape) -> None:
     assert (y.shape, y.dtype) == (shape, HALF)
 
 
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-20, 20, shape, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    ("scale_dtype", "dtype", "per_token", "act_type"),
+    [
+        (torch.int64, torch.int8, False, 0),
+        (torch.float32, torch.float16, False, 5),
+        (HALF, HALF, False, 0),
+        (HALF, HALF, True, 2),
+        (torch.float32, torch.float16, True, 1),
+    ],
+)
+def test_products_of_int8_are_exact_and_scaled_once(single, scale_dtype, dtype, per_token, act_type) -> None:
+    x, weight = integers(M, K), integers(E, K, N)
+    bias = torch.randint(-9, 9, (E, N), dtype=torch.int32)
+    # 19 bits, which a scale that is a parameter of the matrix unit keeps
+    scale = torch.randint(1, 99, (E, N)).float() / 1024
+    given = scale.view(torch.int32).long() if scale_dtype == torch.int64 else scale.to(scale_dtype)
+    rows = torch.rand(M) + 0.5
+    options = {"per_token_scale": npu(rows) if per_token else None, "act_type": act_type}
+    lists = [[t] if single else list(t) for t in (weight, bias, given)]
+    (y,) = gmm(
+        npu(x), npu(*lists[0]), bias=npu(*lists[1]), scale=npu(*lists[2]), group_list=group_list(COUNTS, 1),
+        split_item=2, group_type=0, group_list_type=1, output_dtype=dtype, **options,
+    )  # fmt: skip
+    factor = (scale if scale_dtype == torch.int64 else given).double()
+    parts = [part.double() @ weight[e].double() + bias[e] for e, part in enumerate(x.split(COUNTS))]
+    exact = torch.cat([part * factor[e] for e, part in enumerate(parts)])
+    exact = exact * rows.double().unsqueeze(1) if per_token else exact
+    exact = {0: exact, 1: exact.relu(), 2: torch.nn.functional.gelu(exact, approximate="tanh"),
+             5: torch.nn.functional.silu(exact)}[act_type]  # fmt: skip
+    assert y.dtype == dtype
+    if dtype == torch.int8:  # ties may fall either way behind two roundings of float32
+        assert (y.cpu() - exact.clamp(-128, 127)).abs().max() <= 0.5 + 1e-4
+    else:
+        # one rounding of the result, and float32 inside: two factors and an activation
+        error = (y.cpu().double() - exact).abs()
+        assert (error <= ROUNDING[dtype] * exact.abs() + UNDERFLOW[dtype] + 2.0**-20 * exact.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, HALF])
+def test_weights_of_int8_are_restored_by_columns(dtype) -> None:
+    x, weight = sample(M, K, dtype=dtype), integers(E, K, N)
+    scale, offset = (sample(E, N).abs() / 8).to(dtype), torch.randint(-3, 3, (E, N)).to(dtype)
+    options = {"antiquant_scale": npu(scale), "antiquant_offset": npu(offset)}
+    (y,) = gmm(
+        npu(x), npu(weight), group_list=group_list(COUNTS, 1), split_item=2, group_type=0, group_list_type=1, **options
+    )
+    restored = ((weight.double() + offset.double().unsqueeze(1)) * scale.double().unsqueeze(1)).float().to(dtype)
+    for e, (part, out) in enumerate(zip(x.split(COUNTS), y.split(COUNTS))):
+        assert_rounded_once(out, part, restored[e])
+
+
+def test_a_list_of_x_says_itself_which_rows_are_a_group() -> None:
+    x, weight = sample(M, K), sample(E, K, N)
+    x, weight = x.to(HALF), weight.to(HALF)
+    (y,) = gmm(npu(*x.split(COUNTS)), npu(*weight), split_item=2, group_type=0)
+    assert torch.equal(y, by_rows([x], [weight], COUNTS))
+
+
+def test_one_float32_x_takes_a_list_of_weights() -> None:
+    x, weight = sample(M, K), sample(E, K, N)
+    assert torch.equal(by_rows([x], weight, COUNTS), by_rows([x], [weight], COUNTS))
+
+
+def test_a_list_without_ends_takes_x_of_more_dimensions() -> None:
+    x, weight = sample(2, 3, K, dtype=HALF), sample(K, N, dtype=HALF)
+    (y,) = torch.ops.npu.npu_grouped_matmul.List(npu(x), npu(weight), group_list=None)
+    assert_rounded_once(y, x, weight)
+
+
 def ones(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device="npu")
 
@@ -247,13 +321,13 @@ FULL = torch.float32
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: rows(group_type=None), "group_type must be given"),
-        (lambda: rows(group_type=1), "group_type is 1"),
+        (lambda: rows(group_type=None), "Requires manual passing group_type"),
+        (lambda: rows(group_type=1), r"must be -1, 0 or 2, but now is \[1\]"),
         (lambda: rows(split_item=0), r"split_item is 0; group_type 0 takes \(2, 3\)"),
         (lambda: rows(group_list_type=2), "group_list_type is 2"),
-        (lambda: rows(act_type=1), "act_type is given"),
-        (lambda: rows(scale=[ones(2, 3)]), "scale is given"),
-        (lambda: rows(output_dtype=0), "output_dtype is given"),
+        (lambda: rows(act_type=1), "act_type is 1; only quantised x"),
+        (lambda: rows(scale=[ones(2, 3)]), r"take \[\], .*given are \['scale'\]"),
+        (lambda: rows(output_dtype=6), "give a result of torch.bfloat16, not torch.float32"),
         (lambda: rows(tuning_config=[1]), "tuning_config is given"),
         (lambda: rows([ones(4, 8, dtype=torch.int8)]), r"\(int8, bfloat16\)"),
         (lambda: rows([ones(4, 8, dtype=FULL)]), r"\(float32, bfloat16\)"),
@@ -285,9 +359,14 @@ FULL = torch.float32
         (lambda: rows([ones(4, 8)] * 3, [ones(8, 3)] * 2), "3 tensors x and 2 weights"),
         (lambda: rows([ones(2, 8)] * 2), "2 tensors x and 1 weights"),
         (lambda: rows([ones(2, 8)] * 2, [ones(8, 3)] * 2), r"group_list says \[1, 3\] rows a group, .* have \[2, 2\]"),
-        (lambda: rows([ones(4, 8, dtype=FULL)], [ones(8, 3, dtype=FULL)] * 2), "float32 takes one x and one weight"),
+        (lambda: rows([ones(2, 8, dtype=FULL)] * 2, [ones(8, 3, dtype=FULL)] * 2), "float32 takes one x"),
         (lambda: rows([ones(1, 65536)], [ones(1, 65536, 1)], ends(1)), "65536 elements .* at most 65535"),
         (lambda: rows([ones(1, 1)], [ones(1, 1, 65536)], ends(1)), "weight .* 65536 elements"),
+        (lambda: rows([ones(4, 8, dtype=torch.int8)], [ones(2, 8, 3, dtype=torch.int8)]), r"with \['scale'\] required"),
+        (
+            lambda: rows([ones(4, 8, dtype=torch.int8)], [ones(2, 8, 3, dtype=torch.int8)], scale=[ones(2, 3)]),
+            r"\(scale, result\) must be",
+        ),
         (lambda: parts(bias=[ones(3, dtype=FULL)]), "group_type 2 takes no bias"),
         (lambda: parts(ones(8, 4)), r"takes x as the transposed view .* strides \[4, 1\]"),
         (lambda: parts(ones(4, 8).t().contiguous()), "transposed view of a contiguous tensor, x.t"),

@@ -379,3 +379,12 @@ def test_what_lies_behind_a_shrunk_storage_is_not_a_number_and_cannot_be_written
     assert copy[2:].isnan().all()
     with pytest.raises(RuntimeError, match="ends behind its storage"):
         x.add_(1)
+
+
+@pytest.mark.parametrize("name", ["_foreach_addcdiv", "_foreach_addcmul"])
+def test_scalars_of_a_list_may_lie_on_the_host(name: str) -> None:
+    lists = [[torch.rand(2) + 1 for _ in range(3)] for _ in range(3)]
+    scalars = torch.tensor([1.0, -2.0, 0.5])
+    found = getattr(torch, name)(*([t.npu() for t in tensors] for tensors in lists), scalars)
+    for a, b in zip(found, getattr(torch, name)(*lists, scalars)):
+        torch.testing.assert_close(a.cpu(), b)

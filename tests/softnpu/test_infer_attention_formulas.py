@@ -212,3 +212,14 @@ def test_dtypes_strides_and_quantised_arguments_are_refused_by_name() -> None:
         )  # fmt: skip
     with pytest.raises(NotImplementedError, match="no form of the operator with antiquant_scale"):
         fused(tensors, 4, 4, antiquant_scale=torch.ones(2))
+
+
+def test_results_go_to_the_tensors_of_the_caller() -> None:
+    x = torch.randn(2, 3, 4, 64, dtype=torch.half).npu()
+    options = {"num_heads": 4, "input_layout": "BSND", "softmax_lse_flag": True}
+    out = list(torch.ops.npu._npu_fused_infer_attention_score_infer_output(x, x, **options))
+    workspace = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace(x, x, x, **options)
+    results = torch.ops.npu.npu_fused_infer_attention_score.out(x, x, x, **options, workspace=workspace, out=out)
+    assert all(a is b for a, b in zip(results, out))
+    expected = torch_npu.npu_fused_infer_attention_score(x, x, x, **options)
+    assert all(torch.equal(a, b) for a, b in zip(out, expected))

@@ -42,12 +42,33 @@ def test_rows_go_to_the_experts_in_range(dtype, start, end) -> None:
     assert torch.equal(expanded[:rows].cpu(), x[[i // K for i in places]])
     assert torch.equal(scales[:rows].cpu(), scale[[i // K for i in places]])
     assert scattered[:rows].tolist() == places
+    assert sorted(scattered.tolist()) == list(range(T * K))  # op-plugin's tests compare the other experts too
     assert row_idx.tolist() == [places.index(i) if i in places else -1 for i in range(T * K)]
     assert counts.tolist() == [int((indices == e).sum()) for e in range(start, end)]
     assert (row_idx.dtype, scattered.dtype, counts.dtype) == (torch.int32, torch.int32, torch.int64)
     unwritten = expanded[rows:]
     assert unwritten.eq(-1).all() if dtype == torch.int8 else unwritten.isnan().all()
     assert scales[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("active_num", [1, 7, T * K - 1, 2 * T * K])
+def test_active_num_is_the_most_rows_there_are(active_num) -> None:
+    x, indices = torch.rand(T, H), experts()
+    whole = init_routing(x.npu(), indices.npu(), **COUNTED)
+    some = init_routing(x.npu(), indices.npu(), active_num=active_num, **COUNTED)
+    rows = min(active_num, T * K)
+    assert torch.equal(some[0], whole[0][:rows])
+    assert all(torch.equal(a, b) for a, b in zip(some[1:3], whole[1:3]))
+    assert some[3].shape == (rows,)
+
+
+def test_no_rows_count_as_none() -> None:
+    none = torch.ones(0, K, dtype=torch.int32)
+    expanded, row_idx, counts, scales = init_routing(
+        torch.ones(0, H).npu(), none.npu(), scale=torch.ones(0).npu(), quant_mode=1, **COUNTED
+    )
+    assert (expanded.shape, expanded.dtype, row_idx.shape, scales.shape) == ((0, H), torch.int8, (0,), (0,))
+    assert counts.tolist() == [0] * E
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
@@ -206,7 +227,7 @@ def final(rows=None, skip1=None, skip2=None, bias=None, scales=None, index=None,
         (lambda: init(expert_idx=ones(2, 2, dtype=torch.int64)), r"\(float32, int64\)"),
         (lambda: init(expert_idx=ones(3, 2, dtype=INT)), "the same number of rows"),
         (lambda: init(expert_idx=ones(2, dtype=INT)), "must have 2 dimensions"),
-        (lambda: init(active_num=3), "active_num is 3; the device takes -1, 0 or all 4"),
+        (lambda: init(active_num=-2), "active_num should be greater than or equal to -1, got -2"),
         (lambda: init(expert_tokens_num_type=0), "expert_tokens_num_type 1 and 2"),
         (lambda: init(expert_tokens_num_flag=False), "with expert_tokens_num_flag=True"),
         (lambda: init(row_idx_type=2), "row_idx_type is 2"),

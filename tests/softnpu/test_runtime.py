@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch_npu
 
 from softnpu import runtime
 
@@ -211,6 +212,22 @@ def test_streams_and_events_work() -> None:
     assert end.query()
     assert start.elapsed_time(end) >= 0
     y.record_stream(torch.npu.current_stream())
+
+
+def test_memory_of_the_host_can_be_registered() -> None:
+    runtime, mapped, pinned = torch_npu.npu.npurt(), 0x2, 0x10000000
+    page = torch.empty(3 * 4096, dtype=torch.uint8)
+    start = page.data_ptr() + -page.data_ptr() % 4096
+    assert int(runtime.npuHostRegister(start, 4096, mapped)) == 0
+    assert int(runtime.npuHostRegister(start + 8, 64, mapped)) != 0  # the device maps whole pages
+    assert int(runtime.npuHostRegister(start + 8, 64, pinned)) == 0
+    assert int(runtime.npuHostRegister(start, 0, mapped)) != 0
+    assert [int(runtime.npuHostUnregister(start + n)) == 0 for n in (0, 8, 8)] == [True, True, False]
+
+
+def test_the_device_reaches_swapped_memory() -> None:
+    x = torch_npu.empty_with_swapped_memory([4], dtype=torch.float32, device="npu")
+    assert (x.fill_(3) + 1).tolist() == [4.0] * 4
 
 
 def test_an_import_loads_torch_and_torch_npu_and_nothing_else(run_python, tmp_path: Path) -> None:

@@ -197,6 +197,8 @@ CASES: dict[str, Case] = {
     "clipped_swiglu": Case(
         lambda x: kernel("SwiGLU").clipped_swiglu(x, limit=LIMIT), partial(clipped, interleaved=True), (TOKENS,)
     ),
+    "gelu_tanh": Case(lambda x: kernel("Activation").gelu_tanh(x), lambda x: F.gelu(x, approximate="tanh"), (TOKENS,)),
+    "quick_gelu": Case(lambda x: kernel("Activation").quick_gelu(x), lambda x: x * torch.sigmoid(1.702 * x), (TOKENS,)),
     "rotary_mul": Case(partial(rotate_one, interleaved=False), rotated, ((2, 3, 4, H),)),
     "rotary_mul, interleaved": Case(
         partial(rotate_one, interleaved=True), partial(rotated, interleaved=True), ((2, 3, 4, H),)

@@ -117,6 +117,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_truth.attention(q, k, v, 0.25, True)
 
 
+def row_losses(logits: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, LABELS.unsqueeze(-1)).squeeze(-1)
+
+
+def head_losses(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return row_losses(hidden_states @ weight.mT + bias)
+
+
+WORDS = 40
+LABELS = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(0))
+HEAD = (TOKENS, HIDDEN), (WORDS, HIDDEN), (WORDS,)
+
+
 def delta_rule(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options) -> Tensor:
     """With decays and betas as models have them, of any numbers."""
     return function(q, k, v, -g.abs(), beta.sigmoid(), **options)[0]
@@ -160,6 +173,8 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("SwiGLU", "swiglu"): (lambda f, x: f(x), gated(F.silu), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "geglu"): (lambda f, x: f(x), gated(lambda x: F.gelu(x, approximate="tanh")), draw((6, 2 * HIDDEN))),
     ("SwiGLU", "clipped_swiglu"): (lambda f, x: f(x), clipped_swiglu, draw((6, 2 * HIDDEN))),
+    ("Activation", "gelu_tanh"): (lambda f, x: f(x), lambda x: F.gelu(x, approximate="tanh"), draw((6, HIDDEN))),
+    ("Activation", "quick_gelu"): (lambda f, x: f(x), lambda x: x / (1 + (-1.702 * x).exp()), draw((6, HIDDEN))),
     ("RoPE", "rotary_mul"): (lambda f, *t: f(*t), rotated, draw(HEADS[0], (2, 1, 6, 16), (2, 1, 6, 16))),
     ("RoPE", "apply_rotary_pos_emb"): (lambda f, *t: f(*t), both_rotated, draw(*HEADS, (2, 6, 16), (2, 6, 16))),
     ("RoPE", "apply_multimodal_rotary_pos_emb"): (
@@ -174,6 +189,15 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ),
     ("FlashAttention", "attention_forward"): (attention_of_module, causal_attention, draw(*ATTENDED)),
     ("FlashAttention", "attention_mask"): (masked_attention, causal_attention, draw(*ATTENDED)),
+    ("CrossEntropy", "cross_entropy"): (
+        lambda f, x: f(x, LABELS.to(x.device), reduction="none"), row_losses, draw((TOKENS, WORDS)),
+    ),
+    ("CrossEntropy", "linear_cross_entropy"): (
+        lambda f, h, w, b: f(h, w, LABELS.to(h.device), b, reduction="none"), head_losses, draw(*HEAD),
+    ),
+    ("CrossEntropy", "linear_log_probs"): (
+        lambda f, h, w, b: f(h, w, LABELS.to(h.device), b), lambda *t: -head_losses(*t), draw(*HEAD),
+    ),
     ("LinearAttention", "chunk_gated_delta_rule"): (normed_delta_rule, exact_delta_rule, draw(*RULED)),
     ("LinearAttention", "chunk_kda"): (normed_delta_rule, exact_delta_rule, draw(*RULED_BY_CHANNEL)),
     ("LinearAttention", "fused_recurrent_gated_delta_rule"): (normed_delta_rule, exact_delta_rule, draw(*STEP)),
@@ -204,7 +228,7 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
 }  # fmt: skip
 # they compute nothing, or are parts of what is called here
-OTHERS = {"SWIGLU", "Gate", "blocks", "gates", "layers", "layout", "packing"}
+OTHERS = {"SWIGLU", "Shard", "Gate", "blocks", "gates", "layers", "layout", "packing"}
 
 
 def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:

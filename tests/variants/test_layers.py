@@ -6,6 +6,7 @@ That is the forward as transformers writes it, in float64 on the CPU, of modules
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, ModuleType
@@ -13,14 +14,14 @@ from types import MethodType, ModuleType
 import pytest
 import torch
 from torch import nn
+from transformers.activations import FastGELUActivation, NewGELUActivation, QuickGELUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.catalogue import LAYERS, ROUTERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.references.routers import MixtralTopKRouter, Qwen3MoeTopKRouter
 from tests.support import delta_rule_truth, experts_classes, list_blocks, norm_classes, proofs, rotary_functions
 
 
@@ -35,17 +36,42 @@ def mlp(cls: type[nn.Module], activation: str) -> tuple[nn.Module, tuple]:
     return cls(32, 64, activation), (torch.randn(2, 5, 32),)
 
 
+def activation(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    return cls(), (torch.randn(6, 32),)
+
+
 def experts(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
     module = experts_classes.instance(cls)
     return module, experts_classes.inputs(module)
 
 
-def router(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
+def router(layer: str) -> tuple[nn.Module, tuple]:
     """With logits that no rounding puts into another order: each token is near to one row of the weight."""
-    module = cls(8, 8, 2)
+    module = next(reference.module for reference in REFERENCES if layer in reference.layers)(8, 8, 2)
     with torch.no_grad():
-        module.weight.copy_(torch.eye(8))
-    return module, (torch.stack([torch.arange(8).roll(i) / 4 for i in range(12)]),)
+        for parameter in module.parameters():
+            parameter.copy_(torch.eye(8) if parameter.shape == (8, 8) else torch.zeros(parameter.shape))
+    tokens = torch.stack([torch.arange(8).roll(i) / 4 for i in range(12)])
+    given = list(inspect.signature(module.forward).parameters)[1:]
+    return module, (
+        tokens.view(3, 4, 8) if layer == "SigmoidTopKRouterLinear" else tokens,
+        *[torch.zeros(8)] * len(given),
+    )
+
+
+def without_interface(layer: str) -> tuple[nn.Module, tuple]:
+    module, (tokens,) = (
+        next(r.module for r in REFERENCES if layer in r.layers)(8, 8, 32),
+        router("SoftmaxTopKRouter")[1],
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.eye(8) if "router" in name else torch.randn(parameter.shape) / 3)
+    if layer == "ScaledTokensMoEBlock":
+        return module, (tokens,)
+    return module, (tokens, torch.rand(12, 8).topk(2, -1).indices, torch.rand(12, 2))
 
 
 def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
@@ -59,9 +85,15 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     "GeGLUMLP": [partial(mlp, LlamaMLP, "gelu_pytorch_tanh")],
     "FusedSwiGLUMLP": [partial(mlp, Phi3MLP, "silu")],
     "FusedGeGLUMLP": [partial(mlp, Phi3MLP, "gelu_pytorch_tanh")],
+    "FastGELU": [partial(activation, FastGELUActivation)],
+    "NewGELU": [partial(activation, NewGELUActivation)],
+    "QuickGELU": [partial(activation, QuickGELUActivation)],
     "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
-    "SoftmaxTopKRouter": [partial(router, Qwen3MoeTopKRouter)],
-    "SoftmaxTopKRouterFloat32": [partial(router, MixtralTopKRouter)],
+    **{layer: [partial(router, layer)] for layer in ROUTERS.layers},
+    **{
+        layer: [partial(without_interface, layer)]
+        for layer in ("ClampedExperts", "FlatExperts", "ScaledTokensMoEBlock")
+    },
     **{
         layer: [partial(block, cls) for cls, name in list_blocks.BLOCKS.items() if name == layer]
         for layer in ("SparseMoEBlock", "GatedMoEBlock")

@@ -10,16 +10,17 @@ from kernels import get_loaded_kernels
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 
 # architecture -> the repositories that serve it
 MODELS = {
-    "qwen3": {"RMSNorm", "RoPE", "SwiGLU"},
-    "gemma3_text": {"RMSNorm", "RoPE", "SwiGLU"},
-    "qwen3_moe": {"RMSNorm", "RoPE", "FusedMoE"},
+    "qwen3": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention"},
+    "gemma3_text": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention"},
+    "qwen3_moe": {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention"},
 }
+REPOSITORY_OF = LAYERS | {IMPLEMENTATION: "FlashAttention"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -30,7 +31,7 @@ def test_a_model_that_is_loaded_with_kernels_agrees_with_the_cpu(
     zoo.build(name).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="npu", use_kernels=True)
     rows = kernels_ext_npu.report(model)
-    assert {LAYERS[row.kernel] for row in rows if row.swapped} == MODELS[name]
+    assert {REPOSITORY_OF[row.kernel] for row in rows if row.swapped} == MODELS[name]
     assert all(row.swapped or row.reason for row in rows)
     loaded = [Path(kernel.module.__file__).parent for kernel in get_loaded_kernels()]
     assert {path.name for path in loaded if path.is_relative_to(repositories)} == {variant}

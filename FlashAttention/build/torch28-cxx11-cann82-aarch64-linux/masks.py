@@ -22,7 +22,7 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: MaskDescription | Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
@@ -39,7 +39,7 @@ def attention_mask(
         q_offset: the position of the first query; a tensor with a static cache.
         kv_offset: the position of the first key.
         mask_function: tells of indices whether a query sees a key; causal by default.
-        attention_mask: ``[B, tokens]``, False where a token is padding.
+        attention_mask: ``[B, tokens]``, False where a token is padding; or what this function returned before.
         use_vmap: whether ``mask_function`` is to be asked of one index at a time.
         device: where the mask would be.
         kwargs: what else transformers' own mask functions take, and this one does not need.
@@ -48,6 +48,8 @@ def attention_mask(
         What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``;
         under ``torch.compile`` it is that tensor.
     """
+    if isinstance(attention_mask, MaskDescription):  # a model made it, and hands it to the model inside
+        return attention_mask
     kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
 
     def make() -> Tensor:

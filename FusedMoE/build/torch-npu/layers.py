@@ -3,48 +3,77 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .blocks import experts_of, fused_listed_experts
+from .expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock
 from .experts_interface import experts_forward
+from .layer import Layer
 from .router import softmax_top_k
+from .router_layers import (
+    BiasedSoftmaxTopKRouter,
+    CorrectedSoftmaxTopKRouter,
+    GroupedSoftmaxTopKRouter,
+    GroupedSoftmaxTopKRouterNarrow,
+    GroupedSoftmaxTopKRouterNormalised,
+    SigmoidScatterRouter,
+    SigmoidTopKRouter,
+    SigmoidTopKRouterGivenBias,
+    SigmoidTopKRouterLinear,
+    SigmoidTopKRouterMultiplied,
+    SigmoidTopKRouterNarrow,
+    SigmoidTopKRouterNarrowGivenBias,
+    SigmoidTopKRouterSoftcapped,
+    SigmoidTopKRouterUnbiased,
+    SigmoidTopKRouterUngrouped,
+    SoftmaxTopKRouter,
+    SoftmaxTopKRouterFloat32,
+    SoftmaxTopKRouterLinear,
+    SoftmaxTopKRouterUnnormalised,
+    TopKRouter,
+    TopKSoftmaxRouter,
+)
+
+__all__ = [
+    "BiasedSoftmaxTopKRouter",
+    "ClampedExperts",
+    "CorrectedSoftmaxTopKRouter",
+    "FlatExperts",
+    "GatedMoEBlock",
+    "GroupedSoftmaxTopKRouter",
+    "GroupedSoftmaxTopKRouterNarrow",
+    "GroupedSoftmaxTopKRouterNormalised",
+    "MoEExperts",
+    "ScaledTokensMoEBlock",
+    "SigmoidScatterRouter",
+    "SigmoidTopKRouter",
+    "SigmoidTopKRouterGivenBias",
+    "SigmoidTopKRouterLinear",
+    "SigmoidTopKRouterMultiplied",
+    "SigmoidTopKRouterNarrow",
+    "SigmoidTopKRouterNarrowGivenBias",
+    "SigmoidTopKRouterSoftcapped",
+    "SigmoidTopKRouterUnbiased",
+    "SigmoidTopKRouterUngrouped",
+    "SoftmaxTopKRouter",
+    "SoftmaxTopKRouterFloat32",
+    "SoftmaxTopKRouterLinear",
+    "SoftmaxTopKRouterUnnormalised",
+    "SparseMoEBlock",
+    "TopKRouter",
+    "TopKSoftmaxRouter",
+]
 
 
-class _Layer(nn.Module):
-    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
-
-    can_torch_compile = True
-    has_backward = True
-
-
-class MoEExperts(_Layer):
+class MoEExperts(Layer):
     """Computes experts whose weights are one tensor for each projection: any with transformers' experts interface."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-class SoftmaxTopKRouter(_Layer):
-    """Chooses experts by softmax, as Qwen3-MoE does: divides by the sum unless ``norm_topk_prob`` is false.
-
-    The forward takes ``[..., H]`` and gives logits ``[T, E]``, weights ``[T, k]`` in their dtype and indices, int64
-    ``[T, k]``.
-    """
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, experts = _route(self, hidden_states)
-        return logits, weights.to(logits.dtype), experts
-
-
-class SoftmaxTopKRouterFloat32(_Layer):
-    """Chooses experts by softmax, with weights that stay in float32, as Mixtral does."""
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _route(self, hidden_states)
-
-
-class SparseMoEBlock(_Layer):
+class SparseMoEBlock(Layer):
     """Sends tokens to experts in a list by softmax, as in transformers 4.
 
     That is Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and Qwen3-Next. Weights are divided by their sum unless
@@ -69,7 +98,7 @@ class SparseMoEBlock(_Layer):
         return y.reshape(hidden_states.shape), logits
 
 
-class GatedMoEBlock(_Layer):
+class GatedMoEBlock(Layer):
     """Sends tokens to experts in a list that its gate chooses, as in transformers 4.
 
     That is DeepSeek-V2 and V3, GLM-4-MoE and Dots. The forward takes and gives ``[B, S, H]``.
@@ -81,9 +110,3 @@ class GatedMoEBlock(_Layer):
         experts = experts_of(self, x, index.shape[1])
         y = self.moe(x, index, weights) if experts is None else fused_listed_experts(experts, x, index, weights)
         return y.view(hidden_states.shape) + self.shared_experts(hidden_states)
-
-
-def _route(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the logits of a router, and the weights and indices of the experts that they choose."""
-    logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    return logits, *softmax_top_k(logits, router.top_k, getattr(router, "norm_topk_prob", True))

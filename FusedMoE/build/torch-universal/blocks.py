@@ -148,7 +148,7 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
     if not fits or any((a.dtype, a.device) != (b.dtype, b.device) for a, b in ((gate[0], up[0]), (gate[0], down[0]))):
         return "the projections differ in size, dtype or device"
     is_packed = has_bias[0] == has_bias[1] and _is_packed(gate[: len(modules)], up[: len(modules)])
-    is_swiglu = is_packed and _is_silu(activation)
+    is_swiglu = is_packed and is_silu(activation)
     return ListedExperts(gate, up, down, (has_bias[0], has_bias[1], has_bias[2]), is_packed, is_swiglu, activation)
 
 
@@ -188,7 +188,7 @@ def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
     return all(are_neighbours(gate, up) for gate, up in zip(gates, ups))
 
 
-def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
+def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
     """Tell by its values whether an activation is SiLU: many classes have one formula. They are looked at once."""
     if not isinstance(activation, nn.Module):
         return activation is F.silu

@@ -1,4 +1,4 @@
-"""What lies between the two products of an expert: SwiGLU and its clipped relatives in one launch, the rest as given.
+"""What lies between the two products of an expert: SwiGLU, its relatives and GEGLU in one launch, the rest as given.
 
 Which gate a module of transformers has is told by its values: many classes have one formula, and what it depends on are
 attributes of the instance.
@@ -7,6 +7,7 @@ attributes of the instance.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipped_swiglu, launch_clipped_swiglu
 from .derivatives import gradients
+from .geglu import geglu_gradient, launch_geglu
 
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
@@ -38,12 +40,15 @@ class Gate(NamedTuple):
         limit: where gate and up are clipped; infinite for SwiGLU.
         offset: what is added to ``u``.
         interleaved: whether gate and up alternate; otherwise the gate is the first half.
+        gelu: whether it is ``gelu(g) · u`` instead, with the tanh formula and the gate in the first half; then nothing
+            else may be said.
     """
 
     alpha: float = 1.0
     limit: float = float("inf")
     offset: float = 0.0
     interleaved: bool = False
+    gelu: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -55,28 +60,39 @@ class Gate(NamedTuple):
         if self.is_plain:
             gate, up = gate_up.chunk(2, -1)
             return nn.functional.silu(gate) * up
+        if self.gelu:
+            gate, up = gate_up.chunk(2, -1)
+            return nn.functional.gelu(gate, approximate="tanh") * up
         return clipped_swiglu_in_torch(gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
     def fits(self, gate_up_size: int, dtype: torch.dtype, trains: bool = True) -> bool:
         """Tell whether torch_npu has an operator for ``[M, gate_up_size]``, and for its gradient if it trains."""
-        if self.is_plain:
+        if self.is_plain or self.gelu:
             return not trains or gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
         return has_clipped_swiglu()
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Compute ``[M, I]`` of ``[M, 2·I]`` in one launch, in float32 inside and rounded once, without a gradient."""
+        """Compute ``[M, I]`` of ``[M, 2·I]`` in one launch, without a gradient.
+
+        That is in float32 inside, and rounded once; but in float16 the operator rounds the GELU before it multiplies.
+        """
         if self.is_plain:
             return torch.ops.npu.npu_swiglu(gate_up, -1)
+        if self.gelu:
+            return launch_geglu(gate_up)
         return launch_clipped_swiglu(gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         """Return the gradient of ``gate_up``, ``[M, 2·I]``, from that of the result, ``[M, I]``."""
         if self.is_plain:
             return torch.ops.npu.npu_swiglu_backward(grad, gate_up, -1)
+        if self.gelu:
+            return geglu_gradient(grad, gate_up)
         return clipped_swiglu_gradient(grad, gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
 
 SWIGLU = Gate()
+GEGLU = Gate(gelu=True)
 
 
 class GateFunction(torch.autograd.Function):
@@ -133,6 +149,12 @@ def activation_of(experts: nn.Module) -> Activation:
             or _global_backward_pre_hooks
         ):
             return experts._apply_gate
+        if "forward" in members:  # `kernels` binds that of the class
+            own = members["forward"]
+            if type(own) is not MethodType or own.__func__ is not type(activation).forward:
+                kind = repr(own)
+    elif "act_fn" in experts.__dict__:  # somebody has made it a function
+        kind = repr(experts.__dict__["act_fn"])
     known = getattr(experts, _KNOWN, None)
     if (known is None or known[2] != kind) and not torch.compiler.is_compiling():
         # the module may be saved as a whole: no class
@@ -175,7 +197,7 @@ def _recognise(experts: nn.Module) -> Gate | None:
             values = experts._apply_gate(gate_up.clone())
         except Exception:  # it has tensors of its own, on the device or of a certain size
             return None
-        candidates = [SWIGLU]
+        candidates = [SWIGLU, GEGLU]
         candidates += [
             Gate(alpha, limit, offset, interleaved)
             for limit in floats

@@ -85,12 +85,13 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
 
 def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     """Tell whether ``npu_rms_norm`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
-    dtype = hidden_states.dtype
+    dtype, shape = hidden_states.dtype, hidden_states.shape
     return (
         hidden_states.device.type == "npu"
         and dtype in _FUSED_DTYPES
-        and 2 <= hidden_states.dim() <= 8
-        and (weight is None or weight.dtype in (dtype, torch.float32))
+        and bool(shape[1:])
+        and not shape[8:]  # 2 to 8 dimensions, without a call that every forward would make
+        and (weight is None or (weight.dtype in (dtype, torch.float32) and weight.shape == shape[-1:]))
         and not is_transformed()
     )
 

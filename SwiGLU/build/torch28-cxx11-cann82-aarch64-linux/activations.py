@@ -1,13 +1,14 @@
 """Whether the activation that an MLP has now is the one that its kernel computes, which passes it by.
 
-It is asked in every forward, of the class of the activation and of the formula of torch's GELU: that takes no call. The
-values of each are looked at once. Any other attribute that changes what an object computes is not seen here, but when
-the model is kernelized.
+It is asked in every forward, of the class of the activation, of the formula of torch's GELU and of a forward that the
+object alone was given: that takes no call. The values of each are looked at once. Any other attribute that changes what
+an object computes is not seen here, but when the model is kernelized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,14 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
         if name in modules:
             break
     else:
-        return None
+        return _function_of(mlp)
     activation, kinds = modules[name], unit.activations
-    members = activation.__dict__
-    kind = members["approximate"] if type(activation) is nn.GELU else type(activation)
+    members, kind = activation.__dict__, type(activation)
+    own = members["forward"] if "forward" in members else None  # noqa: SIM401  get() would be a call
+    if own is not None and (type(own) is not MethodType or own.__func__ is not kind.forward):
+        kind = own.__func__ if type(own) is MethodType else own
+    elif kind is nn.GELU:
+        kind = members["approximate"]
     if kind not in kinds and not torch.compiler.is_compiling():
         kinds[kind] = _has_values_of(unit, activation)
     if (
@@ -55,6 +60,12 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
     ):
         return activation
     return None
+
+
+def _function_of(mlp: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the activation of an MLP that somebody has made a function; None if there is none."""
+    members = mlp.__dict__
+    return next((members[name] for name in _NAMES if name in members), None)
 
 
 def _has_values_of(unit: GatedUnit, activation: nn.Module) -> bool:

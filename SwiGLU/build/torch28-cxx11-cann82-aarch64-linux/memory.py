@@ -18,9 +18,15 @@ def immovable(parameter: Tensor) -> str | None:
         return "a weight is empty here"
     if storage.nbytes() != parameter.nbytes:
         return "a weight is part of a larger storage"
-    if type(parameter) is not FakeTensor and torch._C._storage_Use_Count(storage._cdata) > _ALONE:
+    if type(parameter) is not FakeTensor and _holders(storage) > _ALONE:
         return "somebody else also holds a weight, such as a state dict or a graph of autograd"
     return None
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and objects refer to a storage. In torch 2.6 only torch_npu counts them without CUDA."""
+    native = torch._C if hasattr(torch._C, "_storage_Use_Count") else sys.modules["torch_npu"]._C
+    return int(native._storage_Use_Count(storage._cdata))
 
 
 def neighbours_in(both: Tensor) -> tuple[Tensor, Tensor]:

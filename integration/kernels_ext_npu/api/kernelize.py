@@ -8,7 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import attention, experts, forwards, functions, state, waiting
+from kernels_ext_npu.swapping import attention, experts, forwards, functions, heads, state, use, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def restore(model: Model) -> Model:
     """Put the original forwards back; the model stays as it is through later ``train()``, ``eval()`` and calls.
 
     The functions that the model calls, such as rotary ones, go back for all models of its architecture: they are one
-    object for the process. A model that names ``npu_flash_attention`` has again the implementation that it had before,
-    or the one that transformers gives it by itself.
+    object for the process. Attention has again the implementation that it had before, or the one that transformers
+    gives it by itself, until the model is kernelized again.
 
     Returns:
         The model itself.
@@ -75,12 +75,13 @@ def restore(model: Model) -> Model:
         >>> model = kernels_ext_npu.kernelize(LlamaForCausalLM(config).to("npu"))
         >>> model = kernels_ext_npu.restore(model)
         >>> kernels_ext_npu.report(model).summary()
-        '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables'
+        '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables, 0 of 1 attention'
     """
-    if not vars(model).get("_use_kernels"):  # a part of a model, which looks at all of its parts again
+    if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
     experts.restore(model)
     attention.restore(model)
+    heads.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)

@@ -14,7 +14,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import changes, classes, experts, experts_interface, functions, packing, state, table
+from kernels_ext_npu.swapping import (
+    attention_default,
+    changes,
+    classes,
+    experts,
+    experts_interface,
+    functions,
+    heads,
+    packing,
+    state,
+    table,
+    use,
+)
 from kernels_ext_npu.swapping.devices import on_its_way
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -49,6 +61,9 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)
+    if attention_default.is_installed():
+        attention_default.settle_anew(model)
+    heads.take(model)
     if registration.strict:
         _check_strictly(model)
 
@@ -80,7 +95,7 @@ def swap_in_at_first_call(model: nn.Module) -> None:
 def swap_no_more(model: nn.Module) -> None:
     """Let ``train()`` and ``eval()`` of the outermost transformers models in a module leave them without kernels."""
     for pretrained in _pretrained(model):
-        vars(pretrained)["_use_kernels"] = False
+        use.forget(pretrained)
 
 
 def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
@@ -89,14 +104,9 @@ def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
 
 
 def _swap_again_with_the_mode(model: nn.Module) -> None:
-    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again.
-
-    Until unregister(): transformers alone would then take kernels of its own from the Hub.
-    """
-    assert state.current is not None
+    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again."""
     for pretrained in _pretrained(model):
-        if not vars(pretrained).get("_use_kernels"):
-            state.current.patches.attribute(pretrained, "_use_kernels", True)
+        use.note(pretrained)
 
 
 def _take_otherwise_served(model: nn.Module, mode: kernels.Mode) -> None:

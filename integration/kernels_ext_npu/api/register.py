@@ -26,7 +26,7 @@ def register(
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
-    Models use that for attention if they name it: ``attn_implementation="npu_flash_attention"``.
+    So do models for their attention, as long as they are on the NPU: ``npu_flash_attention``, which can also be named.
 
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
@@ -56,7 +56,7 @@ def register(
         >>> model = LlamaForCausalLM(config).to("npu")
         >>> model.set_use_kernels(True)  # which from_pretrained(..., device_map="npu", use_kernels=True) calls
         >>> kernels_ext_npu.report(model).summary()
-        '3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables'
+        '3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention'
     """
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
     from transformers.distributed import utils
@@ -92,7 +92,7 @@ def unregister() -> None:
 
     Models that are swapped already keep the kernels of their modules until restore(model); functions, such as rotary
     ones, belong to transformers, and are the original again for all models, as is the default of what no kernel was
-    swapped into. Models that name ``npu_flash_attention`` have again what they had before.
+    swapped into. Models that name ``npu_flash_attention``, or took it, have again what they had before.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU

@@ -18,6 +18,8 @@ def install(patches: Patches) -> None:
     """Let transformers' ``set_use_kernels`` go through the pipeline."""
     from transformers import PreTrainedModel
 
+    from kernels_ext_npu.swapping import attention_default
+
     original: Any = PreTrainedModel.set_use_kernels
     signature = inspect.signature(original)
 
@@ -28,13 +30,15 @@ def install(patches: Patches) -> None:
             _swap(self, given.get("mode"), functools.partial(original, self, use_kernels, *args, **kwargs), given)
         else:  # also where somebody has wrapped it since unregister(), and ours stays below
             original(self, use_kernels, *args, **kwargs)
+            if attention_default.is_installed():  # from_pretrained() calls this, also without use_kernels=True
+                attention_default.settle(self)
 
     patches.attribute(PreTrainedModel, "set_use_kernels", set_use_kernels)
 
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
     from kernels_ext_npu.api import pipeline  # register() need not wait for references
-    from kernels_ext_npu.swapping import table
+    from kernels_ext_npu.swapping import table, use
     from kernels_ext_npu.swapping.devices import device_of, on_its_way
 
     if not model.use_kernels:  # train() and eval() look again where it is on already
@@ -42,7 +46,8 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
     with on_its_way(model) as without_weights:
         is_here = model.device.type == "npu"
         is_offloaded = not is_here and not without_weights and device_of(model) == "npu"
-        if not (is_here or is_offloaded or without_weights):
+        is_away = not (is_here or is_offloaded or without_weights)
+        if is_away and not use.is_for_npu_only(model):
             warnings.warn(
                 f"use_kernels=True: {type(model).__name__} is on {model.device.type}, and kernels are swapped in for "
                 "models on the NPU. Load it with device_map='npu', or move it there and call "
@@ -52,6 +57,8 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
         has_config = model.kernel_config is not None or given.get("kernel_config") is not None
 
         def take(mode: Mode) -> None:
+            if is_away and use.is_for_npu_only(model):  # nobody has asked for kernels of other devices
+                return
             if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
                 table.hand_over()
                 model._use_kernels = True
@@ -60,4 +67,5 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
             if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 pipeline.take_for_npu(model, mode)
 
-        pipeline.run(model, mode, take)
+        with use.noted(model):
+            pipeline.run(model, mode, take)

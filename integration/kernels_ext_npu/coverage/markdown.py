@@ -8,9 +8,18 @@ import transformers
 
 from kernels_ext_npu.catalogue import KINDS, SERVING, Kind
 from kernels_ext_npu.coverage.survey import Row
-from kernels_ext_npu.coverage.tables import cell, empty, entries_of, kept_by_reason, name_of, not_empty
+from kernels_ext_npu.coverage.tables import (
+    cell,
+    columns,
+    empty,
+    entries_of,
+    kept_by_reason,
+    name_of,
+    not_empty,
+    of_model_types,
+)
+from kernels_ext_npu.matching import kinds
 
-KERNELS = [repository.name for repository in SERVING]
 _INTRODUCTION = """\
 # What of transformers {version} is served
 
@@ -26,20 +35,25 @@ that a kernel does not have, is in `report(model)`.
 which it is: a row is a folder, and its numbers are about the classes and functions that its modeling files define. A
 model type whose folder has no modeling file is in the row of the class that transformers makes for it. Many models are
 made of models in other folders: *with* names those that it takes unless a config names others.
+Activations are in `activations.py` of transformers, for models of all types: they are in the sums only.
 """
 
 
 def page(rows: Sequence[Row]) -> str:
     """Return the whole page: sums, a row for each folder of transformers, and what is kept and why."""
     nothing = [f"`{name}`" for name in empty(rows)]
-    count = sum(len(row.folder.model_types) for row in rows)
+    kernels = [kernel.name for kernel in columns(rows)]
+    folders = [row.folder for row in of_model_types(rows)]
+    count = sum(len(folder.model_types) for folder in folders)
     parts = [
         _INTRODUCTION.format(version=transformers.__version__),
-        f"## {count} model types in {len(rows)} folders\n",
+        f"## {count} model types in {len(folders)} folders\n",
         "Cells are served of all; `–` where there is nothing of the kind.\n",
         table(["kernel", "for", "served", "kept"], sums(rows), right=2),
         "## By model type\n",
-        table(["model types", *KERNELS], [[_name(row), *cells(row)] for row in not_empty(rows)], right=len(KERNELS)),
+        table(
+            ["model types", *kernels], [[_name(row), *cells(rows, row)] for row in not_empty(rows)], right=len(kernels)
+        ),
         f"Nothing to serve in {len(nothing)} model types: {', '.join(nothing)}.\n",
         "## What is kept, and why\n",
         *(_kept(rows, kind) for kind in KINDS),
@@ -56,9 +70,9 @@ def sums(rows: Sequence[Row]) -> list[list[str]]:
     ]
 
 
-def cells(row: Row) -> list[str]:
-    """Return a cell for each kernel repository: what is served of what there is."""
-    return [cell(row.of(kernel)) for kernel in SERVING]
+def cells(rows: Sequence[Row], row: Row) -> list[str]:
+    """Return a cell for each of the kernels that have a column: what is served of what there is."""
+    return [cell(row.of(kernel)) for kernel in columns(rows)]
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:
@@ -75,8 +89,14 @@ def _name(row: Row) -> str:
 
 
 def _kept(rows: Sequence[Row], kind: Kind) -> str:
+    """Return the table of what is kept of a kind; where reasons say of which sort they are, sort by sort."""
     kept = [
-        [reason, ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
+        [*kinds.why(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
         for reason, entries in kept_by_reason(rows, kind).items()
     ]
-    return f"### {kind.name.capitalize()}\n\n{table(['reason', 'which'], kept, right=0)}"
+    headers = ["why", "reason", "which"]
+    if any(not why for why, *_ in kept):
+        headers, kept = headers[1:], [rest for _, *rest in kept]
+    else:
+        kept.sort(key=lambda row: kinds.WHY.index(row[0]))
+    return f"### {kind.name.capitalize()}\n\n{table(headers, kept, right=0)}"

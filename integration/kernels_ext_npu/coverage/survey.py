@@ -1,7 +1,8 @@
-"""What of the installed transformers has a kernel: the classes and functions of every kind that is counted."""
+"""What of the installed transformers has a kernel, by the kinds of the catalogue."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import warnings
@@ -13,7 +14,7 @@ from types import ModuleType
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ROTARY, Kind, Repository
+from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, ROTARY, Kind, Repository
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.model_types import Folder
 from kernels_ext_npu.matching import kinds
@@ -21,6 +22,7 @@ from kernels_ext_npu.matching.lookup import find_function_reference, find_refere
 from kernels_ext_npu.references.fingerprints import original_function
 
 Track = Callable[[Sequence[Folder]], Iterable[Folder]]
+SHARED = Folder("activations", (), ("transformers.activations",))  # what models of every type may have
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Entry:
         kind: what it is counted among.
         name: its name; that of a method follows its class's.
         file: the modeling file that it is in, without ``modeling_`` and ``.py``.
-        layer: the layer that serves it; for a gated MLP those between which the activation of an instance decides.
+        layer: the layer that serves it; for attention the implementation; for a gated MLP those between which the
+            activation of an instance decides.
         reason: why no layer serves it; None if one does.
     """
 
@@ -67,11 +70,12 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
     """Read the modeling files of some folders, or of all, and return a row for each.
 
     Args:
-        folders: those to read, of model_types.folders(); all of them by default.
+        folders: those to read, of model_types.folders(); by default all of them, and what their models share, whose row
+            has no model types.
         track: what the folders go through, such as a progress bar.
     """
     with _quiet():
-        return [_row(folder) for folder in track(model_types.folders() if folders is None else folders)]
+        return [_row(folder) for folder in track([*model_types.folders(), SHARED] if folders is None else folders)]
 
 
 def entries(module: ModuleType) -> Iterator[Entry]:
@@ -79,7 +83,10 @@ def entries(module: ModuleType) -> Iterator[Entry]:
     file = _short(module)
     for cls in _classes(module):
         kind, reference = kinds.of_class(cls), find_reference(cls)
-        if kind is not None:
+        if kind is ATTENTION:
+            refusal = kinds.attention_refusal(cls)
+            yield Entry(kind.name, cls.__name__, file, None if refusal else IMPLEMENTATION, refusal)
+        elif kind is not None:
             layer = " or ".join(reference.layers) if reference else None
             yield Entry(kind.name, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
         for method in kinds.rotary_methods(cls):
@@ -105,8 +112,8 @@ def rotary_functions() -> dict[str, object]:
 
 
 def module_classes() -> Iterator[type[nn.Module]]:
-    """Find the classes of modules of every architecture that can be imported."""
-    for module in modeling_files():
+    """Find the classes of modules of every architecture that can be imported, and of what they share."""
+    for module in (*modeling_files(), *map(importlib.import_module, SHARED.files)):
         yield from _classes(module)
 
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kernels_ext_npu.catalogue import KINDS, SERVING, Kind
+from kernels_ext_npu.catalogue import KINDS, SERVING, Kind, Repository
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
 
@@ -18,18 +18,20 @@ NOTHING = "–"
 MEANING = (
     "A model type has what the modeling files of its folder in transformers define, and shares it with the other model "
     "types of the folder. After “with” are model types of other folders that its models have parts of, unless a config "
-    "names others. Served means that a kernel computes what the class or function computes. What can stand in the way "
-    "of an instance, such as an activation that the kernel does not have, is in the report of a model."
+    "names others. Activations are shared by all, and in the sums only. Served means that a kernel computes what the "
+    "class or function computes. What can stand in the way of an instance, such as an activation that the kernel does "
+    "not have, is in the report of a model."
 )
 
 
 def whole(rows: Sequence[Row]) -> RenderableType:
     """Lay out all rows, what is kept and why, and the sums, for a terminal."""
-    cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in SERVING))
+    kernels = columns(rows)
+    cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in kernels))
     for column in cells.columns[1:]:
         column.justify = "right"
     for row in not_empty(rows):
-        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in SERVING))
+        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in kernels))
     return Group(cells, *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
 
 
@@ -39,7 +41,7 @@ def detailed(rows: Sequence[Row]) -> RenderableType:
 
 
 def to_json(rows: Sequence[Row]) -> dict:
-    """Return for each model type what is in its folder, and the sums over the folders."""
+    """Return for each model type what is in its folder, what all share, and the sums over everything."""
     return {
         "transformers": transformers.__version__,
         "kernels": {k.name: _count(entry for row in rows for entry in row.of(k)) for k in SERVING},
@@ -48,17 +50,14 @@ def to_json(rows: Sequence[Row]) -> dict:
             model_type: {
                 "folder": row.folder.name,
                 "kernels": {kernel.name: _count(row.of(kernel)) for kernel in SERVING},
-                "entries": [
-                    {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
-                    for kernel in SERVING
-                    for e in row.of(kernel)
-                ],
+                "entries": [_entry(kernel, e) for kernel, e in _entries(row)],
                 "with": list(row.parts),
                 "not_imported": row.missing,
             }
             for row in rows
             for model_type in row.folder.model_types
         },
+        "shared": [_entry(kernel, e) for row in rows if not row.folder.model_types for kernel, e in _entries(row)],
     }
 
 
@@ -67,8 +66,19 @@ def cell(found: Sequence[Entry]) -> str:
     return f"{sum(entry.layer is not None for entry in found)}/{len(found)}" if found else NOTHING
 
 
+def of_model_types(rows: Sequence[Row]) -> list[Row]:
+    """Return all rows but that of what models of every type share."""
+    return [row for row in rows if row.folder.model_types]
+
+
+def columns(rows: Sequence[Row]) -> list[Repository]:
+    """Return the kernels that serve something which belongs to a model type, or would."""
+    return [kernel for kernel in SERVING if any(row.of(kernel) for row in of_model_types(rows))]
+
+
 def not_empty(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that have something that is counted, in their parts too, or that could not be read."""
+    rows = of_model_types(rows)
     found = {row.folder for row in rows if row.entries or row.missing or UNNAMED in row.parts}
     while more := {row.folder for row in rows if _types(found).intersection(row.parts)} - found:
         found |= more
@@ -100,6 +110,14 @@ def name_of(entry: Entry) -> str:
     Functions of many files have the same name; classes begin with their architecture's.
     """
     return entry.name if entry.name[0].isupper() else f"{entry.file}:{entry.name}"
+
+
+def _entries(row: Row) -> Iterator[tuple[Repository, Entry]]:
+    return ((kernel, entry) for kernel in SERVING for entry in row.of(kernel))
+
+
+def _entry(kernel: Repository, e: Entry) -> dict[str, str | None]:
+    return {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
 
 
 def _types(folders: Iterable[Folder]) -> set[str]:
@@ -143,8 +161,9 @@ def _empty(rows: Sequence[Row]) -> Iterator[Text]:
 
 
 def _sums(rows: Sequence[Row]) -> Table:
-    count = sum(len(row.folder.model_types) for row in rows)
-    shown = _table(f"{count} model types in {len(rows)} folders", "kernel", "", "served", "kept")
+    folders = [row.folder for row in of_model_types(rows)]
+    count = sum(len(folder.model_types) for folder in folders)
+    shown = _table(f"{count} model types in {len(folders)} folders", "kernel", "", "served", "kept")
     for column in shown.columns[2:]:
         column.justify = "right"
     for kernel in SERVING:

@@ -24,6 +24,7 @@ from kernels_ext_npu.inspection.memory import Memory, weight_bytes
 from kernels_ext_npu.inspection.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.inspection.roofline import Soc, seconds
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.swapping import attention_interface
 
 Inputs = dict[str, Tensor]
 Axes = Mapping[str, tuple[str, ...]]
@@ -128,6 +129,8 @@ def _count(
 ) -> Counts:
     """Count two layers of each kind, and once more three of one kind, for what each further one costs."""
     kinds = [kind for kind in find_kinds(model) if kind.layers not in apart]
+    if attention_interface.is_installed():
+        attention_interface.make_ready()  # which is no cost of a forward
 
     def count(one_more: Kind | None = None) -> Counts:
         costs = counting()

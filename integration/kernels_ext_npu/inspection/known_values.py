@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels_ext_npu.inspection import collectives, host_waits
 
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
-_ROUTES = ("topk", "npu_moe_gating_top_k_softmax")  # give values and indices
+_ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices
 _FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 # operators whose result has a size that only values tell, and the argument with these values
 _SIZED_BY = dict.fromkeys(("nonzero", "repeat_interleave", "unique_consecutive", "_unique2"), 0)

@@ -89,9 +89,11 @@ def find(name: str) -> Subject:
 
 
 def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model on the NPU, inside a FakeTensorMode."""
+    """Build the model on the NPU, inside a FakeTensorMode, with the dtypes that from_pretrained would load it with."""
     with torch.device("npu"), no_init_weights():
-        return subject.model_class._from_config(subject.config, dtype=dtype)
+        model = subject.model_class._from_config(subject.config, dtype=dtype)
+    _keep_in_float32(model, dtype)
+    return model
 
 
 def make_inputs(model: PreTrainedModel, batch: int, tokens: int, values: KnownValues) -> tuple[dict[str, Any], str]:
@@ -150,6 +152,17 @@ def labels(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
     takes = "labels" in inspect.signature(model.forward).parameters
     generates = model.can_generate() or type(model).__name__.endswith("ForMaskedLM")
     return {"labels": ids} if takes and generates and ids is not None else {}
+
+
+def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast what a model keeps in float32, which from_pretrained sees to and building a model from a config does not."""
+    globs = [re.compile(glob.replace("*", ".*")) for glob in model._get_dtype_plan(dtype)]
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and any(glob.search(f"{path}.{name}") for glob in globs):
+                    wide = tensor.detach().float()
+                    tensors[name] = nn.Parameter(wide) if tensors is module._parameters else wide
 
 
 def _read(path: Path) -> PreTrainedConfig:

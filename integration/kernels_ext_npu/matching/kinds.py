@@ -5,6 +5,7 @@ One classifier for the coverage, which sees classes, and for the report of a mod
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -15,6 +16,8 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
     EXPERTS,
     KIND_OF_LAYER,
     LINEAR_ATTENTION,
@@ -31,6 +34,10 @@ from kernels_ext_npu.references.fingerprints import is_kernel_function, original
 COUNTED = "5.22.2"  # the release of transformers that kept.json is about
 # kind -> reason -> names; functions as "file:name", methods as "file:Class.name"
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
+# what a reason of KEPT begins with, before a colon
+WHY = ("device limit", "no operator", "needs a value on the host", "changes semantics")
+UNNAMED = "it does not call its attention by a name, in whose place another could be put"
+BIASED = "biases of positions are added to scores"
 UNKNOWN = "computes something else, which nobody has looked at yet"
 
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
@@ -38,6 +45,7 @@ _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1G
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
 _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
+_ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
@@ -57,6 +65,10 @@ _LINEAR_NAMES = frozenset(
         "selective_state_update",
     }
 )
+_ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
+_ATTENTION_NAMES = re.compile("Attention")
+_OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
+_SOFTMAX = {"softmax", "scaled_dot_product_attention"}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -79,13 +91,17 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
         return kind
     if "rmsnorm" in name.lower():
         return NORMS
+    if cls.__module__ == _ACTIVATIONS_FILE and reason(ACTIVATIONS, name) != UNKNOWN:
+        return ACTIVATIONS
     if _TABLE_NAMES.search(name):
         return TABLES
     if _ROUTER_NAMES.search(name):
         return ROUTERS
     if _MLP_NAMES.search(name) and _looks_gated(cls):
         return MLPS
-    return EXPERTS if _EXPERTS_NAMES.search(name) else None
+    if _EXPERTS_NAMES.search(name):
+        return EXPERTS
+    return ATTENTION if attends(cls) else None
 
 
 def of_module(module: nn.Module) -> Kind | None:
@@ -108,6 +124,39 @@ def has_gated_projections(module: nn.Module) -> bool:
     """Tell whether a module has the projections of a gated MLP, by the names that transformers gives them."""
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
     return any(names <= children for names in _GATED)
+
+
+def calls_attention_by_name(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class calls the attention that its config names."""
+    forward = inspect.unwrap(cls.forward)
+    return inspect.isfunction(forward) and names(forward) >= _ATTENTION_BY_NAME
+
+
+def attends(cls: type[nn.Module]) -> bool:
+    """Tell whether a class computes attention: by the name in its config, or by its own name and a softmax."""
+    if calls_attention_by_name(cls):
+        return True
+    if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
+        return False
+    used = names(inspect.unwrap(cls.forward)) if inspect.isfunction(inspect.unwrap(cls.forward)) else frozenset()
+    methods = (inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value))
+    helpers = (names(method) for method in methods if inspect.isfunction(method))
+    return any(used & _SOFTMAX for used in (used, *helpers))
+
+
+def attention_refusal(cls: type[nn.Module]) -> str | None:
+    """Return why our attention does not take the place of that of a class; None where it does."""
+    if not calls_attention_by_name(cls):
+        return UNNAMED
+    if adds_biases(cls):
+        return BIASED
+    return next((why for why, classes in KEPT[ATTENTION.name].items() if cls.__name__ in classes), None)
+
+
+def adds_biases(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class gives biases of positions to attention: such names are a tuple in code."""
+    constants = inspect.unwrap(cls.forward).__code__.co_consts
+    return any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants)
 
 
 def of_function(name: str, function: object) -> Kind | None:
@@ -170,6 +219,12 @@ def reason(kind: Kind, name: str) -> str:
     return next((why for why, names in KEPT.get(kind.name, {}).items() if name in names), UNKNOWN)
 
 
+def why(reason: str) -> tuple[str, str]:
+    """Return which of WHY a reason is, or nothing, and the reason itself."""
+    kind, colon, rest = reason.partition(": ")
+    return (kind, rest) if colon and kind in WHY else ("", reason)
+
+
 def _looks_gated(cls: type[nn.Module]) -> bool:
     try:
         source = inspect.getsource(cls.forward)
@@ -178,6 +233,7 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
     return bool(re.search(r"act|silu|gelu|swish", source)) and " * " in source
 
 
-def _names(code: CodeType) -> set[str]:
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner)

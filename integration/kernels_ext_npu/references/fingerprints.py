@@ -5,9 +5,9 @@ docstrings, annotations and the names of local variables are normalised. Attribu
 operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
 wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
 module that calls the function; transformers' decorator of functions that a package may compute in their place; the two
-decorators of its rotary embeddings, which the reference then has too; and its decorator of experts, which says itself
-what a class computes. Of a function and its helpers the names
-of the parameters count too, since callers may use them; the names of the helpers do not.
+decorators of its rotary embeddings, and torch.no_grad on a method that a forward calls, which the reference then has
+too; and its decorator of experts, which says itself what a class computes. Of a function and its helpers the names of
+the parameters count too, since callers may use them; the names of the helpers do not.
 """
 
 from __future__ import annotations
@@ -49,9 +49,14 @@ def fingerprint(cls: type) -> str | None:
     functions = [("forward", forward)]
     by_name: set[str] = set()  # what is called with keywords
     for name, function in functions:  # grows while it runs
-        tree = _tree(function, decorators if function is forward else ())
+        undecorated = None if function is forward else _under_no_grad(function)
+        if undecorated is not None:
+            tree = _tree(undecorated, ("torch.no_grad",))
+        else:
+            tree = _tree(function, decorators if function is forward else ())
         if tree is None:
             return None
+        trees += ["no_grad"] * (undecorated is not None)
         known = {name for name, _ in functions}
         functions += [(n, f) for n, f in _called(tree, cls, function) if n not in known]
         by_name |= {
@@ -181,20 +186,25 @@ def _objects(tree: ast.AST, function: FunctionType, known: Collection[str] = ())
 
 
 def _under_rotary_decorators(forward: FunctionType) -> FunctionType | None:
-    """Return the function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else.
-
-    The wrappers are told by their code, and torch.no_grad's also by what it enters: enable_grad has the same code.
-    """
-    outer, inner = torch.no_grad()(_undecorated), dynamic_rope_update(_undecorated)
-    if forward.__code__ is not outer.__code__:
-        return None
-    factory, update = (_cells(forward).get(name) for name in ("ctx_factory", "func"))
-    if type(getattr(factory, "__self__", None)) is not torch.no_grad:
-        return None
-    if not isinstance(update, FunctionType) or update.__code__ is not inner.__code__:
+    """Return the function in torch.no_grad's wrapper around dynamic_rope_update's; None for anything else."""
+    update = _under_no_grad(forward)
+    if update is None or update.__code__ is not dynamic_rope_update(_undecorated).__code__:
         return None
     function = _cells(update).get("rope_forward")
     return function if isinstance(function, FunctionType) else None
+
+
+def _under_no_grad(function: FunctionType) -> FunctionType | None:
+    """Return the function in torch.no_grad's wrapper; None for anything else.
+
+    The wrapper is told by its code, and by what it enters: that of enable_grad has the same code.
+    """
+    if function.__code__ is not torch.no_grad()(_undecorated).__code__:
+        return None
+    factory, inner = (_cells(function).get(name) for name in ("ctx_factory", "func"))
+    if type(getattr(factory, "__self__", None)) is not torch.no_grad:
+        return None
+    return inner if isinstance(inner, FunctionType) else None
 
 
 def _undecorated() -> None:

@@ -43,6 +43,18 @@ class Reference:
         return self.choose(module) or self.layers[0]
 
 
+def always(module: type[nn.Module], layer: str) -> Reference:
+    """Return the reference of a forward that one layer serves on every instance."""
+    return Reference(module, (layer,), lambda _: None, lambda _: layer)
+
+
+def unless(
+    module: type[nn.Module], layer: str, refuse: Callable[[nn.Module], str | None], sees_changes: bool = False
+) -> Reference:
+    """Return the reference of a forward that one layer serves, on every instance that is not refused."""
+    return Reference(module, (layer,), refuse, lambda m: None if refuse(m) else layer, sees_changes)
+
+
 @dataclass(frozen=True)
 class FunctionReference:
     """A function that a kernel can take the place of.

@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, KINDS, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import functions, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 
-# functions come last, as their rows do, and the tables that rotary ones take before them
-SHOWN = sorted(KINDS, key=lambda kind: kind in (*FUNCTIONS, TABLES))
+# functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
+SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
 
 
 class Report:
@@ -40,8 +40,7 @@ class Report:
     def summary(self) -> str:
         """Say how many of each kind are swapped: "9 of 9 norms, 2 of 2 gated MLPs"."""
         kinds = {
-            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models]
-            for kind in (*SHOWN, ATTENTION)
+            kind.in_models: [row.swapped for row in self.rows if row.kind == kind.in_models] for kind in (*SHOWN, HEADS)
         }
         return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
@@ -83,9 +82,9 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Report every norm, gated MLP, experts module, router, rotary table and function: swapped, or kept and why.
+    """Report what was swapped, or kept and why.
 
-    Attention is reported where a model names ``npu_flash_attention``.
+    Norms, gated MLPs, experts, routers, attention, rotary functions and tables, each module and call by itself.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -101,6 +100,7 @@ def report(model: nn.Module) -> Report:
         model.norm -> RMSNorm
         model.rotary_emb -> RotaryEmbedding
         model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
+        model.layers.0.self_attn -> npu_flash_attention
     """
     with on_its_way(model):
         found = [rows.passed_by(row, model) for row in _rows(model)]
@@ -113,3 +113,4 @@ def _rows(model: nn.Module) -> Iterator[Row]:
     yield from rows.of_modules(model)
     yield from rows.of_functions(model)
     yield from rows.of_attention(model)
+    yield from rows.of_heads(model)

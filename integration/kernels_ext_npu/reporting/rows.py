@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, LAYERS, MLPS, ROUTERS, TABLES, Kind
-from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
+from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, HEADS, LAYERS, MLPS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
     attention,
+    attention_default,
     changes,
     experts,
     experts_choice,
     experts_interface,
     functions,
+    heads,
     loaded,
     packing,
     refusals,
@@ -67,17 +69,28 @@ class Row:
 def of_modules(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve."""
     for path, module in model.named_modules():
-        if (kind := of_module(module)) is not None:
+        if (kind := of_module(module)) not in (None, ATTENTION):
             yield _of_module(path, module, kind)
 
 
 def of_attention(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that calls the attention implementation of ours."""
+    """Describe every module of a model that computes attention."""
+    kept = attention_default.reasons(model) if attention_default.is_installed() else {}
     for path, module in model.named_modules():
-        if attention.is_called_by_name(module):
-            stranger = replaced(module)
-            reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
-            yield Row(path, type(module).__name__, NAME, True, reason, kind=ATTENTION.in_models)
+        if attends(type(module)):
+            yield _of_attention(path, module, kept)
+
+
+def of_heads(model: nn.Module) -> Iterator[Row]:
+    """Describe every head of a language model that computes a loss from labels."""
+    for head in heads.heads_of(model):
+        name, reason = type(head.module).__name__, heads.refusal(head)
+        if heads.is_swapped(head.module):
+            reason = None if reason is None else refusals.changed(head.module, reason)
+            yield Row(head.path, name, heads.NAME, reason is None, reason, kind=HEADS.in_models)
+        else:
+            reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
+            yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:
@@ -95,6 +108,9 @@ def passed_by(row: Row, model: nn.Module) -> Row:
 
 def expected(row: Row, model: nn.Module) -> Row:
     """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
+    if row.kind == ATTENTION.in_models:
+        passes = row.reason == refusals.NOT_SETTLED or refusals.is_elsewhere(model.get_submodule(row.path))
+        return replace(row, reason=refusals.AT_FIRST_CALL) if row.kernel and not row.swapped and passes else row
     if row.swapped or row.kernel is None or refusals.left_out(LAYERS[row.kernel]) is not None:
         return row
     if row.function is None:
@@ -109,7 +125,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     forward = kernel_forward(module)
     if forward is not None and (layer := loaded.layer_name(forward)) is not None:
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, layer, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         apart = packing.separate(module)
         reason = f"two products, since {apart}" if apart else experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
@@ -118,12 +134,22 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     if experts.is_called_by_name(module):
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, experts_interface.LAYER, False, refusals.changed(reason), kind=counted_as)
+            return Row(path, name, experts_interface.LAYER, False, refusals.changed(module, reason), kind=counted_as)
         reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
         return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
     reference = find_reference(type(module))
     layer = reference.layer(module) if reference else None
     return Row(path, name, layer, False, _reason(module), candidate, counted_as)
+
+
+def _of_attention(path: str, module: nn.Module, kept: dict[int, str | None]) -> Row:
+    name, counted_as = type(module).__name__, ATTENTION.in_models
+    if not attention.is_served(module):
+        kernel = NAME if attention_refusal(type(module)) is None else None
+        return Row(path, name, kernel, False, attention.reason(module, kept), is_candidate=False, kind=counted_as)
+    stranger = replaced(module)
+    reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
+    return Row(path, name, NAME, True, reason, kind=counted_as)
 
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:
@@ -149,7 +175,7 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
     reference = find_reference(type(module))
     if module in state.restored or (reference is not None and refusals.left_out(reference.repository) is not None):
         return True
-    if kind is ROUTERS:
+    if kind in (ROUTERS, ACTIVATIONS):
         return reference is None
     if kind is MLPS:
         return reference is None and not has_gated_projections(module)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from types import FunctionType
-
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.swapping import attention_choice, attention_interface
+from kernels_ext_npu.swapping import attention_choice, attention_default, refusals, state
+from kernels_ext_npu.swapping.attention_modules import CAPPED, calls_by_name, caps, is_in_float64
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
-
-_CALLS = {"ALL_ATTENTION_FUNCTIONS", "get_interface", "_attn_implementation"}
 
 
 def restore(model: nn.Module) -> None:
@@ -22,36 +17,39 @@ def restore(model: nn.Module) -> None:
     One config is that of many modules: attention goes back for all of them.
     """
     attention_choice.give_back(
-        [module for module in model.modules() if isinstance(module, PreTrainedModel) or _calls_by_name(module)]
+        [module for module in model.modules() if isinstance(module, PreTrainedModel) or calls_by_name(module)]
     )
 
 
-def is_called_by_name(module: nn.Module) -> bool:
+def is_served(module: nn.Module) -> bool:
     """Tell whether the forward of a module of attention calls our implementation, by the name in its config."""
-    if not attention_interface.is_installed() or not attention_choice.names_it(getattr(module, "config", None)):
+    if not attention_default.is_installed() or not attention_choice.names_it(getattr(module, "config", None)):
         return False
-    return _calls_by_name(module)
+    return calls_by_name(module)
 
 
 def remark(module: nn.Module) -> str | None:
     """Return why the kernel computes the attention of a module in torch, with all scores in memory."""
     if is_elsewhere(module):
         return f"in torch, since it is on {device_of(module)}"
-    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
+    if is_in_float64(module):
         return "in torch, since it is in float64"
-    if getattr(module, "attn_logit_softcapping", None):
-        return "in torch, since no operator of torch_npu caps scores"
-    if _gives(inspect.unwrap(type(module).forward), "position_bias"):
-        return "in torch, where biases of positions are added to scores"
-    return None
+    if kinds.adds_biases(type(module)):
+        return f"in torch, where {kinds.BIASED}"
+    return f"in torch, since {CAPPED}" if caps(module) else None
 
 
-def _calls_by_name(module: nn.Module) -> bool:
-    """Tell whether the forward of a module calls the attention that its config names."""
-    forward = inspect.unwrap(type(module).forward)
-    return inspect.isfunction(forward) and kinds.names(forward) >= _CALLS
+def reason(module: nn.Module, kept: dict[int, str | None]) -> str:
+    """Return why the kernel does not compute the attention of a module.
 
-
-def _gives(forward: FunctionType, keyword: str) -> bool:
-    """Tell whether a function gives an argument of a name to what it calls: such names are a tuple in its code."""
-    return any(isinstance(constant, tuple) and keyword in constant for constant in forward.__code__.co_consts)
+    Args:
+        module: one whose config does not name ours.
+        kept: what attention_default.reasons() says of its model.
+    """
+    if state.current is None:
+        return refusals.NOT_REGISTERED
+    if (left_out := refusals.left_out(attention_choice.REPOSITORY)) is not None:
+        return left_out
+    if not calls_by_name(module):
+        return kinds.UNNAMED
+    return kept.get(id(module.config)) or refusals.NOT_SETTLED

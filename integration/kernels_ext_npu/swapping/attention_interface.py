@@ -1,8 +1,9 @@
 """The attention implementation ``npu_flash_attention`` of transformers.
 
-It is the kernel FlashAttention, called by name: who names it gets it, and nobody else. On other devices than the NPU
-the kernel computes in torch. The name contains "flash", by which transformers knows implementations that take lengths
-of packed sequences: vision towers and continuous batching give them.
+It is the kernel FlashAttention, called by name: who names it gets it, and so do models on the NPU that would have
+transformers' default (attention_default.py). On other devices than the NPU the kernel computes in torch. The name
+contains "flash", by which transformers knows implementations that take lengths of packed sequences: vision towers and
+continuous batching give them.
 """
 
 from __future__ import annotations
@@ -13,27 +14,42 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu import sources
-from kernels_ext_npu.swapping import attention_choice, state
+from kernels_ext_npu.swapping import attention_choice, attention_default, attention_packing, state
 from kernels_ext_npu.swapping.attention_choice import NAME, REPOSITORY
 from kernels_ext_npu.swapping.patches import Patches
 
 
-def npu_flash_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def npu_flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module: transformers calls this by the name in the module's config.
 
     Args:
         module: whose attention it is.
-        args: query ``[B, N, S_q, D]``, key ``[B, N_k, S_k, D]``, value ``[B, N_k, S_k, D_v]`` and the mask.
-        kwargs: what ``attention_forward`` of the kernel takes.
+        query: ``[B, N, S_q, D]``.
+        key: ``[B, N_k, S_k, D]``.
+        value: ``[B, N_k, S_k, D_v]``.
+        attention_mask: what ``attention_mask`` of the kernel returned, a mask of the caller, or None.
+        args: what ``attention_forward`` of the kernel takes.
+        kwargs: the same; with ``output_attentions`` the model's own formula computes, on a batch that is not packed.
 
     Returns:
-        ``[B, S_q, N, D_v]`` and None.
+        ``[B, S_q, N, D_v]``, and the weights ``[B, N, S_q, S_k]`` where they are asked for, otherwise None.
     """
-    return kernel().attention_forward(module, *args, **kwargs)
+    if kwargs.get("output_attentions") and kwargs.get("cu_seq_lens_q") is None:
+        from kernels_ext_npu.swapping import attention_weights  # register() need not wait for references
+
+        if (formula := attention_weights.formula(module)) is not None:
+            is_causal = getattr(module, "is_causal", True)
+            attention_mask = attention_weights.added(attention_mask, query, key, is_causal)
+            return formula(module, query, key, value, attention_mask, *args, **kwargs)
+    return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
@@ -52,11 +68,15 @@ def install(patches: Patches) -> None:
     patches.item(AttentionMaskInterface._global_mapping, NAME, npu_flash_attention_mask)
     patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_and_adjust, is_installed)
     patches.method(PreTrainedModel, "set_attn_implementation", _set, is_installed)
+    patches.attribute(masking_utils, "is_flash_attention_requested", _cannot_be_in_chunks)
+    attention_choice.install(patches)
+    attention_default.install(patches)
+    attention_packing.install(patches)
 
 
 def is_installed() -> bool:
     """Tell whether models can name the implementation."""
-    return state.uses(REPOSITORY)
+    return attention_default.is_installed()
 
 
 def kernel() -> ModuleType:
@@ -65,6 +85,12 @@ def kernel() -> ModuleType:
     if state.current.attention_kernel is None:
         state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
     return state.current.attention_kernel
+
+
+def make_ready() -> None:
+    """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
+    with torch.no_grad():
+        kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
 
 
 def _check_and_adjust(
@@ -76,7 +102,10 @@ def _check_and_adjust(
     get on with: none of these has a build for the NPU.
     """
     if attention_choice.meant(requested) != NAME:
-        return original(self, requested, *args, **kwargs)
+        implementation = original(self, requested, *args, **kwargs)
+        if kwargs.get("is_init_check"):
+            attention_choice.note(self.config, requested)
+        return implementation
     if not attention_choice.can_take_it(type(self)):
         default = original(self, None, *args, **kwargs)
         warnings.warn(
@@ -89,8 +118,14 @@ def _check_and_adjust(
 
 
 def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args: Any, **kwargs: Any) -> None:
-    with attention_choice.noted(self):
-        original(self, attention_choice.meant(requested), *args, **kwargs)
+    requested = attention_choice.meant(requested)
+    with attention_choice.noted(self, requested):
+        original(self, requested, *args, **kwargs)
+
+
+def _cannot_be_in_chunks(config: Any) -> bool:
+    """Tell transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
+    return is_flash_attention_requested(config) and not attention_choice.names_it(config)
 
 
 def _try_to_load() -> None:

@@ -95,10 +95,15 @@ def kernel_forward(module: nn.Module) -> FunctionType | None:
 
 
 def install(patches: Patches) -> None:
-    """Let `kernels` put forwards below wrappers, too.
+    """Let `kernels` put forwards below wrappers, too, and let pickles of swapped modules leave no forward behind."""
+    _install_replacing(patches)
+    _install_unpickling(patches)
 
-    Everything that swaps kernels ends in this function: ``use_kernels=True``, ``train()`` and ``eval()``, and whoever
-    calls `kernels` directly.
+
+def _install_replacing(patches: Patches) -> None:
+    """Change what everything that swaps kernels ends in.
+
+    That is ``use_kernels=True``, ``train()`` and ``eval()``, and whoever calls `kernels` directly.
     """
     from kernels.layer import layer
 
@@ -112,6 +117,24 @@ def install(patches: Patches) -> None:
             put(module, layer.forward)
 
     patches.attribute(layer, "_replace_forward", _replace_forward)
+
+
+def _install_unpickling(patches: Patches) -> None:
+    """Take the forward of its class out of a module that was just unpickled.
+
+    A pickle knows a method by its name only: the kernel that was bound to a module comes back as what its class has
+    under the name ``forward``, and bound to the module it would hide what the class is given later.
+    """
+    original: Any = nn.Module.__setstate__
+
+    @functools.wraps(original)
+    def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
+        original(self, state)
+        forward = vars(self).get("forward")
+        if isinstance(forward, MethodType) and forward.__self__ is self and forward.__func__ is type(self).forward:
+            del self.forward
+
+    patches.attribute(nn.Module, "__setstate__", __setstate__)
 
 
 def _exchange(module: nn.Module, function: Callable) -> None:

@@ -4,6 +4,7 @@ Models keep their kernels and the layout of their weights until restore(model), 
 of other libraries in train() and eval(), nor end in an error when they are saved:
 
 - ``_replace_forward`` of `kernels` puts forwards below wrappers (forwards.py);
+- modules that a pickle or a copy is made of hold no forward that is that of their class (forwards.py);
 - ``safetensors.torch`` writes experts that were transposed, also when they were copied to the host before; from the
   first such experts on, what saves models makes no second copy of them on the device (saving.py).
 

@@ -79,6 +79,10 @@ class Patches:
 
         self.attribute(owner, name, wrapped)
 
+    def before(self, owner: Any, name: str) -> Any:
+        """Return what an attribute was before it was changed; ABSENT where it was not."""
+        return next((change.before for change in self._changes if change.is_of(owner, name)), ABSENT)
+
     def give_back(self, owner: Any, name: str) -> None:
         """Take back what was changed of one attribute, as `undo` does."""
         found = [change for change in self._changes if change.is_of(owner, name)]

@@ -24,6 +24,7 @@ NO_RMS_NORM = "not an RMS norm"
 FORWARD_UNKNOWN = "no kernel computes what its forward computes"
 FUNCTION_UNKNOWN = "no kernel computes what it computes"
 RESTORED = "restore() was called for this part of the model: kernelize() swaps kernels into it again"
+NOT_SETTLED = "the model was made before register(): call kernelize(model)"
 AT_FIRST_CALL = "swapped in when the model is first called on the NPU"
 
 
@@ -50,9 +51,10 @@ def not_wanted(module: nn.Module, reference: Reference) -> str | None:
     return left_out(reference.repository) or _other_experts(module)
 
 
-def changed(reason: str) -> str:
+def changed(module: nn.Module, reason: str) -> str:
     """Say of a kernel that is in place that it no longer fits, until kernels are looked at again."""
-    return f"changed since it was swapped in: {reason}; kernelize(model) takes the kernel out"
+    advice = "restore(model) takes the kernels out" if is_elsewhere(module) else "kernelize(model) takes the kernel out"
+    return f"changed since it was swapped in: {reason}; {advice}"
 
 
 def left_out(repository: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping import state, use
 from kernels_ext_npu.swapping.patches import Patches
 
 
@@ -67,7 +67,7 @@ def swap(called: nn.Module, args: Any) -> None:
     for module in model.modules():
         forget(module)
     forget(called)
-    if not vars(model).get("_use_kernels"):
+    if not use.is_noted(model):
         registration.on_first_call(model)
 
 

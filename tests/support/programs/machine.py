@@ -9,7 +9,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.support.programs.differences import is_known
 from tests.support.programs.program import Program
 from tests.support.programs.registry import ACTS
 from tests.support.programs.variants import VARIANTS
@@ -48,7 +47,7 @@ def _rule(name: str) -> Any:
 
     def is_possible(self: _Base) -> bool:
         program = self.program
-        if program is None or program.is_over or is_known([done for done, _ in program.done], name):
+        if program is None or program.is_over:
             return False
         return applies(program.twin) and applies(program.model)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DOCUMENTED: dict[str, str] = {
     "transpose_experts": "transpose_experts: ",
     # of a copy, or of what was loaded, once kernels are unregistered
-    "call": "npu_grouped_mm. is not a valid experts implementation",
+    "call": "(npu_grouped_mm. is not a valid experts|npu_flash_attention. is not a valid attention) implementation",
 }
 
 

@@ -13,8 +13,11 @@ from torch.nn.utils import parametrize
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.catalogue import ATTENTION
 from kernels_ext_npu.swapping import forwards
+from kernels_ext_npu.swapping.attention_interface import npu_flash_attention
 from kernels_ext_npu.swapping.experts_interface import npu_grouped_mm
+from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.side import Side
 
 CHANGED = "changed since it was swapped in"
@@ -26,14 +29,15 @@ def changed(side: Side) -> bool:
 
 
 def look_again(side: Side, seed: int) -> None:
-    """Do what the report says of kernels that no longer fit, in one of the ways."""
+    """Do what the report says of kernels that no longer fit, or change the mode, which looks at them, too."""
     model = side.pretrained
-    if side.device.type != "npu":  # kernelize() wants it there
-        kernels_ext_npu.restore(side.model)
-    elif seed % 2 and side.is_registered and model.use_kernels:
+    if seed % 2 and model.use_kernels and stays_off_the_hub(side):
         model.train(not model.training).train(not model.training)
-    else:
-        kernels_ext_npu.kernelize(side.model)
+        return
+    reasons = [row.reason or "" for row in kernels_ext_npu.report(side.model)]
+    advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons if reason.startswith(CHANGED)}
+    assert advised <= {"kernelize", "restore"}
+    getattr(kernels_ext_npu, max(advised))(side.model)  # what restores needs no device
 
 
 def assert_report_is_true(side: Side, seed: int, limits: dict[torch.dtype, float]) -> None:
@@ -70,6 +74,12 @@ def _forwards(row: Any, module: nn.Module) -> tuple[Any, Any]:
     if row.function is not None:
         function = vars(sys.modules[type(module).__module__])[row.function]
         return lambda *args: type(function).forward(function, *args), function.forward
+    if row.kind == ATTENTION.in_models:
+        options = {"scaling": module.scaling, "s_aux": getattr(module, "sinks", None)}
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return lambda *args: eager(module, *args, **options)[:1], lambda *args: npu_flash_attention(
+            module, *args, **options
+        )[:1]
     own, kernel = inspect.unwrap(type(module).forward), forwards.kernel_forward(module) or npu_grouped_mm
     if row.kind == "rotary tables":
         own = type(module).forward  # what it wraps switches gradients off
@@ -88,6 +98,10 @@ def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[T
         heads = config.num_attention_heads
         q, k = draw(2, heads, 5, _head(config)), draw(2, heads, 5, _head(config))
         return q, k, *table(q, torch.arange(5, device=side.device)[None])
+    if row.kind == ATTENTION.in_models:
+        heads, keys = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        mask = torch.full((5, 5), torch.finfo(dtype).min, dtype=dtype, device=side.device).triu(1)[None, None]
+        return draw(2, heads, 5, _head(config)), *(draw(2, keys, 5, _head(config)) for _ in range(2)), mask
     if row.kind == "norms":
         weight = getattr(module, "weight", None)
         return (draw(2, 3, 32 if weight is None else weight.shape[-1]),)

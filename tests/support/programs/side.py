@@ -24,7 +24,9 @@ class Side:
         folder: where files are written.
         model: the model as it is now, perhaps inside an adapter's.
         names: the names of its weights at the start.
+        places: at how many places in memory these were.
         is_away: whether the model was moved to the CPU.
+        asked: whether the user has said ``use_kernels=True``, by which transformers takes kernels for the CPU there.
         held: what the user keeps: a state dict, a flat buffer, an optimizer, handles of hooks.
         shown: what acts have computed, in order, each with the rounding of its dtype.
         cleanups: what undoes the changes to the process that acts make.
@@ -36,7 +38,8 @@ class Side:
         if self.is_experts and home == "cpu":
             self.pretrained.set_experts_implementation("eager")  # the modeling file's own, whatever ours would be
         self.names = list(self.model.state_dict())
-        self.is_away = False
+        self.places = self.count_places()
+        self.is_away = self.asked = False
         self.held: dict[str, Any] = {}
         self.shown: list[tuple[Tensor, torch.dtype]] = []
         self.cleanups: list[Callable[[], object]] = []
@@ -66,6 +69,10 @@ class Side:
     def device(self) -> torch.device:
         """Where the model is now."""
         return next(self.model.parameters()).device
+
+    def count_places(self) -> int:
+        """Return at how many places in memory the weights are: fewer than names where some are shared."""
+        return len({tensor.data_ptr() for tensor in self.model.state_dict().values()})
 
     def show(self, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
         """Keep a result of an act, to be compared with the other side's to the rounding of a dtype."""

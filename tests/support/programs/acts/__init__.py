@@ -2,6 +2,7 @@
 
 from tests.support.programs.acts import (
     adapters,
+    attention,
     devices,
     errors,
     hooks,
@@ -16,6 +17,7 @@ from tests.support.programs.acts import (
 
 __all__ = [
     "adapters",
+    "attention",
     "devices",
     "errors",
     "hooks",

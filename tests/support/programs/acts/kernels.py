@@ -67,6 +67,7 @@ def restore_a_part(side: Side, choice: Random) -> None:
 
 @act(lambda side: on_npu(side) and state.current is not None)  # otherwise transformers takes its own, from the Hub
 def use_kernels(side: Side, choice: Random) -> None:
+    side.asked = True
     if side.has_kernels:
         side.pretrained.use_kernels = True
 

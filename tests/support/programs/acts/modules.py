@@ -12,7 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 import kernels_ext_npu
-from tests.support.programs.acts.modes import looks_at_ours
+from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
@@ -217,7 +217,7 @@ def copy_deeply_and_drop_the_kernels_of_the_first(side: Side, choice: Random) ->
         kernels_ext_npu.restore(first)
 
 
-@act(looks_at_ours)
+@act(stays_off_the_hub)
 def train_a_copy(side: Side, choice: Random) -> None:
     """The model that was copied stays as it is."""
     other = copy.deepcopy(side.model)

@@ -84,11 +84,10 @@ def reload_the_kept_optimizer(side: Side, choice: Random) -> None:
 
 @act(can_train)
 def leave_gradients(side: Side, choice: Random) -> None:
-    """Compare the gradients that stand in parameters, and let them stand."""
+    """Compare the gradients that stand in parameters, relative to all of them, and let them stand."""
     backward(side)
-    for _, parameter in side.parameters():
-        if parameter.grad is not None:
-            side.show(parameter.grad)
+    gradients = [p.grad for _, p in side.parameters() if p.grad is not None]
+    side.show(torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]))
 
 
 @act(can_train, computes=True)

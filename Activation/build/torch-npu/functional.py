@@ -1,0 +1,92 @@
+"""Activations as functions of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .derivatives import gradients
+from .distributed import is_distributed
+from .second_order import let_differentiate
+from .transforms import is_transformed
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SLOPE = 1.702  # of npu_fast_gelu: op-plugin, docs/zh/custom_APIs/torch_npu
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Compute ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x³)))``, rounded once: one launch of torch's GELU.
+
+    That is what NewGELUActivation and FastGELUActivation of transformers, activations.py, compute step by step. In
+    dtypes that the NPU has no GELU for it is computed so here too. Differentiable as often as torch's own operators.
+
+    Args:
+        x: of any shape, of a floating dtype.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        TypeError: x is not floating point.
+    """
+    _check("gelu_tanh", x)
+    if x.device.type == "npu" and x.dtype not in _FUSED_DTYPES:
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Compute ``x * sigmoid(1.702 * x)``, on the NPU in float32 and rounded once.
+
+    That is QuickGELUActivation of transformers, activations.py, in one launch of ``npu_fast_gelu``; the same formula in
+    torch beyond the limits of the operator, under torch.func and for forward-mode derivatives. Differentiable as often
+    as torch's own operators are.
+
+    Args:
+        x: of any shape, of a floating dtype.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        TypeError: x is not floating point.
+    """
+    _check("quick_gelu", x)
+    if _is_fused(x):
+        return torch.ops.npu.npu_fast_gelu(x)
+    return _quick_gelu_in_torch(x)
+
+
+def register_derivative_of_quick_gelu() -> None:
+    """Let the gradient of ``npu_fast_gelu`` be differentiated, where torch_npu is there."""
+    if hasattr(torch.ops.npu, "npu_fast_gelu_backward"):
+        let_differentiate(torch.ops.npu.npu_fast_gelu_backward.default, _gradient_in_torch)
+
+
+def _gradient_in_torch(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute what ``npu_fast_gelu_backward`` does."""
+    return gradients(lambda x: _quick_gelu_in_torch(x.float()), (x,), (True,), grad)[0]  # type: ignore[return-value]
+
+
+def _quick_gelu_in_torch(x: Tensor) -> Tensor:
+    """Compute the same formula in torch, for what the operator does not take."""
+    return x * torch.sigmoid(_SLOPE * x)
+
+
+def _is_fused(x: Tensor) -> bool:
+    """Tell whether ``npu_fast_gelu`` takes a tensor (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
+    return (
+        x.device.type == "npu"
+        and x.dtype in _FUSED_DTYPES
+        and x.dim() <= 8
+        and not (is_distributed(x) or is_transformed())
+    )
+
+
+def _check(name: str, x: Tensor) -> None:
+    """Raise what the function ``name`` says of an argument that does not fit."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: x must be floating point, got {x.dtype}")

@@ -1,0 +1,27 @@
+"""Into how many pieces tokens x words are cut: two at least, so that no tensor has all of them, and few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_ELEMENTS = 2**27  # of a piece, 512 MiB in float32
+_AT_LEAST, _AT_MOST = 2, 8
+_ALIGNED = 128  # words: rows of 256 bytes in float16 and bfloat16
+
+
+def how_many(tokens: int, words: int) -> int:
+    """Return the number of pieces for tokens x words."""
+    return min(max(-(-tokens * words // _ELEMENTS), _AT_LEAST), _AT_MOST)
+
+
+def of_rows(rows: int, pieces: int) -> Iterator[slice]:
+    """Cut rows into pieces, one where there are none."""
+    size = max(-(-rows // pieces), 1)
+    for start in range(0, max(rows, 1), size):
+        yield slice(start, min(start + size, rows))
+
+
+def width_of_words(words: int, pieces: int) -> int:
+    """Return how many words a piece of the vocabulary has; the last one has the rest."""
+    width = max(-(-words // pieces), 1)
+    return width if width < _ALIGNED else -(-width // _ALIGNED) * _ALIGNED

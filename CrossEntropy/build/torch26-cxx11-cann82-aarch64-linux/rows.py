@@ -1,0 +1,52 @@
+"""Cross entropy of logits, in pieces of rows: nothing in float32 is as large as the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import in_torch, pieces
+from .derivatives import gradients
+from .objective import Objective
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Computes the loss of each row ``[N]``: ``apply(logits, labels, objective)``."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
+        tokens, words = logits.shape
+        inside = labels.clamp(0, words - 1).unsqueeze(-1)
+        lse, picked, total = [], [], []
+        for rows in pieces.of_rows(tokens, pieces.how_many(tokens, words)):
+            z = objective.logits(logits[rows])
+            lse.append(torch.logsumexp(z, -1))
+            picked.append(z.gather(1, inside[rows]).squeeze(-1))
+            if objective.label_smoothing:
+                total.append(z.sum(-1))
+        joined, at_label = torch.cat(lse), torch.cat(picked)
+        ctx.objective = objective
+        ctx.save_for_backward(logits, labels, joined, at_label)
+        loss = objective.loss(joined, at_label, torch.cat(total) if total else None, words)
+        return torch.where(labels == objective.ignore_index, 0.0, loss)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        logits, labels, lse, picked = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = gradients(
+                lambda x: in_torch.loss(x, labels, ctx.objective), (logits,), ctx.needs_input_grad[:1], grad
+            )
+            return *found, None, None
+        tokens, words = logits.shape
+        counted = torch.where(labels == ctx.objective.ignore_index, 0.0, grad)
+        gradient = ctx.objective.gradient(counted, lse, picked, words)
+        inside = labels.clamp(0, words - 1).unsqueeze(-1)
+        d_logits = logits.new_empty(logits.shape)
+        for rows in pieces.of_rows(tokens, pieces.how_many(tokens, words)):
+            part = gradient.rows(rows)
+            d_rows = part.of_words(logits[rows]).scatter_(1, inside[rows], part.at_label)
+            torch.mul(d_rows, part.sign, out=d_logits[rows])
+        return d_logits, None, None

@@ -1,0 +1,6 @@
+"""Cross entropy for Huawei Ascend NPUs: of logits, and of a language model's head without its logits."""
+
+from .functional import cross_entropy, linear_cross_entropy, linear_log_probs
+from .shard import Shard
+
+__all__ = ["Shard", "cross_entropy", "linear_cross_entropy", "linear_log_probs"]

@@ -1,0 +1,146 @@
+"""Cross entropy of a head's logits, without the logits: in pieces of the vocabulary.
+
+Each piece takes all tokens and some words. Forward keeps two numbers a token, ``log Σ exp`` and the logit of the label;
+backward computes the logits of a piece again. So the rows of the weight's gradient are one product each, rounded once,
+the weight is read once a product, and only the gradient of the hidden states is a sum over pieces, in float32. There
+the label's word is left out of the products and added by itself: it is most of the gradient, and would be rounded with
+every piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import in_torch, pieces
+from .derivatives import gradients
+from .objective import Gradient, Objective, statistics_dtype
+from .shard import Shard
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Computes the loss of each row ``[N]``.
+
+    ``apply(hidden_states, weight, bias, labels, objective, shard, pieces)`` takes ``[N, H]``, ``[W, H]``, ``[W]`` or
+    None, ``[N]``, the options, the shard that the weight is or None, and the number of pieces.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        objective: Objective,
+        shard: Shard | None,
+        number: int,
+    ) -> Tensor:
+        lse, picked, total = [], [], []
+        for part in _cut(weight, bias, labels, shard, number):
+            z = objective.logits(F.linear(hidden_states, part.weight, part.bias))
+            lse.append(torch.logsumexp(z, -1))
+            picked.append(torch.where(part.is_inside, z.gather(1, part.inside), 0).squeeze(-1))
+            if objective.label_smoothing:
+                total.append(z.sum(-1))
+            del z
+        joined = torch.logsumexp(torch.stack(lse), 0)
+        at_label = torch.stack(picked).sum(0)
+        sums = torch.stack(total).sum(0) if total else None
+        words = weight.shape[0]
+        if shard is not None:
+            words, joined, at_label = shard.words, shard.lse(joined), shard.total(at_label)
+            sums = None if sums is None else shard.total(sums)
+        ctx.options = objective, shard, number, words
+        ctx.save_for_backward(hidden_states, weight, bias, labels, joined, at_label)
+        return torch.where(labels == objective.ignore_index, 0.0, objective.loss(joined, at_label, sums, words))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, weight, bias, labels, lse, picked = ctx.saved_tensors
+        objective, shard, number, words = ctx.options
+        needs = ctx.needs_input_grad[:3]
+        nothing = None, None, None, None
+        if torch.is_grad_enabled():
+            if shard is not None:
+                raise RuntimeError("linear_cross_entropy: no second derivative with a weight that is a shard")
+            found = gradients(
+                lambda h, w, b: in_torch.linear_loss(h, w, b, labels, objective),
+                (hidden_states, weight, bias),
+                needs,
+                grad,
+            )
+            return *found, *nothing
+        counted = torch.where(labels == objective.ignore_index, 0.0, grad)
+        gradient = objective.gradient(counted, lse, picked, words)
+        found = _gradients(hidden_states, _cut(weight, bias, labels, shard, number), gradient, weight, bias, needs)
+        if shard is not None and found[0] is not None:
+            found = shard.total(found[0]), *found[1:]
+        d_hidden = None if found[0] is None else found[0].to(hidden_states.dtype)
+        return d_hidden, *found[1:], *nothing
+
+
+class _Part(NamedTuple):
+    """A piece of the vocabulary.
+
+    Attributes:
+        words: its words, as a slice of the weight's rows.
+        weight: their rows ``[W, H]``.
+        bias: theirs ``[W]``, or None.
+        inside: the labels counted from its first word, ``[N, 1]``, and kept within it.
+        is_inside: whether a label is in it, ``[N, 1]``.
+    """
+
+    words: slice
+    weight: Tensor
+    bias: Tensor | None
+    inside: Tensor
+    is_inside: Tensor
+
+
+def _cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[_Part]:
+    rows = weight.shape[0]
+    width = pieces.width_of_words(rows, number)
+    first = 0 if shard is None else shard.start
+    for start in range(0, rows, width):
+        words = slice(start, min(start + width, rows))
+        local = (labels - (first + start)).unsqueeze(-1)
+        inside = local.clamp(0, words.stop - start - 1)
+        yield _Part(words, weight[words], None if bias is None else bias[words], inside, local == inside)
+
+
+def _gradients(
+    hidden_states: Tensor,
+    parts: Iterator[_Part],
+    gradient: Gradient,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the hidden states, in the dtype of the statistics, of the weight and of the bias."""
+    needs_hidden, needs_weight, needs_bias = needs
+    dtype = statistics_dtype(hidden_states.dtype)
+    sign = gradient.sign.to(hidden_states.dtype)
+    signed = hidden_states * sign if needs_weight else None
+    d_hidden = torch.zeros_like(hidden_states, dtype=dtype) if needs_hidden else None
+    d_weight = weight.new_empty(weight.shape) if needs_weight else None
+    d_bias = bias.new_empty(bias.shape) if bias is not None and needs_bias else None
+    for part in parts:
+        found = gradient.of_words(F.linear(hidden_states, part.weight, part.bias)).to(hidden_states.dtype)
+        others = found.gather(1, part.inside)
+        if d_hidden is not None:
+            found.scatter_(1, part.inside, others.masked_fill(part.is_inside, 0))
+            d_hidden.add_(found @ part.weight)
+            at_label = torch.where(part.is_inside, gradient.at_label, 0)
+            d_hidden.addcmul_(at_label, part.weight.index_select(0, part.inside.squeeze(-1)).to(dtype))
+        found.scatter_(1, part.inside, torch.where(part.is_inside, gradient.at_label.to(found.dtype), others))
+        if d_weight is not None:
+            torch.mm(found.t(), signed, out=d_weight[part.words])
+        if d_bias is not None:
+            torch.mm(sign.t(), found, out=d_bias[part.words].unsqueeze(0))
+        del found
+    return (None if d_hidden is None else d_hidden.mul_(sign)), d_weight, d_bias

@@ -1,0 +1,139 @@
+"""What the loss of one row is, and its gradient: the formulas, whatever the pieces in which they are computed.
+
+With ``x`` what the head gives, ``z = logit_scale · x``, or ``z = softcap · tanh(logit_scale · x / softcap)``, label
+``y``, smoothing ``e``, ``V`` words and ``lse = log Σ exp z``, the loss of a row is
+
+    lse - (1 - e) · z_y - e · mean(z) + z_loss · lse²
+
+and its gradient, times the gradient ``g`` that arrives for the row,
+
+    dx_i = logit_scale · (1 - (z_i / softcap)²) · (c · exp(z_i - lse) - s - [i = y] · (1 - e) · g)
+    c = g · (1 + 2 · z_loss · lse)        s = e · g / V
+
+The factor ``|c · logit_scale|`` goes into the exponent, so that no pass over words is needed for it, and its sign to
+the rows that are multiplied later. The value at the label has a formula of its own: ``exp(z_y - lse) - 1`` cancels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The options of a loss.
+
+    Attributes:
+        ignore_index: the label of rows that do not count.
+        label_smoothing: the part of a label that all words share.
+        z_loss: the weight of ``lse²``.
+        logit_scale: what logits are multiplied with.
+        softcap: what the scaled logits are kept below by tanh; None for no bound.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float
+    softcap: float | None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics."""
+        z = x.to(statistics_dtype(x.dtype), copy=True)
+        if self.softcap is not None:
+            return z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
+        return z if self.logit_scale == 1 else z.mul_(self.logit_scale)
+
+    def loss(self, lse: Tensor, picked: Tensor, total: Tensor | None, words: int) -> Tensor:
+        """Return the loss of each row ``[N]``.
+
+        Args:
+            lse: ``log Σ exp z``, ``[N]``.
+            picked: ``z`` at the label, ``[N]``.
+            total: ``Σ z``, ``[N]``; needed with label smoothing only.
+            words: the size of the vocabulary.
+        """
+        loss = lse - picked
+        if self.label_smoothing:
+            assert total is not None
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (lse - total / words)
+        return loss if not self.z_loss else loss + self.z_loss * lse.square()
+
+    def gradient(self, grad: Tensor, lse: Tensor, picked: Tensor, words: int) -> Gradient:
+        """Return what the gradients of all rows are made of.
+
+        Args:
+            grad: that of each row's loss, ``[N]``, zero for rows that do not count.
+            lse: as for `loss`.
+            picked: as for `loss`.
+            words: the size of the vocabulary.
+        """
+        beyond = 2 * self.z_loss * lse if self.z_loss else None
+        slope = grad if beyond is None else grad * (1 + beyond)
+        shared = grad * (self.label_smoothing / words) if self.label_smoothing else None
+        at_label = slope * torch.expm1(picked - lse)
+        if beyond is not None:
+            at_label = at_label + grad * beyond
+        if shared is not None:
+            at_label = at_label + grad * self.label_smoothing - shared
+        if self.softcap is not None:
+            at_label = at_label * (1 - (picked / self.softcap).square())
+        sign = torch.where(slope < 0, -1.0, 1.0).to(slope.dtype)
+        if self.logit_scale < 0:
+            sign = -sign
+        factor = sign * self.logit_scale
+        return Gradient(
+            objective=self,
+            offset=(lse - (slope.abs() * abs(self.logit_scale)).log()).unsqueeze(-1),
+            shared=None if shared is None else (shared * factor).unsqueeze(-1),
+            at_label=(at_label * factor).unsqueeze(-1),
+            sign=sign.unsqueeze(-1),
+        )
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the gradient of every row is made of: each ``[N, 1]``; multiplied with ``sign`` it is that of ``x``.
+
+    Attributes:
+        objective: the loss.
+        offset: ``lse - log |c · logit_scale|``.
+        shared: what is taken off for all words; None without label smoothing.
+        at_label: the value at the label.
+        sign: 1, or -1 where ``c · logit_scale`` is negative.
+    """
+
+    objective: Objective
+    offset: Tensor
+    shared: Tensor | None
+    at_label: Tensor
+    sign: Tensor
+
+    def rows(self, where: slice) -> Gradient:
+        """Return that of some rows."""
+        shared = None if self.shared is None else self.shared[where]
+        return Gradient(self.objective, self.offset[where], shared, self.at_label[where], self.sign[where])
+
+    def of_words(self, x: Tensor) -> Tensor:
+        """Return the gradient for what the head gives, ``[N, W]``, as if no word were a label."""
+        objective = self.objective
+        if objective.softcap is None and objective.logit_scale == 1:
+            found = torch.sub(x, self.offset).exp_()  # in the dtype of the statistics, by promotion
+            return found if self.shared is None else found.sub_(self.shared)
+        z = objective.logits(x)
+        if objective.softcap is None:
+            found = z.sub_(self.offset).exp_()
+            return found if self.shared is None else found.sub_(self.shared)
+        found = torch.sub(z, self.offset).exp_()
+        if self.shared is not None:
+            found.sub_(self.shared)
+        z.div_(objective.softcap).square_()
+        return found.addcmul_(found, z, value=-1)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over words: float32, float64 for tensors in float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,217 @@
+"""The routers of transformers that choose experts by the sigmoid of their logits, among all of them at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.utils.generic import maybe_autocast
+
+from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.references.reference import always, unless
+
+
+class _Router(nn.Module):
+    e_score_correction_bias: Tensor
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.hidden_dim = hidden_size
+        self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        self.norm_topk_prob = True
+
+
+class AXK2TopkRouter(_Router):
+    """The router that fills groups which are not chosen with 0, which an expert with a negative bias falls below.
+
+    The kernel serves it without groups.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__(hidden_size, num_experts, top_k)
+        self.routed_scaling_factor = 1.0
+        self.num_group: Any = None
+        self.topk_group: Any = None
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.view(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+        scores = router_logits.sigmoid()
+        scores_for_choice = scores + self.e_score_correction_bias
+        if self.num_group is not None:
+            scores_for_choice = self.apply_group_scoring(scores_for_choice)
+        topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
+        topk_weights = scores.gather(1, topk_indices)
+        if self.norm_topk_prob:
+            denominator = topk_weights.sum(dim=-1, keepdim=True) + 1e-20
+            topk_weights /= denominator
+        topk_weights = topk_weights * self.routed_scaling_factor
+        return router_logits, topk_weights, topk_indices
+
+    def apply_group_scoring(self, scores_for_choice: Tensor) -> Tensor:
+        group_scores = (
+            scores_for_choice.view(-1, self.num_group, self.num_experts // self.num_group)
+            .topk(2, dim=-1)[0]
+            .sum(dim=-1)
+        )
+        group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
+        group_mask = torch.zeros_like(group_scores)
+        group_mask.scatter_(1, group_idx, 1)
+        score_mask = (
+            group_mask.unsqueeze(-1)
+            .expand(-1, self.num_group, self.num_experts // self.num_group)
+            .reshape(-1, self.num_experts)
+        )
+        scores_for_choice = scores_for_choice.masked_fill(~score_mask.bool(), 0.0)
+        return scores_for_choice  # noqa: RET504  as transformers writes it
+
+
+class HYV3TopKRouter(_Router):
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__(hidden_size, num_experts, top_k)
+        self.router_scaling_factor = 1.0
+
+    def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.float(), self.weight.float())
+        routing_weights = torch.sigmoid(router_logits)
+        scores_for_choice = routing_weights + e_score_correction_bias
+        _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
+        top_k_weights = routing_weights.gather(1, top_k_index)
+        top_k_weights = top_k_weights / (top_k_weights.sum(dim=-1, keepdim=True) + 1e-20)
+        top_k_weights = top_k_weights * self.router_scaling_factor
+        return router_logits, top_k_weights, top_k_index
+
+
+class MiniMaxM3VLTopKRouter(_Router):
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__(hidden_size, num_experts, top_k)
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.to(self.weight.dtype), self.weight)
+        routing_weights = F.sigmoid(router_logits.float())
+        scores_for_choice = routing_weights + self.e_score_correction_bias
+        _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
+        top_k_weights = routing_weights.gather(1, top_k_index)
+        top_k_weights /= top_k_weights.sum(dim=-1, keepdim=True)
+        return router_logits, top_k_weights, top_k_index
+
+
+class MiniMaxM2TopKRouter(_Router):
+    def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.to(self.weight.dtype), self.weight)
+        routing_weights = nn.functional.sigmoid(router_logits.float())
+        scores_for_choice = routing_weights + e_score_correction_bias
+        _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
+        top_k_weights = routing_weights.gather(1, top_k_index)
+        top_k_weights /= top_k_weights.sum(dim=-1, keepdim=True)
+        router_scores = top_k_weights
+        return router_logits, router_scores, top_k_index
+
+
+class FlintTopKRouter(_Router):
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        device_type = hidden_states.device.type if isinstance(hidden_states.device.type, str) else "cpu"
+        with maybe_autocast(device_type=device_type, enabled=False):
+            router_logits = F.linear(hidden_states.float(), self.weight.float())
+        routing_weights, selected_experts = torch.topk(router_logits.sigmoid(), self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            routing_weights = routing_weights / routing_weights.sum(dim=-1, keepdim=True)
+        return router_logits, routing_weights, selected_experts
+
+
+class AfmoeTokenChoiceRouter(nn.Module):
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.route_scale = 1.0
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+
+    def forward(self, hidden_states: Tensor, expert_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, _, hidden_dim = hidden_states.shape
+        hidden_states = hidden_states.view(-1, hidden_dim)
+        router_logits = self.gate(hidden_states).to(torch.float32)
+        scores = torch.sigmoid(router_logits)
+        _, selected_experts = torch.topk(scores + expert_bias, k=self.top_k, dim=1)
+        top_scores = scores.gather(dim=1, index=selected_experts)
+        denominator = top_scores.sum(dim=-1, keepdim=True) + 1e-20
+        top_scores = top_scores / denominator
+        top_scores = top_scores * self.route_scale
+        return router_logits, top_scores, selected_experts
+
+
+class LagunaTopKRouter(_Router):
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__(hidden_size, num_experts, top_k)
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
+        self.router_logit_softcapping = 0.0
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states, self.weight).float()
+        if self.router_logit_softcapping > 0.0:
+            router_logits = torch.tanh(router_logits / self.router_logit_softcapping) * self.router_logit_softcapping
+        routing_scores = torch.sigmoid(router_logits)
+        scores_for_selection = routing_scores + self.e_score_correction_bias.to(routing_scores.dtype)
+        _, selected_experts = torch.topk(scores_for_selection, self.top_k, dim=-1)
+        routing_weights = routing_scores.gather(-1, selected_experts)
+        routing_weights = routing_weights / routing_weights.sum(dim=-1, keepdim=True)
+        routing_weights = routing_weights.to(hidden_states.dtype)
+        return router_logits, routing_weights, selected_experts
+
+
+class MuseSparkTopkRouter(_Router):
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__(hidden_size, num_experts, top_k)
+        self.output_multiplier = 1.0
+        self.scoring_function = ACT2FN["sigmoid"]
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+        self.norm_topk_prob_eps = 1e-15
+        self.routed_scaling_factor = 1.0
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_states = hidden_states.view(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+        router_logits = router_logits * self.output_multiplier
+        routing_weights = self.scoring_function(router_logits)
+        scores_for_choice = routing_weights + self.e_score_correction_bias
+        topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
+        top_k_weights = routing_weights.gather(1, topk_indices)
+        top_k_weights = top_k_weights / (top_k_weights.sum(dim=-1, keepdim=True) + self.norm_topk_prob_eps)
+        top_k_weights = top_k_weights * self.routed_scaling_factor
+        return router_logits, top_k_weights, topk_indices
+
+
+def _refuse_groups(router: nn.Module) -> str | None:
+    if router.num_group is None:
+        return None
+    return "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells"
+
+
+def _refuse_scoring(router: nn.Module) -> str | None:
+    scoring = router.scoring_function
+    if type(scoring) is not nn.Sigmoid:
+        return f"it scores with {type(scoring).__name__}, the kernel with a sigmoid"
+    return "hooks watch its scoring function, which the kernel does not call" if has_hooks(scoring) else None
+
+
+UNGROUPED_SIGMOID_ROUTERS = (
+    always(HYV3TopKRouter, "SigmoidTopKRouterGivenBias"),
+    always(MiniMaxM3VLTopKRouter, "SigmoidTopKRouterNarrow"),
+    always(MiniMaxM2TopKRouter, "SigmoidTopKRouterNarrowGivenBias"),
+    always(FlintTopKRouter, "SigmoidTopKRouterUnbiased"),
+    always(AfmoeTokenChoiceRouter, "SigmoidTopKRouterLinear"),
+    always(LagunaTopKRouter, "SigmoidTopKRouterSoftcapped"),
+    unless(AXK2TopkRouter, "SigmoidTopKRouterUngrouped", _refuse_groups, sees_changes=True),
+    unless(MuseSparkTopkRouter, "SigmoidTopKRouterMultiplied", _refuse_scoring, sees_changes=True),
+)

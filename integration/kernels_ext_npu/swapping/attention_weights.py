@@ -1,0 +1,44 @@
+"""The weights of attention, which no operator returns: who asks for them gets them from the model's own formula."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.matching import kinds
+
+_EAGER = "eager_attention_forward"  # what transformers' files of models call their formula, or end its name with
+
+
+def formula(module: nn.Module) -> Callable | None:
+    """Return the function that computes the attention of a module with all weights, from the file of its class."""
+    forward = inspect.unwrap(type(module).forward)
+    named = sorted(name for name in kinds.names(forward) if name.endswith(_EAGER))
+    return next((forward.__globals__[name] for name in named if name in forward.__globals__), None)
+
+
+def added(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
+    """Return a mask as the formulas take it: floating ``[B or 1, N or 1, S_q, S_k]``, added to the scores.
+
+    Args:
+        mask: a description of the kernel, or a tensor: bool or floating of four dimensions, or of padding ``[B, S]``.
+        query: ``[B, N, S_q, D]``.
+        key: ``[B, N_k, S_k, D]``.
+        is_causal: whether a query sees no key behind its own, where the mask is of padding.
+    """
+    if mask is None:
+        return None
+    queries, keys = query.shape[2], key.shape[2]
+    seen = mask[..., :keys] if isinstance(mask, Tensor) or mask.keys != keys else mask.mask(query.device)
+    if seen.is_floating_point():
+        return seen
+    if seen.dim() == 2:
+        seen = mask[:, None, None, -keys:].bool().expand(-1, -1, queries, -1)
+        if is_causal:
+            seen = seen & torch.ones(queries, keys, dtype=torch.bool, device=seen.device).tril(keys - queries)
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(seen.bool().to(query.device), zero, torch.finfo(query.dtype).min)

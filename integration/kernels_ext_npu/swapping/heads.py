@@ -1,0 +1,185 @@
+"""Heads of language models whose loss is computed without their logits, while a model is called with labels.
+
+The forward of the model stays: its head returns logits that are computed when somebody looks at them, and cross entropy
+of these does not (deferred_logits.py). Whether labels were given is read from the variable of that name of the forward
+that calls the head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as calling
+from transformers import PreTrainedModel
+
+from kernels_ext_npu import sources
+from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.swapping import refusals, state
+from kernels_ext_npu.swapping.deferred_logits import Product, defer
+from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
+
+REPOSITORY = "CrossEntropy"
+NAME = "linear_cross_entropy"
+_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
+
+_sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
+
+
+class Head(NamedTuple):
+    """The head of a language model.
+
+    Attributes:
+        path: its name in the model that was looked at.
+        module: the head.
+        model: whose head it is.
+    """
+
+    path: str
+    module: nn.Module
+    model: PreTrainedModel
+
+
+def heads_of(model: nn.Module) -> Iterator[Head]:
+    """Find the heads of the models in a module that compute a loss from labels."""
+    names = {module: path for path, module in model.named_modules()}
+    for module in list(names):
+        if isinstance(module, PreTrainedModel) and _computes_a_loss(module):
+            with suppress(NotImplementedError, AttributeError):
+                head = module.get_output_embeddings()
+                if isinstance(head, nn.Module) and head in names:
+                    yield Head(names[head], head, module)
+
+
+def take(model: nn.Module) -> None:
+    """Let the heads of a model defer their logits, where nothing speaks against it, and the others not."""
+    for head in heads_of(model):
+        if refusal(head) is not None:
+            take_out(head.module)
+        elif not is_swapped(head.module):
+            assert state.current is not None
+            with suppress(Exception):  # a kernel that cannot be loaded is reported with the layers that cannot
+                head.module.forward = MethodType(_forward_with(_kernel()), head.module)  # type: ignore[method-assign]
+
+
+def restore(model: nn.Module) -> None:
+    """Give all heads of a model the forward of their class."""
+    for module in model.modules():
+        take_out(module)
+
+
+def take_out(module: nn.Module) -> None:
+    """Give a module the forward of its class, if it is a head that defers its logits."""
+    if is_swapped(module):
+        del module.forward
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Tell whether a module is a head that defers its logits."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", None) == __name__
+
+
+def refusal(head: Head) -> str | None:
+    """Return why a head has to compute its logits; None if it need not."""
+    module = head.module
+    if module in state.restored:
+        return refusals.RESTORED
+    if (reason := refusals.left_out(REPOSITORY)) is not None:
+        return reason
+    if type(module) is not nn.Linear:
+        return f"its head is a {type(module).__name__}: the kernel multiplies with one weight"
+    if head.path.rpartition(".")[2] not in kinds.names(_forward_of(head.model)):
+        return "its head is called by another forward than the one that gets labels"
+    if is_elsewhere(module):
+        return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
+    if "forward" in vars(module) and not is_swapped(module):
+        return "another library has wrapped its forward, and the wrapper must see logits"
+    if has_hooks(module):
+        return "hooks watch its calls"
+    return None
+
+
+@functools.cache
+def _forward_with(kernel: ModuleType) -> FunctionType:
+    """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and _defers(self, input):
+            model = _called_with_labels(sys._getframe(1))
+            if model is not None:
+                return _deferred(self, input, model, kernel)
+        return nn.Linear.forward(self, input)  # type: ignore[arg-type]
+
+    return forward  # type: ignore[return-value]
+
+
+def _defers(head: Any, hidden_states: Tensor) -> bool:
+    """Tell whether the logits of a call can wait: the weight has to be there until backward, as a tensor of its own."""
+    weight, bias = head.weight, head.bias
+    return (
+        type(head) is nn.Linear
+        and type(weight) is nn.Parameter
+        and (bias is None or type(bias) is nn.Parameter)
+        and not hasattr(weight, "_fsdp_flattened")
+        and hidden_states.numel() > 0
+        and weight.device == hidden_states.device
+        and not has_hooks(head)
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
+def _called_with_labels(frame: FrameType | None) -> nn.Module | None:
+    """Return the module whose forward called a head, if it was given labels."""
+    while frame is not None and frame.f_code.co_filename == calling.__file__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    variables = frame.f_locals
+    return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
+
+
+def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: ModuleType) -> Tensor:
+    weight, bias, device = head.weight, head.bias, hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    product = Product(hidden_states, weight, bias, kernel)
+    if torch.distributed.is_available() and isinstance(model, torch.distributed.fsdp.FSDPModule):
+        _end_last(head, product)
+    return defer(product)
+
+
+def _end_last(head: nn.Module, product: Product) -> None:
+    """Let nobody look at logits of an earlier call: FSDP fills the same memory with the weights of this one."""
+    last = _sharded.get(head, lambda: None)()
+    if last is not None:
+        last.is_over = True
+    _sharded[head] = weakref.ref(product)
+
+
+def _computes_a_loss(model: nn.Module) -> bool:
+    forward = _forward_of(model)
+    return "labels" in inspect.signature(forward).parameters and bool(kinds.names(forward) & _LOSSES)
+
+
+def _forward_of(model: nn.Module) -> FunctionType:
+    return inspect.unwrap(type(model).forward)  # type: ignore[return-value]
+
+
+def _kernel() -> ModuleType:
+    assert state.current is not None
+    if state.current.loss_kernel is None:
+        state.current.loss_kernel = sources.load_package(state.current.source, REPOSITORY)
+    return state.current.loss_kernel

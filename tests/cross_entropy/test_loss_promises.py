@@ -1,0 +1,231 @@
+"""What the losses promise beside their values: sizes, waits, second derivatives, transforms, autocast, graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import softnpu
+from tests.support.losses import logits_of, loss_of
+
+TOKENS, WORDS, HIDDEN = 24, 96, 8
+
+
+class Largest(TorchDispatchMode):
+    """Watches for the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def tensors(dtype: torch.dtype = torch.float32, device: str = "npu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in ((TOKENS, HIDDEN), (WORDS, HIDDEN), (WORDS,))]
+    return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
+
+
+def labels(device: str = "npu") -> Tensor:
+    drawn = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    return drawn.index_fill(0, torch.tensor([0, 5]), -100).to(device)
+
+
+ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.5, "softcap": 4.0}
+
+
+@pytest.mark.parametrize("options", [{}, ALL])
+def test_no_result_is_as_large_as_tokens_times_words(kernel: ModuleType, options) -> None:
+    hidden, weight, bias = tensors(torch.bfloat16)
+    with Largest() as largest:
+        kernel.linear_cross_entropy(hidden, weight, labels(), bias, **options).backward()
+    assert 0 < largest.elements <= TOKENS * WORDS / 2
+
+
+def test_the_host_does_not_wait(kernel: ModuleType) -> None:
+    hidden, weight, bias = tensors(torch.bfloat16)
+    items, wanted = torch.tensor(20, device="npu"), labels()
+    before = softnpu.counters().get("stream_syncs", 0)
+    kernel.linear_cross_entropy(hidden, weight, wanted, bias, num_items=items, **ALL).backward()
+    kernel.cross_entropy(hidden, wanted.clamp(max=HIDDEN - 1), num_items=items, **ALL).backward()
+    assert softnpu.counters().get("stream_syncs", 0) == before
+
+
+def test_a_gradient_can_be_differentiated_again(kernel: ModuleType) -> None:
+    """Against float64, to 2^-16 of the largest: as the values."""
+    found = []
+    for own, device, dtype in ((False, "cpu", torch.float64), (True, "npu", torch.float32)):
+        leaves = tensors(dtype, device)
+        if own:
+            loss = kernel.linear_cross_entropy(leaves[0], leaves[1], labels(), leaves[2], label_smoothing=0.1)
+        else:
+            loss = loss_of(logits_of(*leaves), labels("cpu"), label_smoothing=0.1)
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        found.append([leaf.grad.cpu().double() for leaf in leaves])
+    for expected, ours in zip(*found):
+        assert (ours - expected).abs().max() <= 2**-16 * (1 + expected.abs().max())
+
+
+def test_transforms_of_torch_func_take_the_formula_in_torch(kernel: ModuleType) -> None:
+    hidden, weight, _ = (tensor.detach() for tensor in tensors())
+    wanted = labels()
+    found = torch.func.grad(lambda w: kernel.linear_cross_entropy(hidden, w, wanted))(weight)
+    exact = weight.cpu().double().requires_grad_()
+    loss_of(logits_of(hidden.cpu().double(), exact), wanted.cpu()).backward()
+    assert (found.cpu().double() - exact.grad).abs().max() <= 2**-16
+
+
+def test_autocast_casts_what_it_casts_for_a_linear_layer(kernel: ModuleType) -> None:
+    """To the rounding of logits and gradients to bfloat16, as with the casts written out."""
+    leaves, cast = tensors(), tensors()
+    with torch.autocast("npu", torch.bfloat16):
+        loss = kernel.linear_cross_entropy(leaves[0], leaves[1], labels(), leaves[2])
+    loss.backward()
+    hidden, weight, bias = (tensor.bfloat16() for tensor in cast)
+    expected = kernel.linear_cross_entropy(hidden, weight, labels(), bias)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, cast))
+    assert leaves[1].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, dynamic: bool) -> None:
+    """The same operators in the same order: exactly."""
+    torch.compiler.reset()
+    compiled, eager, wanted = tensors(), tensors(), labels()
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return kernel.linear_cross_entropy(hidden, weight, wanted, bias, label_smoothing=0.1)
+
+    found = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*compiled)
+    expected = function(*eager)
+    found.backward()
+    expected.backward()
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager))
+
+
+def test_a_loss_of_real_size_is_counted_on_fake_tensors(kernel: ModuleType) -> None:
+    tokens, words = 32768, 151936
+    with torch._subclasses.FakeTensorMode(), Largest() as largest:
+        hidden, weight = (
+            torch.empty(n, 64, dtype=torch.bfloat16, device="npu", requires_grad=True) for n in (tokens, words)
+        )
+        kernel.linear_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long, device="npu")).backward()
+        assert weight.grad.shape == weight.shape
+    assert largest.elements <= tokens * words / 7  # the last of 8 pieces is smaller
+
+
+def test_checkpointing_computes_the_loss_again(kernel: ModuleType) -> None:
+    kept, again = tensors(), tensors()
+    kernel.linear_cross_entropy(kept[0], kept[1], labels(), kept[2]).backward()
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return kernel.linear_cross_entropy(hidden, weight, labels(), bias)
+
+    torch.utils.checkpoint.checkpoint(function, *again, use_reentrant=False).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(kept, again))
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_memory_that_was_not_written_is_not_read(kernel: ModuleType, poisoned_memory, dtype, device) -> None:
+    hidden, weight, bias = tensors(dtype, device)
+    loss = kernel.linear_cross_entropy(hidden, weight, labels(device), bias)
+    loss.backward()
+    kernel.cross_entropy(logits_of(hidden, weight, bias), labels(device)).backward()
+    assert all(tensor.isfinite().all() for tensor in (loss, hidden.grad, weight.grad, bias.grad))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"reduction": "batchmean"}, ValueError, "none, mean, sum"),
+        ({"reduction": "sum", "num_items": 3}, ValueError, "num_items"),
+        ({"label_smoothing": 1.5}, ValueError, "between 0 and 1"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+        ({"labels": torch.rand(TOKENS)}, TypeError, "labels must be integers"),
+        ({"labels": torch.ones(3, dtype=torch.long)}, ValueError, r"labels \[N\]"),
+        ({"weight": torch.ones(WORDS, 3)}, ValueError, r"weight must be \[V, 8\]"),
+        ({"hidden_states": torch.ones(TOKENS, HIDDEN, dtype=torch.long)}, TypeError, "floating point"),
+        ({"pieces": 0}, ValueError, "at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kernel: ModuleType, change, error, message) -> None:
+    hidden, weight, _ = tensors(device="cpu")
+    with pytest.raises(error, match=message):
+        kernel.linear_cross_entropy(**{"hidden_states": hidden, "weight": weight, "labels": labels("cpu"), **change})
+
+
+@pytest.mark.parametrize("options", [{}, ALL])
+def test_shards_of_the_vocabulary_give_what_all_of_it_gives(kernel: ModuleType, options) -> None:
+    """Two shards in two threads, to the rounding of sums in float32 in another order.
+
+    On the CPU, where each thread computes its own backward: torch has one thread for a device.
+    """
+    whole, halves, wanted = (tensors(device="cpu"), tensors(device="cpu"), labels("cpu"))
+    expected = kernel.linear_cross_entropy(whole[0], whole[1], wanted, whole[2], **options)
+    expected.backward()
+    meeting = Meeting(2)
+    cut = [0, 60, WORDS]
+    parts = [[halves[0].detach(), *(t.detach()[a:b] for t in halves[1:])] for a, b in pairwise(cut)]
+    parts = [[tensor.clone().requires_grad_() for tensor in part] for part in parts]
+
+    def run(rank: int) -> Tensor:
+        shard = kernel.Shard(cut[rank], WORDS, lambda tensor, operation: meeting.reduce(rank, tensor, operation))
+        hidden, weight, bias = parts[rank]
+        loss = kernel.linear_cross_entropy(hidden, weight, wanted, bias, shard=shard, **options)
+        loss.backward()
+        return loss
+
+    losses = meeting.run(run)
+    for loss, part in zip(losses, parts):
+        torch.testing.assert_close(loss, expected, rtol=2**-20, atol=0)
+        torch.testing.assert_close(part[0].grad, whole[0].grad, rtol=0, atol=2**-20)
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([part[i].grad for part in parts]), whole[i].grad, rtol=0, atol=2**-20)
+
+
+class Meeting:
+    """Reduces tensors over threads that stand for processes."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.tensors = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def reduce(self, rank: int, tensor: Tensor, operation: str) -> Tensor:
+        self.tensors[rank] = tensor
+        self.barrier.wait()
+        stacked = torch.stack(self.tensors)
+        result = stacked.sum(0) if operation == "sum" else stacked.amax(0)
+        self.barrier.wait()
+        return result
+
+    def run(self, function: Callable[[int], Tensor]) -> list[Tensor]:
+        with ThreadPoolExecutor(len(self.tensors)) as threads:
+            return list(threads.map(function, range(len(self.tensors))))
+
+
+def test_large_logits_do_not_overflow(kernel: ModuleType) -> None:
+    """Logits of some hundred: exp of them is no float32."""
+    hidden, weight = torch.eye(3).npu() * 300, torch.eye(3).npu().requires_grad_()
+    rows = kernel.linear_cross_entropy(hidden, weight, torch.tensor([0, 1, 0]).npu(), reduction="none")
+    rows.sum().backward()
+    assert rows.tolist() == [0.0, 0.0, 300.0]
+    # the third row is sure of its own word, and moves to its label
+    assert weight.grad.tolist() == [[0.0, 0.0, -300.0], [0.0, 0.0, 0.0], [0.0, 0.0, 300.0]]

@@ -1,0 +1,187 @@
+"""cross_entropy and linear_cross_entropy against their formula in float64: values and all gradients, all options."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.losses import logits_of, loss_of
+
+IGNORED = -100
+
+
+class Drawn(NamedTuple):
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    grad: Tensor
+
+
+def draw(tokens: int, words: int, hidden: int, seed: int = 0, bias: bool = False, ignored: float = 0.3) -> Drawn:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(words, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORED
+    return Drawn(
+        torch.randn(tokens, hidden, generator=generator),
+        torch.randn(words, hidden, generator=generator),
+        torch.randn(words, generator=generator) if bias else None,
+        labels,
+        torch.randn(tokens, generator=generator),
+    )
+
+
+def leaves(tensors: tuple[Tensor | None, ...], dtype: torch.dtype, device: str) -> list[Tensor | None]:
+    return [t if t is None else t.to(device, dtype).requires_grad_() for t in tensors]
+
+
+def back(loss: Tensor, grad: Tensor) -> None:
+    loss.backward(grad.to(loss) if loss.dim() else None)
+
+
+def is_as_exact_as_float32(found: Tensor, expected: Tensor) -> bool:
+    """Tell whether a result is right to 2^-16 of the largest value.
+
+    Logits up to 30 in size have steps of 2^-19 in float32; sums over 12 products, 300 words and 9 tokens add to them.
+    """
+    found, expected = found.detach().cpu().double(), expected.detach()
+    if expected.isnan().any():  # the mean over no row
+        return torch.equal(found.isnan(), expected.isnan())
+    return not found.numel() or bool((found - expected).abs().max() <= 2**-16 * (1 + expected.abs().max()))
+
+
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "reduction": st.sampled_from(["none", "sum", "mean"]),
+        "ignore_index": st.sampled_from([IGNORED, -1, 3]),
+        "label_smoothing": st.sampled_from([0.1, 0.5, 1.0]),
+        "z_loss": st.sampled_from([1e-4, 0.2, -0.3]),
+        "logit_scale": st.sampled_from([0.25, 3.0, -1.5]),
+        "softcap": st.sampled_from([1.0, 5.0, 30.0]),
+        "num_items": st.sampled_from([7, 2.5, torch.tensor(7), torch.tensor([2.5])]),
+    },
+).filter(lambda drawn: "num_items" not in drawn or drawn.get("reduction", "mean") == "mean")
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 9), st.integers(4, 300), st.integers(1, 12), st.integers(0, 99), st.booleans(), st.integers(1, 9),
+    options,
+)  # fmt: skip
+def test_values_and_gradients_with_all_options(kernel: ModuleType, name, n, words, hidden, seed, bias, pieces, chosen):
+    drawn = draw(n, words, hidden, seed, bias)
+    labels = torch.where(drawn.labels == IGNORED, chosen.get("ignore_index", IGNORED), drawn.labels)
+    scales = {key: chosen[key] for key in ("logit_scale", "softcap") if key in chosen}
+    exact = leaves(drawn[:3], torch.float64, "cpu")
+    formula = {key: value for key, value in chosen.items() if key not in scales}
+    if "num_items" in formula:
+        formula["num_items"] = float(formula["num_items"])
+    expected = loss_of(logits_of(*exact, **scales), labels, **formula)
+    back(expected, drawn.grad)
+
+    ours, moved = leaves(drawn[:3], torch.float32, "npu"), {k: on_npu(v) for k, v in chosen.items()}
+    if name == "cross_entropy":
+        found = kernel.cross_entropy(F.linear(*ours), labels.npu(), **moved)
+    else:
+        found = kernel.linear_cross_entropy(ours[0], ours[1], labels.npu(), ours[2], pieces=pieces, **moved)
+    back(found, drawn.grad.npu())
+    assert found.dtype == torch.float32
+    assert found.shape == expected.shape
+    assert is_as_exact_as_float32(found, expected)
+    for leaf, exact_leaf in zip(ours, exact):
+        assert leaf is None or is_as_exact_as_float32(leaf.grad, exact_leaf.grad)
+
+
+def on_npu(value: object) -> object:
+    return value.npu() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_counters, wanted) -> None:
+    drawn = draw(6, 40, 8, bias=True)
+    tensors = [tensor.npu().requires_grad_(i in wanted) for i, tensor in enumerate(drawn[:3])]
+    loss = kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=1)
+    before = products(npu_counters())
+    loss.backward()
+    assert products(npu_counters()) - before == 1 + len(wanted)  # the logits once more
+    exact = leaves(drawn[:3], torch.float64, "cpu")
+    loss_of(logits_of(*exact), drawn.labels).backward()
+    for i, (tensor, expected) in enumerate(zip(tensors, exact)):
+        assert (tensor.grad is None) == (i not in wanted)
+        assert tensor.grad is None or is_as_exact_as_float32(tensor.grad, expected.grad)
+
+
+def products(calls: dict[str, int]) -> int:
+    return sum(count for name, count in calls.items() if name.startswith(("mm", "addmm", "linear", "matmul")))
+
+
+def test_the_mean_over_no_row_is_nan_and_its_gradient_zero_as_in_torch(kernel: ModuleType) -> None:
+    hidden, weight = torch.randn(3, 4).npu().requires_grad_(), torch.randn(9, 4).npu().requires_grad_()
+    labels = torch.full((3,), IGNORED).npu()
+    loss = kernel.linear_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    assert loss.isnan()
+    expected = F.cross_entropy(F.linear(hidden.detach(), weight.detach()).cpu().requires_grad_(), labels.cpu())
+    assert expected.isnan()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_a_label_that_is_no_word_gives_nan(kernel: ModuleType) -> None:
+    """The host does not read labels, and a wrong number would be worse."""
+    hidden, weight = torch.randn(3, 4).npu(), torch.randn(9, 4).npu()
+    rows = kernel.linear_cross_entropy(hidden, weight, torch.tensor([9, 2, -1]).npu(), reduction="none")
+    assert rows.isnan().tolist() == [True, False, True]
+
+
+def test_log_probs_are_those_of_log_softmax(kernel: ModuleType) -> None:
+    drawn = draw(6, 50, 8, ignored=0)
+    hidden, labels = drawn.hidden_states.view(2, 3, 8), drawn.labels.view(2, 3).int()
+    found = kernel.linear_log_probs(hidden.npu(), drawn.weight.npu(), labels.npu(), logit_scale=1 / 0.7)
+    expected = (F.linear(hidden, drawn.weight).double() / 0.7).log_softmax(-1).gather(-1, labels.long().unsqueeze(-1))
+    assert is_as_exact_as_float32(found, expected.squeeze(-1))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("pieces", [2, 8])
+@pytest.mark.parametrize("closeness", [0.0, 2.0, 6.0])
+def test_bfloat16_is_no_further_from_float64_than_the_path_of_transformers(
+    kernel: ModuleType, closeness, pieces, softcap
+) -> None:
+    """ForCausalLMLoss of transformers 5.22.2, loss/loss_utils.py, for an untrained head and for trained ones.
+
+    The same rounded logits, so that a sum of float32 in another order is all that can differ: 1%.
+    """
+    drawn = draw(128, 1000, 64, seed=1)
+    weight = drawn.weight / 8
+    hidden = drawn.hidden_states + closeness * F.normalize(weight[drawn.labels], dim=-1)
+    tensors = [t.bfloat16() for t in (hidden, weight)]
+
+    def errors(function, dtype, device):
+        leaves = [t.to(device, dtype).requires_grad_() for t in tensors]
+        rows = function(*leaves, drawn.labels.to(device))
+        (rows.sum() / 90).backward()
+        return [t.detach().cpu().double() for t in (rows, *(leaf.grad for leaf in leaves))]
+
+    def transformers(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(h, w)
+        logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return F.cross_entropy(logits if h.dtype is torch.float64 else logits.float(), labels, reduction="none")
+
+    def ours(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        return kernel.linear_cross_entropy(h, w, labels, reduction="none", softcap=softcap, pieces=pieces)
+
+    exact = errors(transformers, torch.float64, "cpu")
+    for found, own, truth in zip(
+        errors(ours, torch.bfloat16, "npu"), errors(transformers, torch.bfloat16, "npu"), exact
+    ):
+        assert (found - truth).norm() <= 1.01 * (own - truth).norm()

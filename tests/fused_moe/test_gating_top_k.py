@@ -1,0 +1,186 @@
+"""gating_top_k against its formula in float64, with its gradient, and beyond what the operator takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import softnpu
+
+OPERATOR = "npu_moe_gating_top_k"
+
+
+def exact(logits: Tensor, k: int, bias: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
+    """The weights of all experts, ``[T, E]`` in float64 with zeros for the others, and the chosen ones, sorted."""
+    logits = logits.double()
+    scores = logits.softmax(-1) if options.get("scores") == "softmax" else logits.sigmoid()
+    choice = scores.detach() if bias is None else scores.detach() + bias.double()
+    groups = options.get("groups", 1)
+    if groups > 1:
+        parts = choice.unflatten(-1, (groups, -1)).sort(-1, descending=True).values
+        best = parts[..., 0] if options.get("group_scores") == "best" else parts[..., :2].sum(-1)
+        lowest = best.sort(-1, descending=True).values[:, options.get("top_groups", 1) - 1].unsqueeze(-1)
+        choice = choice.masked_fill((best < lowest).repeat_interleave(choice.shape[-1] // groups, -1), -torch.inf)
+    experts = choice.argsort(-1, descending=True)[:, :k]
+    chosen = scores.gather(-1, experts)
+    if options.get("renormalise", True):
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + options.get("epsilon", 1e-20))
+    return torch.zeros_like(scores).scatter(-1, experts, chosen * options.get("scale", 1.0)), experts.sort().values
+
+
+def spread(weights: Tensor, experts: Tensor, number: int) -> Tensor:
+    return torch.zeros(len(weights), number, dtype=torch.float64).scatter(
+        -1, experts.cpu(), weights.detach().cpu().double()
+    )
+
+
+CASES = {
+    "sigmoid": ({"k": 3}, False),
+    "sigmoid, bias, groups": ({"k": 5, "groups": 4, "top_groups": 2, "scale": 2.5}, True),
+    "sigmoid, best groups": ({"k": 4, "groups": 2, "group_scores": "best"}, True),
+    "sigmoid, undivided": ({"k": 3, "renormalise": False, "scale": 0.5}, True),
+    "sigmoid, no epsilon": ({"k": 2, "epsilon": 0.0}, False),
+    "softmax": ({"k": 4, "scores": "softmax", "renormalise": False, "scale": 3.0}, False),
+    "softmax, bias": ({"k": 4, "scores": "softmax", "renormalise": False}, True),
+    "softmax, groups": ({"k": 4, "scores": "softmax", "groups": 4, "top_groups": 2, "scale": 2.0}, False),
+    "softmax, best groups": (
+        {"k": 4, "scores": "softmax", "groups": 4, "top_groups": 2, "group_scores": "best", "renormalise": False},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["npu", "cpu"])
+@pytest.mark.parametrize("name", CASES)
+def test_weights_experts_and_gradients_are_those_of_float64(kernel, name, device) -> None:
+    """To 1e-6: exponentials, a sum and a quotient in float32."""
+    options, biased = CASES[name]
+    torch.manual_seed(0)
+    logits, grad = torch.randn(19, 16), torch.randn(19, 16)
+    bias = torch.randn(16) / 4 if biased else None
+    truth = logits.double().requires_grad_()
+    expected, chosen = exact(truth, bias=bias, **options)
+    (expected * grad).sum().backward()
+    leaf = logits.to(device, copy=True).requires_grad_()
+    bias = None if bias is None else bias.to(device)
+    for trains in (False, True):
+        softnpu.reset_counters()
+        with torch.set_grad_enabled(trains):
+            weights, experts = kernel.gating_top_k(leaf, bias=bias, **options)
+        counters = softnpu.counters()
+        assert counters.get(OPERATOR, 0) == (device == "npu")
+        assert counters.get("stream_syncs", 0) == 0
+        assert (weights.dtype, experts.dtype, weights.requires_grad) == (torch.float32, torch.int64, trains)
+        assert torch.equal(experts.cpu().sort().values, chosen)
+        torch.testing.assert_close(spread(weights, experts, 16), expected.detach(), rtol=1e-6, atol=1e-9)
+    weights.backward(grad.to(device).gather(-1, experts))
+    assert (leaf.grad.cpu().double() - truth.grad).norm() <= 1e-6 * truth.grad.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_gradient_has_a_gradient(kernel, name) -> None:
+    options, biased = CASES[name]
+    torch.manual_seed(1)
+    logits, bias = torch.randn(5, 16), torch.randn(16) / 4 if biased else None
+    found = []
+    for each, function in ((logits.npu(), kernel.gating_top_k), (logits.double(), exact)):
+        leaf = each.requires_grad_()
+        options_here = options | {"bias": None if bias is None else bias.to(each.device)}
+        weights, _ = function(leaf, **options_here)
+        (grad,) = torch.autograd.grad(weights.square().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), leaf)[0].cpu().double())
+    assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm()  # of two formulas in float32, one in the other
+
+
+def test_the_gradient_keeps_no_scores_of_experts_that_were_not_chosen(kernel) -> None:
+    logits = torch.randn(64, 256, device="npu", requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        weights, _ = kernel.gating_top_k(logits, 8)
+    assert weights.requires_grad
+    assert sum(t.numel() for t in kept if t is not logits and t.data_ptr() != logits.data_ptr()) == 3 * 64 * 8
+
+
+@pytest.mark.parametrize(
+    ("experts", "options"),
+    [
+        (2050, {}),  # more than 2,048 experts
+        (8, {"groups": 4, "top_groups": 2}),  # groups of two
+        (132 * 16, {"groups": 132, "top_groups": 2}),  # beyond 2,048 again
+        (16, {"groups": 4, "top_groups": 1}),  # four experts in the chosen group, and five are wanted
+    ],
+    ids=str,
+)
+def test_what_the_operator_does_not_take_is_computed_in_torch(kernel, experts, options) -> None:
+    k = 5 if options.get("top_groups") == 1 else 2
+    logits = torch.linspace(-3, 3, 3 * experts).view(3, experts)
+    softnpu.reset_counters()
+    weights, chosen = kernel.gating_top_k(logits.npu(), k, **options)
+    assert OPERATOR not in softnpu.counters()
+    if k == 2:
+        expected, best = exact(logits, k, **options)
+        assert torch.equal(chosen.cpu().sort().values, best)
+        torch.testing.assert_close(spread(weights, chosen, experts), expected, rtol=1e-6, atol=1e-9)
+    else:
+        assert set(range(12, 16)) <= set(chosen[0].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_scores_are_compared_as_torch_rounds_them(kernel, dtype) -> None:
+    logits = torch.randn(40, 64).to(dtype)
+    softnpu.reset_counters()
+    weights, experts = kernel.gating_top_k(logits.npu(), 4)
+    assert OPERATOR not in softnpu.counters()
+    assert weights.dtype is dtype
+    scores = logits.sigmoid()
+    chosen = scores.gather(-1, experts.cpu())
+    assert torch.equal(chosen, scores.topk(4, -1).values)
+
+
+def test_a_bias_in_another_dtype_is_added_in_float32(kernel) -> None:
+    logits, bias = torch.randn(30, 16), torch.randn(16).bfloat16()
+    _, experts = kernel.gating_top_k(logits.npu(), 4, bias.npu())
+    assert torch.equal(experts.cpu().sort().values, exact(logits, 4, bias)[1])
+
+
+def test_scores_that_vanish_have_finite_weights_and_gradients(kernel) -> None:
+    logits = torch.full((2, 8), -200.0, device="npu", requires_grad=True)
+    weights, _ = kernel.gating_top_k(logits, 2)
+    weights.sum().backward()
+    assert weights.tolist() == [[0.0, 0.0]] * 2
+    assert logits.grad.tolist() == [[0.0] * 8] * 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_it_compiles_in_one_graph(kernel, grad) -> None:
+    torch._dynamo.reset()
+
+    def function(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return kernel.gating_top_k(logits, 3, groups=2, scale=2.0)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    results = []
+    for each in (function, compiled):
+        logits = torch.linspace(-2, 2, 60, device="npu").view(5, 12).requires_grad_(grad)
+        weights, experts = each(logits)
+        if grad:
+            weights.square().sum().backward()
+        results.append([weights.detach(), experts, *([logits.grad] if grad else [])])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize(
+    ("logits", "options", "error", "message"),
+    [
+        (torch.zeros(2, 3, 4), {"k": 2}, ValueError, "logits must be [T, E]"),
+        (torch.zeros(2, 4), {"k": 5}, ValueError, "got [2, 4], k = 5"),
+        (torch.zeros(2, 4), {"k": 1, "groups": 3}, ValueError, "groups = 3"),
+        (torch.zeros(2, 4), {"k": 1, "top_groups": 2}, ValueError, "top_groups = 2, groups = 1"),
+        (torch.zeros(2, 3).long(), {"k": 1}, TypeError, "must be floating point, got torch.int64"),
+    ],
+)
+def test_wrong_arguments_are_named(kernel, logits, options, error, message) -> None:
+    with pytest.raises(error) as caught:
+        kernel.gating_top_k(logits, **options)
+    assert message in str(caught.value)

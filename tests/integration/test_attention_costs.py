@@ -1,0 +1,114 @@
+"""Counted: what attention launches, moves and holds in whole models, at the sizes of published ones."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, StaticCache
+
+import kernels_ext_npu
+from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
+from kernels_ext_npu.inspection.counts import Counts
+from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.swapping import attention_interface
+from tests.support.costs import fake_model
+
+NAME = "npu_flash_attention"
+SOC = SOCS["910b"]
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128, "num_hidden_layers": 2, "vocab_size": 64}
+
+
+def whole(name: str) -> tuple[Counts, Counts]:
+    """Count a forward and a step of a published model, bfloat16, 1 x 4096 tokens, with all kernels."""
+    values, published = KnownValues(), subject.find(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with Counting(values, SOC):
+            model = subject.build(published, torch.bfloat16)
+        inputs, _ = subject.make_inputs(model, 1, 4096, values)
+        kernels_ext_npu.kernelize(model)
+        forward = count_forward(model, inputs, values, SOC)
+        return forward, count_step(model, inputs | subject.labels(model, inputs), values, SOC)
+
+
+@pytest.mark.parametrize(
+    ("name", "launches", "gigabytes", "peak"),
+    [
+        ("Qwen3-8B", (595, 1650), (72, 250.5), 24.7),
+        ("Gemma-3-12B", (1465, 3070), (121, 421), 41.9),
+        ("gpt-oss-20b", (620, 2290), (83, 540), 21.5),
+    ],
+)
+def test_whole_models_cost_no_more_than_this(registered, name, launches, gigabytes, peak) -> None:
+    """The bounds are what a prototype of one launch a layer was counted with, and some launches more."""
+    counted = whole(name)
+    for counts, most, bytes_moved in zip(counted, launches, gigabytes, strict=True):
+        print(
+            f"{name}: {counts.launches.total()} launches, {counts.bytes.total() / 1e9:.1f} GB, {counts.peak / 1e9:.1f}"
+        )
+        assert counts.launches.total() <= most
+        assert counts.bytes.total() / 1e9 <= bytes_moved
+        assert counts.waits == 0
+    assert counted[1].peak / 1e9 <= peak
+
+
+def test_a_step_of_decoding_over_a_static_cache_reads_keys_and_values_once(registered, monkeypatch) -> None:
+    """At the sizes of Qwen3-8B, over 4,096 places: keys and values are 16.8 MB a layer, and no head is copied."""
+    attention = AttentionInterface._global_mapping[NAME]
+    moved = []
+
+    def counted(*args: object, **kwargs: object) -> object:
+        with Cost() as cost:
+            result = attention(*args, **kwargs)
+        moved.append(cost.bytes.total() / 1e6)
+        return result
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = kernels_ext_npu.kernelize(
+            fake_model("qwen3", **QWEN3_8B, num_attention_heads=32, num_key_value_heads=8).eval()
+        )
+        cache = StaticCache(config=model.config, max_cache_len=4096)
+        model(torch.ones(1, 16, dtype=torch.long, device="npu"), past_key_values=cache)
+        monkeypatch.setitem(AttentionInterface._global_mapping, NAME, counted)
+        model(torch.ones(1, 1, dtype=torch.long, device="npu"), past_key_values=cache)
+    assert len(moved) == 2
+    assert max(moved) <= 20
+
+
+class Largest(TorchDispatchMode):
+    """Holds how many elements the largest tensor has that an operator gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "gpt_oss"])
+def test_no_tensor_has_an_element_for_each_query_and_key(registered, name, training) -> None:
+    tokens = 3000  # more than the side of the mask that all lengths share
+    sizes = SMALL | HEADS | ({"sliding_window": 512} if name != "qwen3" else {})
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "gpt_oss" else {}
+    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as modes:
+        model = kernels_ext_npu.kernelize(fake_model(name, **sizes).train(training))
+        assert model.config._attn_implementation == NAME
+        attention_interface.make_ready()
+        largest = modes.enter_context(Largest())
+        logits = model(torch.zeros(1, tokens, dtype=torch.long, device="npu"), use_cache=False).logits
+        if training:
+            logits.sum().backward()
+    assert 0 < largest.elements < tokens**2

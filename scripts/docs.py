@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from documents import DocumentError, generated, savings
+from documents import DocumentError, generated, peak_memory, savings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,6 +27,7 @@ def main() -> None:
     if not stale:
         typer.echo("nothing changed")
     savings.draw(root)
+    peak_memory.draw(root)
 
 
 if __name__ == "__main__":

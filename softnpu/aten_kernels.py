@@ -28,8 +28,8 @@ NATIVE = {
 
 # torch_npu runs these from the autograd key with kernels of its own, which need CANN. torch's own take their place.
 DIRECT = {
-    "__ior__.Scalar", "__xor__.Scalar", "__xor__.Tensor", "conv_tbc_backward", "fill_diagonal_", "gru.input",
-    "lstm.input", "lstm_cell", "max.out", "min.out", "multilabel_margin_loss",
+    "__ior__.Scalar", "__xor__.Scalar", "__xor__.Tensor", "affine_grid_generator_backward", "conv_tbc_backward",
+    "fill_diagonal_", "gru.input", "lstm.input", "lstm_cell", "max.out", "min.out", "multilabel_margin_loss",
     "multilabel_margin_loss.out", "nanmean.out", "slogdet", "softmax.int",
 }  # fmt: skip
 

@@ -38,7 +38,12 @@ IN_FLOAT32 = {
     "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward", "grid_sampler_2d",
     "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward", "upsample_bicubic2d",
-    "upsample_bicubic2d_backward", "affine_grid_generator",
+    "upsample_bicubic2d_backward", "affine_grid_generator", "upsample_linear1d", "upsample_linear1d_backward",
+    "upsample_trilinear3d", "upsample_trilinear3d_backward", "_upsample_bicubic2d_aa",
+    "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward",
+    "slow_conv_transpose2d",
+    # what the CPU has in float32 only
+    "cdist", "_cdist_forward", "_cdist_backward", "_pdist_forward", "_add_relu", "_add_relu_",
     # losses
     "binary_cross_entropy_backward", "binary_cross_entropy_with_logits",
     "npu_binary_cross_entropy_with_logits_backward", "kl_div_backward", "kl_div_target_backward", "l1_loss_backward",

@@ -14,6 +14,7 @@ from softnpu.dynamo_exclusion import untraced
 from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.int64_indices import INDEX, with_int64_indices
+from softnpu.out_of_reach import UNWRITTEN
 from softnpu.randomness import default_generator, host_generator
 
 # operators that take index, length or seed tensors of the CPU beside tensors of the device
@@ -46,13 +47,15 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
     outputs = [a.name for _, a in arguments if a.is_out]
     random = torch.Tag.nondeterministic_seeded in op.tags and op.namespace != "npu"  # those draw themselves
-    lengths = [(i, a.name) for i, a in arguments if a.name in LENGTHS and "Tensor" in str(a.type)]
+    lengths = [(i, a.name) for i, a in arguments if a.name in LENGTHS and name in HOST_ARGUMENTS]
     scalars = next((i for i, a in arguments if a.name == SCALARS and str(a.type) == "Tensor"), None)
     generator_position = next((i for i, a in arguments if a.name == "generator"), None)
     waits_for_shape = _waits_for_shape(op, name)
     reads_data = torch.Tag.data_dependent_output in op.tags
 
     several = name.startswith("_foreach_")
+    takes_numbers = torch._C._should_allow_numbers_as_tensors(name.removesuffix("_"))
+    tensors = set() if takes_numbers else {i for i, a in arguments if str(a.type) == "Tensor"}
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other
@@ -69,7 +72,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
             _count_copy(*args)
         with _AutoDispatchBelowAutograd():
             call = HostCall(name, contiguous)
-            host_args = call.enter(args)
+            host_args = _tensors_again(call.enter(args), tensors) if tensors else call.enter(args)
             host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
             if name not in HOST_ARGUMENTS:
                 _refuse_host_tensors(call, [a for i, a in enumerate(host_args) if i != scalars], host_kwargs)
@@ -84,15 +87,23 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     return untraced(kernel)
 
 
-def refusal(operator: str) -> Callable[..., Any]:
-    """Make a kernel that raises, for an operator that nothing on the host computes."""
+def refusal(operator: str, why: str = UNWRITTEN) -> Callable[..., Any]:
+    """Make a kernel that raises, for an operator that nothing on the host computes, and says why."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has)"
+            f"{operator}: the software device has no formula for this operator (softnpu/formulas holds those it has): "
+            f"{why}"
         )
 
     return refuse
+
+
+def _tensors_again(args: list, positions: set[int]) -> list:
+    """Undo what torch does to a number that it has wrapped in a tensor: it hands it to Python as a number."""
+    return [
+        torch.tensor(a) if i in positions and isinstance(a, (int, float, complex)) else a for i, a in enumerate(args)
+    ]
 
 
 def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:

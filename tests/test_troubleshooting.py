@@ -33,7 +33,7 @@ SOURCES = {
     "torch": [(SITE, ("torch/__init__.py",))],
     "torch_npu": [(SITE, ("torch_npu/__init__.py", "torch_npu/_init/**/*.py"))],
     "transformers": [
-        (SITE, ("transformers/integrations/*.py", "transformers/modeling_utils.py", "transformers/masking_utils.py"))
+        (SITE / "transformers", ("integrations/*.py", "modeling_utils.py", "masking_utils.py", "trainer.py")),
     ],
     "the loader": [(path.parent, (path.name,)) for path in LOADERS],
 }

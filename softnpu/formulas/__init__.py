@@ -14,6 +14,7 @@ import torch
 
 from softnpu.host_kernel import on_host, refusal
 from softnpu.kernel_registration import replace_kernel
+from softnpu.out_of_reach import reason
 from softnpu.schema_adapter import adapted
 
 npu = torch.library.Library("npu", "IMPL")
@@ -68,7 +69,7 @@ def install() -> None:
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
             kernel = on_host(op, adapted(op, FORMULAS[name]))
         else:
-            kernel = refusal(registration)
+            kernel = refusal(registration, reason(name))
         replace_kernel(npu, name, kernel)
 
 

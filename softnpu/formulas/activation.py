@@ -117,3 +117,17 @@ def _require_approximate(operator: str, approximate: Any, x: Tensor) -> None:
 
 def _require_same(operator: str, grad: Tensor, x: Tensor) -> None:
     require(grad.shape == x.shape, operator, f"dy {describe(grad)} and x {describe(x)} differ in shape")
+
+
+@formula
+def npu_mish(input: Tensor) -> Tensor:
+    """Compute ``x · tanh(softplus(x))`` in float32, rounded once."""
+    require_dtypes("npu_mish", {(d,) for d in FLOATING}, input=input)
+    return F.mish(input.float()).to(input.dtype)
+
+
+@formula
+def npu_mish_backward(grad: Tensor, input: Tensor) -> Tensor:
+    """Compute the gradient of npu_mish in float32, rounded once."""
+    require_dtypes("npu_mish_backward", {(d, d) for d in FLOATING}, grad=grad, input=input)
+    return torch.ops.aten.mish_backward(grad.float(), input.float()).to(grad.dtype)

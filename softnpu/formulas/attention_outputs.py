@@ -1,8 +1,8 @@
 """Define the overloads of the attention operators that write to tensors of the caller, and what prepares for them.
 
 Programs that capture graphs ask for a workspace and for outputs once, and give both to ``.out``. op-plugin,
-op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp and FusedInferAttentionScoreKernelNpuOpApi.cpp. The workspace has no
-elements here. The outputs are what nobody has written yet, here NaN.
+op_plugin/ops/opapi/FlashAttentionKernelNpuOpApi.cpp and FusedInferAttentionScoreKernelNpuOpApi.cpp. The workspace has
+no elements here. The outputs are what nobody has written yet, here NaN.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def _npu_fusion_attention_v3_infer_output(
     q, _, v = to_bnsd("_npu_fusion_attention_v3_infer_output", input_layout, head_num, query, key, value)
     sizes = [q.shape[2], head_num] if input_layout == "TND" else [q.shape[0], head_num, q.shape[2]]
     size = [*query.shape[:-1], head_num * v.shape[-1] if input_layout in ("BSH", "SBH") else v.shape[-1]]
-    statistics = [torch.full((*sizes, STATISTICS), torch.nan) for _ in range(2)]
-    return query.new_full(size, torch.nan), *statistics
+    maximum, total = (torch.full((*sizes, STATISTICS), torch.nan) for _ in range(2))
+    return query.new_full(size, torch.nan), maximum, total
 
 
 @formula
 def _npu_fusion_attention_grad_v3_infer_output(
     query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None = None, sink: Tensor | None = None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Allocate the gradients of version 3."""
     gradients = [torch.full_like(t, torch.nan, memory_format=torch.contiguous_format) for t in (query, key, value)]
     dpse = query.new_empty(0) if pse is None else unwritten(pse)

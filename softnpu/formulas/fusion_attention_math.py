@@ -207,7 +207,8 @@ class Attention:
         groups = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
         if q.shape[2] == 0:
-            return q.new_empty(*q.shape[:3], v.shape[3]), *(torch.empty(*q.shape[:3], 1) for _ in range(2))
+            column = torch.empty(*q.shape[:3], 1)
+            return q.new_empty(*q.shape[:3], v.shape[3]), column, column
         weights, maximum, total = self._softmax(i, q, k)
         out = (self._drop(weights, i).to(q.dtype).float() @ v.float()) / total
         return out.to(q.dtype), maximum, total

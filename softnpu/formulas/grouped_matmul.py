@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from softnpu.argument_checks import require
+from softnpu.argument_checks import describe, require, require_dtypes
 from softnpu.formulas import formula, formula_of
 from softnpu.formulas import grouped_matmul_limits as limits
 from softnpu.formulas.cast import dtype_of
@@ -166,3 +166,73 @@ def _one_output(x: Tensors, weight: Tensors, bias: Tensors | None, sizes: list[i
 def _unwritten(dtype: torch.dtype) -> float:
     """Return what stands for memory that nobody wrote."""
     return math.nan if dtype.is_floating_point else -1
+
+
+@formula
+def npu_grouped_matmul_add(
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    *,
+    transpose_x: bool = True,
+    transpose_weight: bool = False,
+    group_type: int = 2,
+    group_list_type: int | None = 0,
+) -> Tensor:
+    """Add to ``input [E · K, N]`` or [E, K, N], float32, and return a copy of it: it is written all the same.
+
+    Everything else as in npu_grouped_matmul_add_.
+    """
+    options = transpose_x, transpose_weight, group_type, group_list_type or 0
+    return _added("npu_grouped_matmul_add", input, x, weight, group_list, *options).clone()
+
+
+@formula
+def npu_grouped_matmul_add_(
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    *,
+    transpose_x: bool = True,
+    transpose_weight: bool = False,
+    group_type: int = 2,
+    group_list_type: int | None = 0,
+) -> Tensor:
+    """Add ``xᵀ · weight`` of the rows of every group, x [M, K] and weight [M, N], 16 bits, in float32.
+
+    group_list holds where the groups end. op-plugin, GroupedMatmulAddKernelNpuOpApi.cpp and its test; on A2
+    and A3 it does not pass group_list_type on, so that only ends are taken here.
+    """
+    options = transpose_x, transpose_weight, group_type, group_list_type or 0
+    return _added("npu_grouped_matmul_add_", input, x, weight, group_list, *options)
+
+
+def _added(
+    operator: str,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    transpose_x: bool,
+    transpose_weight: bool,
+    group_type: int,
+    group_list_type: int,
+) -> Tensor:
+    rule = "takes transpose_x=True, transpose_weight=False, group_type=2 and group_list_type=0"
+    given = transpose_x, transpose_weight, group_type, group_list_type
+    require(given == (True, False, limits.SUM, limits.ENDS), operator, f"{rule}, got {given}")
+    allowed: set[tuple[torch.dtype, ...]] = {(torch.float32, d, d) for d in (torch.float16, torch.bfloat16)}
+    require_dtypes(operator, allowed, input=y, x=x, weight=weight)
+    fits = x.dim() == weight.dim() == 2 and len(x) == len(weight)
+    require(fits, operator, f"needs x [M, K] and weight [M, N], got {describe(x)} and {describe(weight)}")
+    sizes = limits.group_sizes(group_list, limits.ENDS, None, total=len(x))
+    shape = [len(sizes), x.shape[1], weight.shape[1]]
+    fits = y.is_contiguous() and list(y.shape) in (shape, [shape[0] * shape[1], shape[2]])
+    require(fits, operator, f"input must be contiguous and hold {shape}, got {describe(y)}")
+    covered = sum(sizes)
+    parts = zip(y.view(shape), x[:covered].split(sizes), weight[:covered].split(sizes))
+    for total, left, right in parts:
+        total.add_(left.float().T @ right.float())
+    return y

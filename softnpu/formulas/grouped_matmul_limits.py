@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
+from torch import Tensor, bfloat16, dtype, float16, float32, int8, int32, int64
 
 from softnpu.argument_checks import describe, require, require_dtypes
 
@@ -40,12 +40,12 @@ def require_dtypes_and_lengths(x: Tensors, weight: Tensors, bias: Tensors | None
         rule = f"{name} has {len(tensors)} tensors; the device takes 1 to {MAX_LENGTH}"
         require(1 <= len(tensors) <= MAX_LENGTH, OPERATOR, rule)
     pair = x[0].dtype, weight[0].dtype
-    allowed = {(d, d) for d in (*BIAS_DTYPE, int8)} | {(float16, int8), (bfloat16, int8)}
+    allowed: set[tuple[dtype, ...]] = {(d, d) for d in (*BIAS_DTYPE, int8)} | {(float16, int8), (bfloat16, int8)}
     require_dtypes(OPERATOR, allowed, x=x[0], weight=weight[0])
-    for tensors, dtype in ((x, pair[0]), (weight, pair[1])):
+    for tensors, wanted in ((x, pair[0]), (weight, pair[1])):
         for tensor in tensors:
             require(
-                tensor.dtype == dtype, OPERATOR, f"tensors of one list differ in dtype: {dtype}, {describe(tensor)}"
+                tensor.dtype == wanted, OPERATOR, f"tensors of one list differ in dtype: {wanted}, {describe(tensor)}"
             )
     for tensor in bias or []:
         wanted = int32 if pair[0] == int8 else BIAS_DTYPE[pair[0]]

@@ -103,18 +103,102 @@ def npu_group_norm_silu(
     require(group > 0 and channels % group == 0, operator, rule)
     require(eps > 0, operator, f"eps must be positive, got {eps}")
     statistics_dtype = input.dtype
-    x = input.float().reshape(input.shape[0], group, -1)
-    mean, rstd = _statistics(x, eps)
-    y = ((x - mean) * rstd).view(input.shape)
     if weight is not None and bias is not None:
         require_dtypes(operator, {d[1:] for d in _WITH_PARAMETERS}, input=input, weight=weight, bias=bias)
         fits = weight.shape == bias.shape == (channels,)
         require(fits, operator, f"weight and bias must be [{channels}], got {describe(weight)}, {describe(bias)}")
-        shape = [1, channels] + [1] * (input.dim() - 2)
-        y = y * weight.float().view(shape) + bias.float().view(shape)
         statistics_dtype = weight.dtype
+    y, mean, rstd = _group_norm(input, group, weight, bias, eps)
     y = y * torch.sigmoid(y)
-    return y.to(input.dtype), mean[..., 0].to(statistics_dtype), rstd[..., 0].to(statistics_dtype)
+    return y.to(input.dtype), mean.to(statistics_dtype), rstd.to(statistics_dtype)
+
+
+@formula
+def npu_group_norm_swish(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float | None = 1e-05,
+    swish_scale: float | None = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``y · sigmoid(swish_scale · y)`` for y the group norm of [N, C, ...], and mean and rstd [N, num_groups].
+
+    op-plugin, torch_npu-npu_group_norm_swish.md; all results have the dtype of the input.
+    """
+    operator = "npu_group_norm_swish"
+    _require_groups(operator, input, num_groups, weight, bias)
+    y, mean, rstd = _group_norm(input, num_groups, weight, bias, 1e-05 if eps is None else eps)
+    y = y * torch.sigmoid((1.0 if swish_scale is None else swish_scale) * y)
+    return tuple(t.to(input.dtype) for t in (y, mean, rstd))  # type: ignore[return-value]
+
+
+@formula
+def npu_group_norm_swish_grad(
+    grad: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_input_mask: list[bool],
+    swish_scale: float | None = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of input, weight and bias; all three, as the device does, whatever the mask says."""
+    operator = "npu_group_norm_swish_grad"
+    _require_groups(operator, input, num_groups, weight, bias)
+    require(grad.shape == input.shape and grad.dtype == input.dtype, operator, f"grad is {describe(grad)}")
+    n, c, *rest = input.shape
+    shape, scale = [1, c] + [1] * len(rest), 1.0 if swish_scale is None else swish_scale
+    x = input.float().reshape(n, num_groups, -1)
+    normed = ((x - mean.float().unsqueeze(-1)) * rstd.float().unsqueeze(-1)).view(input.shape)
+    y = normed * weight.float().view(shape) + bias.float().view(shape)
+    gate = torch.sigmoid(scale * y)
+    dy = grad.float() * gate * (1 + scale * y * (1 - gate))
+    over = [dim for dim in range(input.dim()) if dim != 1]
+    weighted = (dy * weight.float().view(shape)).reshape(n, num_groups, -1)
+    flat = normed.reshape(n, num_groups, -1)
+    inner = weighted.mean(-1, keepdim=True) + flat * (weighted * flat).mean(-1, keepdim=True)
+    dx = (rstd.float().unsqueeze(-1) * (weighted - inner)).view(input.shape)
+    return tuple(t.to(input.dtype) for t in (dx, (dy * normed).sum(over), dy.sum(over)))  # type: ignore[return-value]
+
+
+@formula
+def npu_layer_norm_eval(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+) -> Tensor:
+    """Return the layer norm in float32, rounded once; without statistics, and so without a gradient."""
+    require_dtypes("npu_layer_norm_eval", {(d,) for d in FLOATING}, input=input)
+    weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return torch.nn.functional.layer_norm(input.float(), normalized_shape, weight, bias, eps).to(input.dtype)
+
+
+def _require_groups(operator: str, input: Tensor, groups: int, weight: Tensor, bias: Tensor) -> None:
+    require_dtypes(operator, {(d, d, d) for d in FLOATING}, input=input, weight=weight, bias=bias)
+    require(2 <= input.dim() <= 8, operator, f"input must have 2 to 8 dimensions, got {describe(input)}")
+    channels = input.shape[1]
+    rule = f"num_groups must be positive and divide the {channels} channels, got {groups}"
+    require(groups > 0 and channels % groups == 0, operator, rule)
+    fits = weight.shape == bias.shape == (channels,)
+    require(fits, operator, f"weight and bias must be [{channels}], got {describe(weight)}, {describe(bias)}")
+
+
+def _group_norm(
+    input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm in float32, and mean and rstd [N, groups]."""
+    x = input.float().reshape(input.shape[0], groups, -1)
+    mean, rstd = _statistics(x, eps)
+    y = ((x - mean) * rstd).view(input.shape)
+    if weight is not None and bias is not None:
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        y = y * weight.float().view(shape) + bias.float().view(shape)
+    return y, mean[..., 0], rstd[..., 0]
 
 
 def _statistics(x: Tensor, epsilon: float, dims: int = 1) -> tuple[Tensor, Tensor]:

@@ -41,11 +41,7 @@ def npu_dynamic_quant(
         raise NotImplementedError(f"{operator}: the software device quantises rows to int8 only")
     require_dtypes(operator, {(float16,), (bfloat16,)}, input=input)
     require(input.dim() > 1 and input.numel() > 0, operator, f"x must have two dimensions, got {describe(input)}")
-    x = input.float().reshape(-1, input.shape[-1])
-    if smooth_scales is not None:
-        x = x * _smooth(operator, input, smooth_scales, group_index, len(x))
-    else:
-        require(group_index is None, operator, "group_index needs smooth_scales")
+    x = smoothed(operator, input, smooth_scales, group_index)
     factor = LARGEST / x.abs().amax(-1, keepdim=True)
     y = torch.round(x * factor).nan_to_num(0.0)  # zeros times infinity
     return y.to(int8).view(input.shape), (1 / factor).view(input.shape[:-1])
@@ -176,6 +172,15 @@ def npu_weight_quant_batchmatmul(
         require(fits, operator, f"bias must be {dtype} [{n}] or [1, {n}], got {describe(bias)}")
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+def smoothed(operator: str, input: Tensor, scales: Tensor | None, ends: Tensor | None) -> Tensor:
+    """Return the rows in float32, times their scales if there are any."""
+    x = input.float().reshape(-1, input.shape[-1])
+    if scales is not None:
+        return x * _smooth(operator, input, scales, ends, len(x))
+    require(ends is None, operator, "group_index needs smooth_scales")
+    return x
 
 
 def _smooth(operator: str, x: Tensor, scales: Tensor, ends: Tensor | None, rows: int) -> Tensor:

@@ -105,7 +105,8 @@ def _readings(x: Tensor, cos: Tensor) -> Iterator[Reading]:
 
 
 def _require(operator: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> list[Reading]:
-    require(mode in ("half", "interleave"), operator, f"rotary_mode must be half or interleave, got {mode!r}")
+    rule = f"The rotary_mode of {operator} should be half or interleave, but got {mode!r}"
+    require(mode in ("half", "interleave"), operator, rule)
     require_dtypes(operator, {(a, b, c) for a in FLOATING for b in FLOATING for c in FLOATING}, x=x, cos=cos, sin=sin)
     require(x.dim() in (3, 4), operator, f"x must have 3 or 4 dimensions, got {describe(x)}")
     require(x.numel() > 0, operator, f"x is empty: {describe(x)}")

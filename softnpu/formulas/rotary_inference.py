@@ -87,12 +87,11 @@ def npu_mrope(
     operator = "npu_mrope"
     rotary_mode, cache_mode = rotary_mode or "half", cache_mode or "default"
     section = mrope_section if mrope_section and any(mrope_section) else None
-    require(
-        rotary_mode in ("half", "interleaved"), operator, f"rotary_mode is half or interleaved, got {rotary_mode!r}"
-    )
-    require(
-        cache_mode in ("default", "interleave"), operator, f"cache_mode is default or interleave, got {cache_mode!r}"
-    )
+    # op-plugin's page says interleaved, its RopeWithSinCosCacheKernelNpuOpApi.cpp and its tests interleave
+    known = rotary_mode in ("half", "interleave", "interleaved")
+    require(known, operator, f"rotary_mode only support half or interleave, got {rotary_mode!r}")
+    known = cache_mode in ("default", "interleave")
+    require(known, operator, f"cache_mode only support default or interleave, got {cache_mode!r}")
     tensors = {"query": query, "key": key, "cos_sin_cache": cos_sin_cache}
     require_dtypes(operator, {(d,) * 3 for d in FLOATING}, **tensors)
     require_dtypes(operator, {(int32,), (int64,)}, positions=positions)
@@ -112,8 +111,8 @@ def npu_mrope(
     if section:
         fits = section in SECTIONS and sum(section) == size // 2
         require(fits, operator, f"mrope_section must be one of {SECTIONS} with a sum of {size // 2}, got {section}")
-    ordered = cache_mode == "default" or bool(section and len(section) == 3)
-    require(ordered, operator, "cache_mode interleave needs three sections")
+    ordered = cache_mode == "default" or not section or len(section) == 3
+    require(ordered, operator, "cache_mode interleave takes three sections, or none")
     cos, sin = (
         _by_section(t, section, cache_mode).float().unsqueeze(1) for t in cos_sin_cache[positions.long()].chunk(2, -1)
     )

@@ -54,7 +54,7 @@ class HCCL(ProcessGroupGloo):
         self.on_host._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self)
         groups[self.group_name] = self
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance asks besides the type
         """Be a ``ProcessGroupHCCL`` to programs and to torch_npu, which look for one."""
         return ProcessGroupHCCL

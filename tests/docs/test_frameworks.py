@@ -25,8 +25,8 @@ from tests.support import checkpoints, pages
 pytestmark = pytest.mark.long
 
 PAGE = pages.read(pages.DOCS / "recipes.md")
-ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables"
-NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables"
+ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables, 1 of 1 heads"
+NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables, 0 of 1 heads"
 COUNTERS = """
 import json, pathlib, softnpu
 pathlib.Path("counters.json").write_text(json.dumps(softnpu.counters()))

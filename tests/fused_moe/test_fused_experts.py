@@ -133,7 +133,7 @@ def activations(kernel) -> dict[str, tuple]:
         "swiglu": (kernel.SWIGLU, swiglu),
         "clipped": (kernel.Gate(*interleaved), lambda h: clipped(h, *interleaved)),
         "clipped halves": (kernel.Gate(*halves), lambda h: clipped(h, *halves)),
-        "geglu": (kernel.GEGLU, geglu),
+        "geglu": (kernel.Gate(gelu=True), geglu),
         "gelu gate": (gelu_gate, gelu_gate),
         "no gate": (relu_squared, relu_squared),
     }

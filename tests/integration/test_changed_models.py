@@ -260,3 +260,16 @@ def test_an_activation_that_was_patched_is_called_at_once(registered, change, na
             change(module)
     found, expected = outputs(model, name), outputs(original, name)
     assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["Linear", "SiLUActivation"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_forward_that_all_of_a_class_were_given_counts_at_once(registered, monkeypatch, name: str, kind: str) -> None:
+    original = zoo.build(name)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    outputs(model, name)
+    cls = next(type(module) for module in original.modules() if type(module).__name__ == kind)
+    forward = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: 1.25 * forward(self, x))
+    found, expected = outputs(model, name), outputs(original, name)
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()

@@ -30,7 +30,7 @@ def test_layer_norms_are_listed_as_what_they_are(registered) -> None:
 def test_prints_as_a_table_by_class_and_equal_layers_on_one_line(registered) -> None:
     model = kernels_ext_npu.kernelize(zoo.build("gemma3_text").to("npu"))
     text = str(kernels_ext_npu.report(model))
-    assert text.startswith("13 of 13 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables")
+    assert text.startswith("13 of 13 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables, 1 of 1 heads")
     assert "2 × model.layers.*.self_attn.q_norm" in text
     assert text.count("Gemma3RMSNorm") == text.count("→ RMSNormZeroCentered") == 1
     assert max(map(len, text.splitlines())) <= 80

@@ -70,3 +70,17 @@ def test_gelu_mul_activates_the_first_half(approximate) -> None:
 def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
     with pytest.raises(RuntimeError, match=rule):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mish_and_its_gradient(dtype) -> None:
+    x = torch.linspace(-8, 8, 65).to(dtype)
+    leaf, exact = x.npu().requires_grad_(), x.double().requires_grad_()
+    y, expected = torch_npu.npu_mish(leaf), torch.nn.functional.mish(exact)
+    y.sum().backward()
+    expected.sum().backward()
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[
+        dtype
+    ]  # one, or of float32 inside
+    for found, wanted in ((y.detach(), expected.detach()), (leaf.grad, exact.grad)):
+        torch.testing.assert_close(found.cpu().double(), wanted, rtol=rounding, atol=1e-6)

@@ -13,7 +13,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from softnpu.aten_missing_on_cpu import FORMULAS as ATEN
+from softnpu.formulas import COMPOSED, FORMAT_CASTS, NATIVE
 from softnpu.formulas import FORMULAS as NPU
+from softnpu.out_of_reach import REFUSED
 
 # returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents
 RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3", "npu_fusion_attention_v3.out"}
@@ -217,6 +219,44 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "batch_norm_gather_stats_with_counts": [
         ((rows(2, 3, 4), rows(2, 3), rows(2, 3), rows(3), rows(3), 0.1, 1e-5, torch.tensor([8.0, 8.0])), {})
     ],
+    "npu_group_norm_swish": [((rows(2, 4, 3, dtype=HALF), 2, rows(4, dtype=HALF), rows(4, dtype=HALF)), {})],
+    "npu_group_norm_swish_grad": [
+        ((rows(2, 4, 3), rows(2, 4, 3), 2, rows(4), rows(4), rows(2, 2), rows(2, 2), [True] * 3), {})
+    ],
+    "npu_layer_norm_eval": [((rows(2, 3, 4, dtype=HALF), [4]), {}), ((rows(2, 3, 4), [3, 4], rows(3, 4)), {})],
+    "npu_mish": [((rows(3, 4, dtype=HALF),), {})],
+    "npu_mish_backward": [((rows(3, 4, dtype=HALF), rows(3, 4, dtype=HALF)), {})],
+    "npu_grouped_matmul_add": [
+        ((rows(6, 3), rows(4, 3, dtype=HALF), rows(4, 3, dtype=HALF), torch.tensor([1, 4])), {}),
+    ],
+    "npu_grouped_matmul_add_": [
+        ((rows(2, 3, 5), rows(4, 3, dtype=HALF), rows(4, 5, dtype=HALF), torch.tensor([1, 4])), {}),
+    ],
+    "npu_quantize": [
+        ((rows(2, 3), rows(3), torch.ones(3, dtype=torch.int32), 12), {}),
+        ((rows(2, 3, dtype=HALF), rows(1, dtype=HALF), None, 12, -1, False), {}),
+    ],
+    "npu_trans_quant_param": [((rows(3),), {}), ((rows(1, 3), rows(1, 3)), {}), ((rows(1), rows(3)), {})],
+    "npu_dynamic_quant_asymmetric": [((rows(2, 3, 4, dtype=HALF),), {})],
+    "npu_transpose": [((rows(2, 3, 4), [2, 0, 1]), {})],
+    "npu_reshape": [((rows(2, 3, 4), [4, 6]), {})],
+    "npu_slice": [((rows(2, 3, 4), [0, 1, 1], [2, 2, -1]), {})],
+    "npu_pad": [((rows(2, 3), [1, 0, 0, 2]), {})],
+    "npu_broadcast": [((rows(2, 1, 3), [2, 4, 3]), {})],
+    "npu_confusion_transpose": [
+        ((rows(2, 3, 4), [2, 0, 1], [4, 6], True), {}),
+        ((rows(2, 12), [2, 0, 1], [2, 3, 4], False), {}),
+    ],
+    "npu_confusion_transpose_backward": [
+        ((rows(4, 6), [2, 0, 1], [2, 3, 4], False), {}),
+        ((rows(4, 2, 3), [2, 0, 1], [2, 12], True), {}),
+    ],
+    "npu_max.dim": [((rows(2, 3), 1), {}), ((rows(2, 3), 0, True), {})],
+    "npu_min.dim": [((rows(2, 3), 1), {}), ((rows(2, 3), 0, True), {})],
+    "npu_max_backward": [((rows(2), 1, torch.tensor([0, 2], dtype=torch.int32), [2, 3], False), {})],
+    "npu_min_backward": [((rows(2, 1), 1, torch.tensor([[0], [2]], dtype=torch.int32), [2, 3], True), {})],
+    "npu_bmmV2": [((rows(2, 3, 4), rows(2, 4, 5), []), {})],
+    "one_": [((rows(2, 3),), {})],
     "npu_prompt_flash_attention": [
         inference("BSH", (2, 3, 256), (2, 5, 256)),
         inference("BNSD_BSND", (2, 4, 3, 64), (2, 4, 5, 64)),
@@ -484,6 +524,20 @@ def test_broken_meta_kernels_are_still_broken(name: str) -> None:
 
 def test_every_formula_has_samples() -> None:
     assert SAMPLES.keys() == ALL.keys()
+
+
+def test_every_operator_without_a_formula_is_refused_with_one_reason() -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    names = {name.partition("::")[2] for name in registered if name.startswith("npu::")}
+    composed = {name for name, inner in COMPOSED.items() if hasattr(torch.ops.npu, inner)}
+    listed = [name for group in REFUSED.values() for name in group.split()]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == names - NPU.keys() - NATIVE - set(FORMAT_CASTS) - composed
+
+
+def test_a_refusal_says_why() -> None:
+    with pytest.raises(NotImplementedError, match=r"npu::npu_prefetch: .*reads or changes the state of a card"):
+        torch.ops.npu.npu_prefetch(rows(2).to("npu"), None, 8)
 
 
 def move(values, device: str):

@@ -388,3 +388,26 @@ def test_scalars_of_a_list_may_lie_on_the_host(name: str) -> None:
     found = getattr(torch, name)(*([t.npu() for t in tensors] for tensors in lists), scalars)
     for a, b in zip(found, getattr(torch, name)(*lists, scalars)):
         torch.testing.assert_close(a.cpu(), b)
+
+
+@pytest.mark.parametrize("name", ["__ior__", "__iand__", "__ixor__", "bitwise_or_", "bitwise_and_", "bitwise_xor_"])
+@pytest.mark.parametrize("number", [True, 5])
+def test_a_number_may_stand_for_a_tensor_in_place(name: str, number: int) -> None:
+    x = torch.tensor([0, 1, 6, 7])
+    assert getattr(x.npu(), name)(number).tolist() == getattr(x.clone(), name)(number).tolist()
+
+
+def test_an_affine_grid_has_the_gradient_of_torch() -> None:
+    theta = torch.rand(1, 2, 3)
+    on_npu, on_cpu = theta.npu().requires_grad_(), theta.clone().requires_grad_()
+    for leaf in (on_npu, on_cpu):
+        F.affine_grid(leaf, [1, 1, 2, 3], align_corners=False).square().sum().backward()
+    torch.testing.assert_close(on_npu.grad.cpu(), on_cpu.grad)
+
+
+@pytest.mark.parametrize("call", [torch.cdist, lambda a, b: F.pdist(a), lambda a, b: torch._VF._add_relu(a, -b[0])])
+def test_what_the_cpu_computes_in_float32_only_is_there_in_16_bits(call) -> None:
+    a, b = torch.randn(4, 3).half(), torch.randn(5, 3).half()
+    found = call(a.npu(), b.npu()).cpu()
+    assert found.dtype == torch.half
+    torch.testing.assert_close(found, call(a.float(), b.float()).half())

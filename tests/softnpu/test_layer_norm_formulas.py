@@ -99,3 +99,31 @@ def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
     a, b, gamma, _ = (t.to("npu") for t in drawn(torch.float32))
     with pytest.raises(RuntimeError, match=rule):
         call(a, b, gamma)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_group_norm_swish_and_its_gradients(dtype, scale) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).to(dtype) for shape in ((2, 6, 5), (6,), (6,), (2, 6, 5))]
+    *leaves, dy = (t.npu().requires_grad_() for t in tensors)
+    y, mean, rstd = torch_npu.npu_group_norm_swish(leaves[0], 3, *leaves[1:], eps=1e-5, swish_scale=scale)
+    y.backward(dy.detach())
+    *exact, exact_dy = (t.double().requires_grad_() for t in tensors)
+    normed = torch.nn.functional.group_norm(exact[0], 3, *exact[1:], eps=1e-5)
+    expected = normed * torch.sigmoid(scale * normed)
+    expected.backward(exact_dy.detach())
+    # one rounding of the result, and of the statistics that the gradient reads in the same dtype
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 * 2.0**-10}[dtype]
+    assert (mean.shape, rstd.shape, mean.dtype) == ((2, 3), (2, 3), dtype)
+    for found, wanted in zip([y.detach(), *(t.grad for t in leaves)], [expected.detach(), *(t.grad for t in exact)]):
+        bound = tolerance * wanted.abs().max().item()
+        torch.testing.assert_close(found.cpu().double(), wanted, rtol=tolerance, atol=bound)
+
+
+def test_layer_norm_eval_is_the_layer_norm() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape).to(torch.bfloat16) for shape in ((3, 4, 8), (8,), (8,)))
+    found = torch_npu.npu_layer_norm_eval(x.npu(), [8], weight.npu(), bias.npu()).cpu().double()
+    exact = torch.nn.functional.layer_norm(x.double(), [8], weight.double(), bias.double())
+    torch.testing.assert_close(found, exact, rtol=2.0**-8, atol=1e-5)  # one rounding

@@ -21,6 +21,8 @@ from .derivatives import gradients
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard
 
+_HALVES = 2
+
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Computes the loss of each row ``[N]``.
@@ -130,7 +132,9 @@ def _gradients(
     d_weight = weight.new_empty(weight.shape) if needs_weight else None
     d_bias = bias.new_empty(bias.shape) if bias is not None and needs_bias else None
     for part in parts:
-        found = gradient.of_words(F.linear(hidden_states, part.weight, part.bias)).to(hidden_states.dtype)
+        found = F.linear(hidden_states, part.weight, part.bias)
+        for rows in pieces.of_rows(found.shape[0], _HALVES):  # in place: float32 takes no more than the logits then
+            found[rows].copy_(gradient.rows(rows).of_words(found[rows]))
         others = found.gather(1, part.inside)
         if d_hidden is not None:
             found.scatter_(1, part.inside, others.masked_fill(part.is_inside, 0))

@@ -3,14 +3,13 @@
 from . import blocks, gates, layers, layout
 from .experts_interface import experts_forward
 from .functional import fused_experts, grouped_matmul
-from .gates import GEGLU, SWIGLU, Gate
+from .gates import SWIGLU, Gate
 from .gating import gating_top_k
 from .grouped_products import GmmFunction
 from .listed_products import HybridGmmFunction
 from .router import softmax_top_k
 
 __all__ = [
-    "GEGLU",
     "SWIGLU",
     "Gate",
     "GmmFunction",

@@ -136,7 +136,8 @@ def activation_of(experts: nn.Module) -> Activation:
     kind = None
     if "act_fn" in modules:
         activation = modules["act_fn"]
-        kind = type(activation).__qualname__
+        cls = type(activation)
+        kind = cls.__qualname__, cls.forward.__qualname__  # somebody may have replaced it
         members = activation.__dict__
         if (  # what is_watched tells of hooks, without the call: every forward asks
             members["_forward_hooks"]
@@ -151,7 +152,7 @@ def activation_of(experts: nn.Module) -> Activation:
             return experts._apply_gate
         if "forward" in members:  # `kernels` binds that of the class
             own = members["forward"]
-            if type(own) is not MethodType or own.__func__ is not type(activation).forward:
+            if type(own) is not MethodType or own.__func__ is not cls.forward:
                 kind = repr(own)
     elif "act_fn" in experts.__dict__:  # somebody has made it a function
         kind = repr(experts.__dict__["act_fn"])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from .blocks import experts_of, fused_listed_experts
 from .expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock
 from .experts_interface import experts_forward
-from .layer import Layer
+from .layer import Layer as _Layer
 from .router import softmax_top_k
 from .router_layers import (
     BiasedSoftmaxTopKRouter,
@@ -66,14 +66,14 @@ __all__ = [
 ]
 
 
-class MoEExperts(Layer):
+class MoEExperts(_Layer):
     """Computes experts whose weights are one tensor for each projection: any with transformers' experts interface."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-class SparseMoEBlock(Layer):
+class SparseMoEBlock(_Layer):
     """Sends tokens to experts in a list by softmax, as in transformers 4.
 
     That is Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE and Qwen3-Next. Weights are divided by their sum unless
@@ -98,7 +98,7 @@ class SparseMoEBlock(Layer):
         return y.reshape(hidden_states.shape), logits
 
 
-class GatedMoEBlock(Layer):
+class GatedMoEBlock(_Layer):
     """Sends tokens to experts in a list that its gate chooses, as in transformers 4.
 
     That is DeepSeek-V2 and V3, GLM-4-MoE and Dots. The forward takes and gives ``[B, S, H]``.

@@ -27,6 +27,7 @@ from .projecting import project
 __all__ = ["obstacle", "pack", "project", "projections", "separate"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
+_FORWARD = nn.Linear.forward
 TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate and up in one, down
 
 
@@ -113,6 +114,8 @@ def unfit(module: nn.Module) -> str | None:
     """
     if type(module) is not nn.Linear:
         return f"a projection is a {type(module).__module__}.{type(module).__name__}"
+    if nn.Linear.forward is not _FORWARD:
+        return "the forward of all linear layers was replaced"
     members = vars(module)
     if (
         "forward" in members

@@ -1,8 +1,8 @@
 """Whether the activation that an MLP has now is the one that its kernel computes, which passes it by.
 
 It is asked in every forward, of the class of the activation, of the formula of torch's GELU and of a forward that the
-object alone was given: that takes no call. The values of each are looked at once. Any other attribute that changes what
-an object computes is not seen here, but when the model is kernelized.
+class or the object alone was given: that takes no call. The values of each are looked at once. Any other attribute that
+changes what an object computes is not seen here, but when the model is kernelized.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
         return _function_of(mlp)
     activation, kinds = modules[name], unit.activations
     members, kind = activation.__dict__, type(activation)
+    forward = kind.forward
     own = members["forward"] if "forward" in members else None  # noqa: SIM401  get() would be a call
-    if own is not None and (type(own) is not MethodType or own.__func__ is not kind.forward):
-        kind = own.__func__ if type(own) is MethodType else own
+    if own is not None and (type(own) is not MethodType or own.__func__ is not forward):
+        kind = forward = own.__func__ if type(own) is MethodType else own
     elif kind is nn.GELU:
         kind = members["approximate"]
     if kind not in kinds and not torch.compiler.is_compiling():
-        kinds[kind] = _has_values_of(unit, activation)
+        kinds[kind] = forward if _has_values_of(unit, activation) else None
     if (
-        (kind in kinds and not kinds[kind])
+        (kind in kinds and kinds[kind] is not forward)
         or members["_forward_hooks"]
         or members["_forward_pre_hooks"]
         or members["_backward_hooks"]

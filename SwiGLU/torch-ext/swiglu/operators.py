@@ -38,14 +38,15 @@ class GatedUnit(NamedTuple):
         backward: computes the gradient from that of the value, the input, and the rest of what ``forward`` gave.
         backward_wants_forward: whether there is such a rest.
         activation: what the gate goes through before it is multiplied with up.
-        activations: the classes that were met, or formulas of torch's GELU, and whether each of them computes that.
+        activations: the classes that were met, formulas of torch's GELU, or forwards of one object, each with the
+            forward by which it computes that, or None.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
     backward_wants_forward: bool
     activation: Callable[[Tensor], Tensor]
-    activations: dict[type | str, bool]
+    activations: dict[type | str | Callable, Callable | None]
 
     def in_torch(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute the value of gate and up, ``[..., I]`` each, differentiable as often as one likes."""
@@ -57,7 +58,7 @@ SWIGLU = GatedUnit(
     lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
     backward_wants_forward=False,
     activation=F.silu,
-    activations={nn.SiLU: True},
+    activations={nn.SiLU: nn.SiLU.forward},
 )
 GEGLU = GatedUnit(
     lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),

@@ -75,7 +75,7 @@ def restore(model: Model) -> Model:
         >>> model = kernels_ext_npu.kernelize(LlamaForCausalLM(config).to("npu"))
         >>> model = kernels_ext_npu.restore(model)
         >>> kernels_ext_npu.report(model).summary()
-        '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables, 0 of 1 attention'
+        '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables, 0 of 1 attention, 0 of 1 heads'
     """
     if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())

@@ -56,7 +56,7 @@ def register(
         >>> model = LlamaForCausalLM(config).to("npu")
         >>> model.set_use_kernels(True)  # which from_pretrained(..., device_map="npu", use_kernels=True) calls
         >>> kernels_ext_npu.report(model).summary()
-        '3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention'
+        '3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, 1 of 1 heads'
     """
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
     from transformers.distributed import utils

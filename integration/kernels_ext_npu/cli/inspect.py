@@ -45,6 +45,9 @@ def inspect(
             min=1, help="Ranks, or groups of --tp, with inputs of their own, as fsdp_size; as many as --ep needs."
         ),
     ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Compute layers again in the backward, as transformers does.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
@@ -76,11 +79,13 @@ def inspect(
             pictures.check(plot)
         ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         mesh.check(ranks)
-        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks)
+        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing)
     _give(inspection, plot, as_json)
 
 
-def _inspect(model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool, mesh: Mesh) -> Inspection:
+def _inspect(
+    model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool, mesh: Mesh, checkpointing: bool
+) -> Inspection:
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -94,7 +99,9 @@ def _inspect(model: str, soc: Any, dtype: str, batch: int, tokens: int, compare:
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        return inspecting.inspect(found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh)
+        return inspecting.inspect(
+            found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh, checkpointing
+        )
 
 
 def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:

@@ -83,6 +83,7 @@ def inspect(
     compare: bool = False,
     advance: Callable[[str], None] = lambda _: None,
     mesh: Mesh = ONE,
+    checkpointing: bool = False,
 ) -> Inspection:
     """Build the model on fake tensors, and count it with and without kernels.
 
@@ -90,6 +91,7 @@ def inspect(
         compare: count each kernel alone, too.
         advance: is called with what comes next; steps() tells how often.
         mesh: count one of these ranks.
+        checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
 
     Raises:
         CannotInspectError: the model cannot be built or sharded, or nothing of it can be counted.
@@ -105,6 +107,8 @@ def inspect(
         with distributed(model, mesh) as axes, fake:
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
             remarks += remarks_on_mesh(model, mesh)
+            if checkpointing:
+                described += _checkpoint(model)
             variants, report = [], Report([])
             for name, kernels in _variants(compare):
                 with _swapped(model, kernels) as found:
@@ -146,6 +150,14 @@ def _build(subject: Subject, dtype: torch.dtype, values: KnownValues, soc: Soc) 
         raise CannotInspectError(
             f"{subject.name}: no {subject.model_class.__name__} can be built of it: {modules.line(error)}"
         ) from error
+
+
+def _checkpoint(model: PreTrainedModel) -> str:
+    """Let a model compute its layers again in the backward, and return what to say of it."""
+    if not model.supports_gradient_checkpointing:
+        raise CannotInspectError(f"--checkpointing: {type(model).__name__} has no gradient checkpointing")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return ", with gradient checkpointing"
 
 
 @contextmanager

@@ -54,6 +54,39 @@ def draw(inspection: Inspection) -> Figure:
     return figure
 
 
+def plot_peaks(model: str, peaks: dict[int, tuple[float, float]], path: Path) -> None:
+    """Write a picture of peak memory over tokens into a file.
+
+    Args:
+        model: its name.
+        peaks: GB by tokens, of the original and with kernels.
+        path: of the file, whose name says in which format.
+    """
+    figure, axes = plt.subplots(figsize=(16, 9), dpi=120)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for number, colour, label in ((0, _BEFORE, "original"), (1, _AFTER, "with kernels")):
+        values = [ends[number] for ends in peaks.values()]
+        axes.plot(list(peaks), values, "o-", color=colour, linewidth=4, markersize=9, label=label)
+        for tokens, value in zip(peaks, values):
+            place = (0, 12 if number == 0 else -24)
+            axes.annotate(_number(value), (tokens, value), place, textcoords="offset points", ha="center", fontsize=13)
+    axes.set_xticks(list(peaks), [f"{tokens:,}" for tokens in peaks], fontsize=13)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+    axes.set_xlabel("tokens", fontsize=15)
+    axes.set_ylabel("GB at the peak, beyond weights and their gradients", fontsize=15)
+    axes.legend(fontsize=15, loc="upper left")
+    axes.grid(alpha=0.3)
+    axes.margins(y=0.1)
+    figure.suptitle(f"{model}: a training step with gradient checkpointing", fontsize=22, fontweight="bold")
+    note = "counted on fake tensors, not measured on hardware · kernels-ext-npu inspect"
+    figure.text(0.99, 0.01, note, ha="right", fontsize=11)
+    figure.tight_layout(rect=(0, 0.03, 1, 0.97))
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def _ends(inspection: Inspection, phase: str):
     return inspection.variants[0].counts[phase], inspection.variants[-1].counts[phase]
 

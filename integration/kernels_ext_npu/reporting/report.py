@@ -84,7 +84,8 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Report what was swapped, or kept and why.
 
-    Norms, gated MLPs, experts, routers, attention, rotary functions and tables, each module and call by itself.
+    Norms, gated MLPs, experts, routers, attention, rotary functions and tables, and heads of
+    language models, each module and call by itself.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -101,6 +102,7 @@ def report(model: nn.Module) -> Report:
         model.rotary_emb -> RotaryEmbedding
         model.layers.0.self_attn.apply_rotary_pos_emb -> RotaryPosEmb
         model.layers.0.self_attn -> npu_flash_attention
+        lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
         found = [rows.passed_by(row, model) for row in _rows(model)]

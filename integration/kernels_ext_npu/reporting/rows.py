@@ -86,8 +86,11 @@ def of_heads(model: nn.Module) -> Iterator[Row]:
     for head in heads.heads_of(model):
         name, reason = type(head.module).__name__, heads.refusal(head)
         if heads.is_swapped(head.module):
-            reason = None if reason is None else refusals.changed(head.module, reason)
-            yield Row(head.path, name, heads.NAME, reason is None, reason, kind=HEADS.in_models)
+            fits, reason = (
+                reason is None,
+                heads.remark(head) if reason is None else refusals.changed(head.module, reason),
+            )
+            yield Row(head.path, name, heads.NAME, fits, reason, kind=HEADS.in_models)
         else:
             reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
             yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kernels_ext_npu.swapping import optimizer_steps
 from kernels_ext_npu.swapping.row_steps import Step, step_of
 
 CHANGED = (
@@ -52,7 +53,7 @@ _SHOWN = {getattr(Tensor, name) for name in _SHOWN_METHODS.split()} | {
 _GRADIENTS = {Tensor.retain_grad, getattr(Tensor, "grad").__get__}  # noqa: B009 - what mypy knows is its type
 
 
-@dataclass
+@dataclass(eq=False)
 class Product:
     """What logits are to be computed from, as it was when the head was called.
 
@@ -61,17 +62,24 @@ class Product:
         weight: ``[V, H]``.
         bias: ``[V]``, or None.
         kernel: the package that computes the loss.
-        is_over: whether the weight's memory has been filled anew.
+        on_look: is told the name of the function for which the logits are computed.
+        is_over: whether the weight is known to have changed.
     """
 
     hidden_states: Tensor
     weight: Tensor
     bias: Tensor | None
     kernel: ModuleType
+    on_look: Callable[[str], None]
     is_over: bool = False
 
     def __post_init__(self) -> None:
         self._state = self._look_at_state()
+        optimizer_steps.watch(self, self.weight, Product.end)
+
+    def end(self) -> None:
+        """Compute nothing from now on: the weight is another one."""
+        self.is_over = True
 
     def logits(self) -> Tensor:
         """Compute the logits, outside of autograd.
@@ -138,7 +146,7 @@ class DeferredLogits(Tensor):
     """
 
     recipe: Recipe
-    compute: Callable[[], Tensor]
+    compute: Callable[[str], Tensor]
     known: Tensor | None
     followers: list[weakref.ref[DeferredLogits]]
 
@@ -154,25 +162,31 @@ class DeferredLogits(Tensor):
             result = _deferred(function, args[0], args[1:], kwargs)
             if result is not None:
                 return result
-        if _changes_in_place(function, kwargs):
+        name = getattr(function, "__name__", str(function))
+        if _changes_in_place(name, kwargs):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, DeferredLogits):
                     tensor.settle()
-        args, kwargs = tree_map(_looked_at, (args, kwargs))
+        args, kwargs = tree_map(lambda value: _looked_at(value, name), (args, kwargs))
         return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Give the values to what runs below autograd, which has nodes of its own for these logits."""
         with torch.no_grad():
-            args, kwargs = tree_map(lambda value: _values(value), (args, kwargs or {}))
+            args, kwargs = tree_map(lambda value: _looked_at(value, str(function)), (args, kwargs or {}))
+            args, kwargs = tree_map(_outside_of_autograd, (args, kwargs))
             return function(*args, **kwargs)
 
-    def look(self) -> Tensor:
-        """Return the logits, which are computed when this is first called."""
+    def look(self, name: str = "the model") -> Tensor:
+        """Return the logits, which are computed when this is first called.
+
+        Args:
+            name: of the function that they are computed for.
+        """
         if self.known is None:
             with torch.set_grad_enabled(self.requires_grad):
-                self.known = self.compute()
+                self.known = self.compute(name)
         return self.known
 
     def settle(self) -> None:
@@ -189,7 +203,8 @@ def defer(product: Product) -> Tensor:
     recipe = Recipe(product, shape, product.hidden_states.dtype)
     reference = weakref.ref(logits)
 
-    def compute() -> Tensor:
+    def compute(name: str) -> Tensor:
+        product.on_look(name)
         return _Look.apply(reference(), product)
 
     return _prepared(logits, recipe, compute)
@@ -197,12 +212,12 @@ def defer(product: Product) -> Tensor:
 
 def _follow(logits: DeferredLogits, function: Callable[[Tensor], Tensor], recipe: Recipe) -> DeferredLogits:
     """Return what a function makes of logits, without looking at them."""
-    follower = _prepared(_Follow.apply(logits, function, recipe), recipe, lambda: function(logits.look()))
+    follower = _prepared(_Follow.apply(logits, function, recipe), recipe, lambda name: function(logits.look(name)))
     logits.followers.append(weakref.ref(follower))
     return follower
 
 
-def _prepared(logits: DeferredLogits, recipe: Recipe, compute: Callable[[], Tensor]) -> DeferredLogits:
+def _prepared(logits: DeferredLogits, recipe: Recipe, compute: Callable[[str], Tensor]) -> DeferredLogits:
     logits.recipe, logits.compute, logits.known, logits.followers = recipe, compute, None, []
     return logits
 
@@ -277,7 +292,7 @@ def _deferred(function: Any, logits: DeferredLogits, args: tuple[Any, ...], kwar
 
 def _after(recipe: Recipe, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
     """Return the recipe of what a function of torch makes of logits; None if there is none."""
-    if name in ("float", "to", "type_as"):
+    if name in ("float", "to"):
         dtype = torch.float32 if name == "float" and not args and not kwargs else _cast(args, kwargs)
         exact = dtype is recipe.dtype or (dtype is torch.float32 and recipe.dtype in (torch.float16, torch.bfloat16))
         return replace(recipe, dtype=dtype) if exact and dtype is not None else None
@@ -327,17 +342,18 @@ def _is_factor(args: tuple[Any, ...]) -> bool:
     return len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
 
 
-def _changes_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    return "out" in kwargs or name == "__setitem__" or name.startswith("__i") or name.endswith("_")
+def _changes_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    return (
+        "out" in kwargs or name == "__setitem__" or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
+    )
 
 
-def _looked_at(value: Any) -> Any:
-    return value.look() if isinstance(value, DeferredLogits) else value
+def _looked_at(value: Any, name: str) -> Any:
+    return value.look(name) if isinstance(value, DeferredLogits) else value
 
 
-def _values(value: Any) -> Any:
-    return value.look().detach() if isinstance(value, DeferredLogits) else value
+def _outside_of_autograd(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _state_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -113,6 +113,7 @@ def _install_replacing(patches: Patches) -> None:
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
         if wrapper(module) is None:
             original(module, layer)
+            _leave_to_class(module)
         else:
             put(module, layer.forward)
 
@@ -130,11 +131,19 @@ def _install_unpickling(patches: Patches) -> None:
     @functools.wraps(original)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
         original(self, state)
-        forward = vars(self).get("forward")
-        if isinstance(forward, MethodType) and forward.__self__ is self and forward.__func__ is type(self).forward:
-            del self.forward
+        _leave_to_class(self)
 
     patches.attribute(nn.Module, "__setstate__", __setstate__)
+
+
+def _leave_to_class(module: nn.Module) -> None:
+    """Take the forward of its class out of a module, where it would hide what the class is given later.
+
+    `kernels` binds it where it has no kernel.
+    """
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
+        del module.forward
 
 
 def _exchange(module: nn.Module, function: Callable) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as calling
+from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel
 
 from kernels_ext_npu import sources
@@ -31,7 +31,10 @@ from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
+_FRAMES = 8  # of calls between the forward of a model and that of its head
+_PLAIN = (nn.Parameter, FakeTensor)
 
+_looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
 
 
@@ -50,14 +53,16 @@ class Head(NamedTuple):
 
 
 def heads_of(model: nn.Module) -> Iterator[Head]:
-    """Find the heads of the models in a module that compute a loss from labels."""
+    """Find the heads of models that compute a loss from labels, each with the innermost of its models."""
+    found: dict[nn.Module, Head] = {}
     names = {module: path for path, module in model.named_modules()}
     for module in list(names):
         if isinstance(module, PreTrainedModel) and _computes_a_loss(module):
             with suppress(NotImplementedError, AttributeError):
                 head = module.get_output_embeddings()
                 if isinstance(head, nn.Module) and head in names:
-                    yield Head(names[head], head, module)
+                    found[head] = Head(names[head], head, module)
+    yield from found.values()
 
 
 def take(model: nn.Module) -> None:
@@ -109,6 +114,12 @@ def refusal(head: Head) -> str | None:
     return None
 
 
+def remark(head: Head) -> str | None:
+    """Return what looked at the logits of a head when it was last called with labels; None if nothing did."""
+    name = _looked_at.get(head.module)
+    return name and f"its logits were computed when the model was last called with labels: {name} looked at them"
+
+
 @functools.cache
 def _forward_with(kernel: ModuleType) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
@@ -128,8 +139,8 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
     weight, bias = head.weight, head.bias
     return (
         type(head) is nn.Linear
-        and type(weight) is nn.Parameter
-        and (bias is None or type(bias) is nn.Parameter)
+        and type(weight) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
         and not hasattr(weight, "_fsdp_flattened")
         and hidden_states.numel() > 0
         and weight.device == hidden_states.device
@@ -140,13 +151,18 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
 
 
 def _called_with_labels(frame: FrameType | None) -> nn.Module | None:
-    """Return the module whose forward called a head, if it was given labels."""
-    while frame is not None and frame.f_code.co_filename == calling.__file__:
+    """Return the model whose forward called a head, if it was given labels.
+
+    Between the two there are calls of torch, and perhaps of who counts modules.
+    """
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if "labels" in frame.f_code.co_varnames:
+            variables = frame.f_locals
+            return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
         frame = frame.f_back
-    if frame is None:
-        return None
-    variables = frame.f_locals
-    return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
+    return None
 
 
 def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: ModuleType) -> Tensor:
@@ -155,7 +171,14 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
         dtype = torch.get_autocast_dtype(device)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    product = Product(hidden_states, weight, bias, kernel)
+    _looked_at.pop(head, None)
+    reference = weakref.ref(head)
+
+    def on_look(name: str) -> None:
+        if (seen := reference()) is not None:
+            _looked_at[seen] = name
+
+    product = Product(hidden_states, weight, bias, kernel, on_look)
     if torch.distributed.is_available() and isinstance(model, torch.distributed.fsdp.FSDPModule):
         _end_last(head, product)
     return defer(product)
@@ -165,7 +188,7 @@ def _end_last(head: nn.Module, product: Product) -> None:
     """Let nobody look at logits of an earlier call: FSDP fills the same memory with the weights of this one."""
     last = _sharded.get(head, lambda: None)()
     if last is not None:
-        last.is_over = True
+        last.end()
     _sharded[head] = weakref.ref(product)
 
 

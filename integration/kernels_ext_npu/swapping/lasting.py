@@ -6,7 +6,9 @@ of other libraries in train() and eval(), nor end in an error when they are save
 - ``_replace_forward`` of `kernels` puts forwards below wrappers (forwards.py);
 - modules that a pickle or a copy is made of hold no forward that is that of their class (forwards.py);
 - ``safetensors.torch`` writes experts that were transposed, also when they were copied to the host before; from the
-  first such experts on, what saves models makes no second copy of them on the device (saving.py).
+  first such experts on, what saves models makes no second copy of them on the device (saving.py);
+- from the first logits on that a head deferred, the steps of optimizers are noted (optimizer_steps.py), so that nobody
+  finds the logits of other weights.
 
 What is not on an NPU and does not lie like transposed experts is not touched.
 """

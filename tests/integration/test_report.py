@@ -46,6 +46,7 @@ def test_to_json_has_a_row_a_module(registered) -> None:
     assert all(row["reason"] and row["kernel"] is None for row in kept)
     assert all(row["reason"] is None for row in rows if row["swapped"])
     layers = {"CausalConv1d", "CausalConv1dUpdate", "RMSNorm", "RotaryEmbedding", "RotaryPosEmb", "npu_flash_attention"}
+    layers |= {"linear_cross_entropy"}
     assert {row["kernel"] for row in rows if row["swapped"]} == layers
 
 

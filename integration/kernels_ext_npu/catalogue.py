@@ -162,6 +162,18 @@ ROUTERS = Kind(
     ),
 )
 ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
+LINEAR_ATTENTION = Kind(
+    "linear attention functions",
+    (
+        "CausalConv1d",
+        "CausalConv1dUpdate",
+        "ChunkGatedDeltaRule",
+        "ChunkKDA",
+        "FusedRecurrentGatedDeltaRule",
+        "FusedRecurrentKDA",
+    ),
+    in_models="linear attention calls",
+)
 ATTENTION = Kind("attention", ())
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
 HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
@@ -174,8 +186,10 @@ CATALOGUE = (
     Repository("FlashAttention", "flash-attention", (ATTENTION,)),
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
-    Repository("LinearAttention", "linear-attention", ()),
+    Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION,)),
 )
+
+FUNCTIONS = (ROTARY, LINEAR_ATTENTION)  # served by functions, not by modules
 
 SERVING = tuple(repository for repository in CATALOGUE if repository.kinds)
 REPOSITORIES = tuple(sorted(repository.name for repository in CATALOGUE))

@@ -13,7 +13,7 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 from kernels_ext_npu.references.fingerprints import is_kernel_function
-from kernels_ext_npu.swapping import rotary
+from kernels_ext_npu.swapping import functions
 from tests.support import zoo
 from tests.support.rotary_functions import calls, forward, kernelized, modeling
 
@@ -47,7 +47,7 @@ def test_a_model_with_use_kernels_on_the_cpu_takes_no_kernels_away(registered, c
 def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, name) -> None:
     model, plain = kernelized(name), zoo.build(name).to("npu")
     assert all(row.swapped for row in [*calls(model), *calls(plain)])
-    assert " ".join(str(kernels_ext_npu.report(model)).split()).count(rotary.SHARED) == 1
+    assert " ".join(str(kernels_ext_npu.report(model)).split()).count(functions.SHARED) == 1
     expected = forward(zoo.build(name), name)
     for both in (model, plain):
         assert (forward(both, name).cpu() - expected).norm() <= 1e-5 * expected.norm()
@@ -55,7 +55,7 @@ def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, 
     for row in [*calls(model), *calls(plain)]:
         assert not row.swapped
         assert "restore() was called" in row.reason
-    assert rotary.SHARED[:20] not in str(kernels_ext_npu.report(model))
+    assert functions.SHARED[:20] not in str(kernels_ext_npu.report(model))
     kernels_ext_npu.kernelize(model)
     assert all(row.swapped for row in calls(plain))
 

@@ -12,7 +12,7 @@ from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 
-# of those that qwen2_moe has modules for
+# of those that qwen3_next has modules for
 KINDS_OF = {
     repository.name: {kind.in_models for kind in repository.kinds}
     for repository in SERVING
@@ -23,6 +23,7 @@ OPERATOR = {
     "SwiGLU": "npu_swiglu",
     "RoPE": "npu_rotary_mul",
     "FusedMoE": "npu_grouped_matmul",
+    "LinearAttention": "baddbmm",
     "FlashAttention": "npu_fusion_attention_v3",
 }
 
@@ -30,10 +31,10 @@ OPERATOR = {
 @pytest.mark.parametrize("kernel", KINDS_OF)
 def test_one_kernel_serves_its_kinds_alone(kernel: str) -> None:
     kernels_ext_npu.register(kernels=[kernel], strict=True)  # what was left out on purpose is no defect
-    model = kernels_ext_npu.kernelize(zoo.build("qwen2_moe").to("npu"))
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3_next").to("npu"))
     rows = [row for row in kernels_ext_npu.report(model) if row.kind != HEADS.in_models]
     softnpu.reset_counters()
-    model(**{key: value.to("npu") for key, value in zoo.inputs("qwen2_moe", model).items()})
+    model(**{key: value.to("npu") for key, value in zoo.inputs("qwen3_next", model).items()})
     calls = softnpu.counters()
     assert {row.kind for row in rows if row.swapped} == KINDS_OF[kernel]
     assert {row.kind for row in rows} == set().union(*KINDS_OF.values())
@@ -42,8 +43,10 @@ def test_one_kernel_serves_its_kinds_alone(kernel: str) -> None:
         left_out = f"register(kernels=['{kernel}']) leaves {repository} out"
         assert row.reason == (None if repository == kernel else left_out)
     assert calls[OPERATOR[kernel]] > 0
-    # the grouped experts of FusedMoE have a SwiGLU of their own, and torch_npu's sdpa launches the same as ours
-    absent = OPERATOR.keys() - {kernel, "FlashAttention"} - ({"SwiGLU"} if kernel == "FusedMoE" else set())
+    # the grouped experts of FusedMoE have a SwiGLU of their own, keys of the delta rule are normalised, and torch_npu's
+    # sdpa launches the same as ours
+    also = {"FusedMoE": {"SwiGLU"}, "LinearAttention": {"RMSNorm"}}.get(kernel, set())
+    absent = OPERATOR.keys() - {kernel, "FlashAttention"} - also
     assert not [OPERATOR[name] for name in absent if calls.get(OPERATOR[name])]
 
 

@@ -23,7 +23,7 @@ from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, layer_no
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from tests.support import experts_classes, list_blocks, norm_classes, proofs, rotary_functions
+from tests.support import delta_rule_truth, experts_classes, list_blocks, norm_classes, proofs, rotary_functions
 
 
 def norm(layer: str) -> tuple[nn.Module, tuple]:
@@ -134,6 +134,28 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
 }
 
 
+ROTATIONS = [reference for reference in FUNCTION_REFERENCES if reference.repository == "RoPE"]
+OTHERS = [reference for reference in FUNCTION_REFERENCES if reference.repository != "RoPE"]
+# layer -> arguments
+LINEAR: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "CausalConv1d": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
+    "CausalConv1dUpdate": lambda: [torch.randn(2, 8, 1), torch.randn(2, 8, 4), torch.randn(8, 4), torch.randn(8)],
+    "ChunkGatedDeltaRule": partial(delta_rule_truth.draw, 0, (1, 70, 2, 2, 8, 8), False),
+    "ChunkKDA": partial(delta_rule_truth.draw, 0, (1, 70, 2, 2, 8, 8), True),
+    "FusedRecurrentGatedDeltaRule": partial(delta_rule_truth.draw, 0, (3, 1, 2, 2, 8, 8), False),
+    "FusedRecurrentKDA": partial(delta_rule_truth.draw, 0, (3, 1, 2, 2, 8, 8), True),
+}
+
+
+def called(function: Callable, layer: str, *tensors: torch.Tensor) -> object:
+    """Call a function of linear attention as models do."""
+    if layer == "CausalConv1dUpdate":  # which writes to the state
+        return function(tensors[0], tensors[1].clone(), *tensors[2:], "silu")
+    if layer == "CausalConv1d":
+        return function(*tensors, "silu")
+    return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+
 def test_the_lists_are_complete(kernels: dict[str, ModuleType]) -> None:
     functions = {reference.layer for reference in FUNCTION_REFERENCES}
     tables = {layer for reference in (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS) for layer in reference.layers}
@@ -161,12 +183,26 @@ def test_a_layer_is_what_float64_gives(kernels, largest, layer: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
-@pytest.mark.parametrize("reference", FUNCTION_REFERENCES, ids=lambda reference: reference.function.__name__)
+@pytest.mark.parametrize("reference", ROTATIONS, ids=lambda reference: reference.function.__name__)
 def test_a_rotation_is_what_float64_gives(kernels, largest, reference, dtype: torch.dtype) -> None:
     inputs = rotary_functions.arguments(reference.function.__name__, dtype, dtype)
     layer = getattr(kernels["RoPE"].layers, reference.layer)()
     found = rotary_functions.results(layer, proofs.moved(inputs))
     difference = proofs.distance(found, rotary_functions.exact(reference.function, inputs))
+    largest("layers", dtype, difference)
+    assert difference <= proofs.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
+@pytest.mark.parametrize("reference", OTHERS, ids=lambda reference: reference.function.__name__)
+def test_a_function_of_linear_attention_is_what_float64_gives(kernels, largest, reference, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = [t.to(dtype) for t in LINEAR[reference.layer]()]
+    layer = getattr(kernels[reference.repository].layers, reference.layer)()
+    found = proofs.results(partial(called, layer, reference.layer), proofs.moved(tuple(inputs)))
+    with proofs.wide():
+        exact = proofs.results(partial(called, reference.function, reference.layer), proofs.doubled(tuple(inputs)))
+    difference = proofs.distance(found, exact)
     largest("layers", dtype, difference)
     assert difference <= proofs.TOLERANCE[dtype]
 

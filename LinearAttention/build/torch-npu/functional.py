@@ -146,7 +146,7 @@ def _in_chunks(
     if length == 0:
         out = tokens.value.new_empty(tokens.value.shape, dtype=tokens.query.dtype)
         return out, _by_head(_state_of_none(tokens, state), tokens) if wants_state else None
-    out, last, between = delta_rule(tokens, _flat(state), numbers, options)
+    out, last, between = delta_rule(tokens, _flat(state), numbers, options, wants_state and cu_seqlens is not None)
     if not wants_state:
         return out, None
     if cu_seqlens is None:

@@ -1,6 +1,8 @@
-"""A linear recurrence over chunks, one product a chunk."""
+"""A linear recurrence over chunks, two chunks a product."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,33 +10,52 @@ from torch import Tensor
 from .transforms import is_transformed
 
 
-def scan(transitions: Tensor, left: Tensor, right: Tensor, first: Tensor | None, backwards: bool = False) -> Tensor:
-    """Compute ``Sₙ₊₁ = Tₙ Sₙ + (L R)ₙ`` for all n; backwards ``Sₙ = Tₙ Sₙ₊₁ + (L R)ₙ``.
+class States(NamedTuple):
+    """Holds what a recurrence went through.
+
+    Attributes:
+        before: what it had before each chunk, ``[N, M, K, V]``; backwards that is what is behind it.
+        last: what it ended with, ``[M, K, V]``.
+    """
+
+    before: Tensor
+    last: Tensor
+
+
+def scan(transitions: Tensor, left: Tensor, right: Tensor, first: Tensor | None, backwards: bool = False) -> States:
+    """Compute ``S ← Tₙ S + (L R)ₙ`` for all chunks n, one after the other, or from the last to the first.
+
+    The chunks are in the order of chunks.py. Both of a pair are joined, all pairs at once:
+    ``T' (T S + B) + B' = (T' T) S + (T' B + B')``. So the recurrence has a product a pair, and what is between the two
+    follows for all pairs at once.
 
     Args:
         transitions: T, ``[N, M, K, K]``.
         left: L, ``[N * M, K, C]``.
         right: R, ``[N * M, C, V]``.
-        first: S₀, or Sₙ of the last n when backwards, ``[M, K, V]`` in float32; None for zeros.
+        first: what it starts with, ``[M, K, V]`` in float32; None for zeros.
         backwards: from the last chunk to the first.
-
-    Returns:
-        ``[N + 1, M, K, V]``, the state before each chunk, and that behind the last one.
     """
     chunks, rows = transitions.shape[:2]
-    shape = (rows, left.shape[-2], right.shape[-1])
-    order = range(chunks - 1, -1, -1) if backwards else range(chunks)
+    shape, pairs = (rows, left.shape[-2], right.shape[-1]), chunks // 2
+    one, other = (slice(pairs, None), slice(0, pairs)) if backwards else (slice(0, pairs), slice(pairs, None))
+    added = torch.bmm(left, right).unflatten(0, (chunks, rows))
+    flat, far = transitions[one].flatten(0, 1), transitions[other].flatten(0, 1)
+    joined = torch.bmm(far, flat).unflatten(0, (pairs, rows))
+    behind = torch.baddbmm(added[other].flatten(0, 1), far, added[one].flatten(0, 1)).unflatten(0, (pairs, rows))
+    order = list(range(pairs))[:: -1 if backwards else 1]
+    start = right.new_zeros(shape) if first is None else first
     if torch.compiler.is_compiling() or is_transformed() or torch.is_grad_enabled():
-        state = right.new_zeros(shape) if first is None else first
-        states, added = [state], torch.bmm(left, right).unflatten(0, (chunks, rows)).unbind()
+        found = [start]
         for n in order:
-            states.append(torch.baddbmm(added[n], transitions[n], states[-1]))
-        return torch.stack(states[::-1] if backwards else states)
-    found = right.new_empty((chunks + 1, *shape))
-    start, rest = (found[-1], found[:-1]) if backwards else (found[0], found[1:])
-    start.zero_() if first is None else start.copy_(first)
-    torch.bmm(left, right, out=rest.flatten(0, 1))
-    for n in order:
-        known, wanted = (found[n + 1], found[n]) if backwards else (found[n], found[n + 1])
-        wanted.baddbmm_(transitions[n], known)
-    return found
+            found.append(torch.baddbmm(behind[n], joined[n], found[-1]))
+        states = torch.stack(found[:-1][:: -1 if backwards else 1])
+        between = torch.baddbmm(added[one].flatten(0, 1), flat, states.flatten(0, 1)).unflatten(0, (pairs, rows))
+        return States(torch.cat([between, states] if backwards else [states, between]), found[-1])
+    before, last = right.new_empty((chunks, *shape)), right.new_empty(shape)
+    states = before[one]
+    states[order[0]].copy_(start)
+    for n, following in zip(order, [*order[1:], None]):
+        torch.baddbmm(behind[n], joined[n], states[n], out=last if following is None else states[following])
+    torch.baddbmm(added[one].flatten(0, 1), flat, states.flatten(0, 1), out=before[other].flatten(0, 1))
+    return States(before, last)

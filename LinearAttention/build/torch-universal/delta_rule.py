@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import segment
-from .chunks import CHUNK, from_chunks, to_chunks
+from .chunks import CHUNK, PAIR, from_chunks, in_order, to_chunks
+from .scan import States
 from .segment import Inner, RuleOptions, Tokens
 from .sequences import Bounds, bounds
 from .transforms import is_transformed
@@ -18,24 +19,25 @@ BUDGET = 5 * 2**30  # bytes that the chunks of a segment may take while they are
 
 
 def delta_rule(
-    tokens: Tokens, state: Tensor | None, numbers: Tensor | None, options: RuleOptions
+    tokens: Tokens, state: Tensor | None, numbers: Tensor | None, options: RuleOptions, wants_all: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results of all tokens, the state behind them, and all states between chunks.
+    """Compute the results of all tokens, the state behind them, and the states before all chunks.
 
     Args:
         tokens: all of them.
         state: the one before them, ``[B * H, K, V]`` in float32; None for zeros.
         numbers: of the sequences, ``[B, T]``; None where each row is one.
         options: scale and norm.
+        wants_all: whether the states before chunks are wanted.
 
     Returns:
         ``[B, T, H, V]`` in the dtype of the query, ``[B * H, K, V]`` and ``[N, B * H, K, V]`` in float32; the last one
-        without gradients, and empty where no sequences are packed.
+        without gradients, and empty where it is not wanted.
     """
     if is_transformed():  # torch.func has rules for all that is in it
-        out, states, _ = _forward(tokens, state, numbers, options, keep=False)
-        return out, states[-1][-1], _between(states, numbers)
-    return _DeltaRule.apply(*tokens, state, numbers, options)
+        out, states, _ = _forward(tokens, state, numbers, options, keep=wants_all)
+        return out, states[-1].last, _all_of(states, wants_all)
+    return _DeltaRule.apply(*tokens, state, numbers, options, wants_all)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -43,25 +45,26 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, state, numbers, options = arguments
+        *tensors, state, numbers, options, wants_all = arguments
         tokens = Tokens(*tensors)
         needed = any(ctx.needs_input_grad)
-        out, states, inners = _forward(tokens, state, numbers, options, keep=needed)
+        out, states, inners = _forward(tokens, state, numbers, options, keep=needed or wants_all)
         if needed:
             kept = [tensor for found in inners for tensor in found]
-            ctx.save_for_backward(*tensors, state, numbers, *states, *kept)
+            ctx.save_for_backward(*tensors, state, numbers, *(part for around in states for part in around), *kept)
             ctx.options, ctx.segments = options, len(states)
-        between = _between(states, numbers)
-        ctx.mark_non_differentiable(between)
+        everywhere = _all_of(states, wants_all)
+        ctx.mark_non_differentiable(everywhere)
         ctx.set_materialize_grads(False)
-        return out, states[-1][-1].clone(), between
+        return out, states[-1].last.clone(), everywhere
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         query, key, value, g, beta, state, numbers, *rest = ctx.saved_tensors
         tokens, options = Tokens(query, key, value, g, beta), ctx.options
-        states, kept = rest[: ctx.segments], rest[ctx.segments :]
+        states = [States(*rest[2 * n : 2 * n + 2]) for n in range(ctx.segments)]
+        kept = rest[2 * ctx.segments :]
         size = len(kept) // ctx.segments
         found: list[tuple[Tensor, ...]] = []
         parts = list(_segments(tokens, numbers))
@@ -77,12 +80,12 @@ class _DeltaRule(torch.autograd.Function):
             *grads, grad_state = segment.backward(chunks, inner, states[n], in_chunks, grad_state)
             found.append(segment.token_gradients(chunks, part, options, tuple(grads)))
         tensors = [_joined(list(one)[::-1]) for one in zip(*found)]
-        return *tensors, None if state is None else grad_state, None, None
+        return *tensors, None if state is None else grad_state, None, None, None
 
 
 def _forward(
     tokens: Tokens, state: Tensor | None, numbers: Tensor | None, options: RuleOptions, keep: bool
-) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, ...]]]:
+) -> tuple[Tensor, list[States], list[tuple[Tensor, ...]]]:
     """Compute the results, the states of every segment or of the last one, and what each is computed again from."""
     results, states, inners = [], [], []
     for part, limits in _segments(tokens, numbers):
@@ -90,10 +93,10 @@ def _forward(
         inner = segment.inner(chunks)
         out, around = segment.forward(chunks, inner, state)
         results.append(from_chunks(out, *part.value.shape[:2], tokens.query.dtype))
-        state = around[-1]
+        state = around.last
         if keep:
             inners.append((inner.inverse,) if chunks.sums.shape[-1] == 1 else tuple(inner))
-        elif numbers is None:
+        else:
             states.clear()
         states.append(around)
     return _joined(results), states, inners
@@ -107,9 +110,9 @@ def _again(chunks: segment.Chunks, kept: list[Tensor]) -> Inner:
 
 
 def _segments(tokens: Tokens, numbers: Tensor | None) -> Iterator[tuple[Tokens, Bounds | None]]:
-    """Give the tokens in segments of whole chunks that stay below the budget, each with the bounds in it."""
+    """Give the tokens in segments of whole pairs of chunks that stay below the budget, each with the bounds in it."""
     length = tokens.value.shape[1]
-    step = CHUNK * max(1, BUDGET // _bytes_of_a_chunk(tokens))
+    step = PAIR * max(1, BUDGET // _bytes_of_a_pair(tokens))
     for start in range(0, length, step):
         part = tokens if step >= length else Tokens(*(x[:, start : start + step] for x in tokens))
         if numbers is None:
@@ -119,18 +122,19 @@ def _segments(tokens: Tokens, numbers: Tensor | None) -> Iterator[tuple[Tokens, 
             yield part, bounds(numbers[:, start : start + step], before)
 
 
-def _bytes_of_a_chunk(tokens: Tokens) -> int:
-    """Estimate what the backward holds at most for one chunk of all rows and heads: counted on fake tensors."""
+def _bytes_of_a_pair(tokens: Tokens) -> int:
+    """Estimate what the backward holds at most for a pair of chunks of all rows and heads: counted on fake tensors."""
     batch, _, heads, value = tokens.value.shape
     key = tokens.key.shape[-1]
     of_token = (48 if tokens.g.shape[-1] > 1 else 16) * key + 8 * value + 8 * CHUNK
-    return 4 * batch * heads * (CHUNK * of_token + 3 * key * value + 2 * key * key)
+    return 4 * batch * heads * (PAIR * of_token + 6 * key * value + 5 * key * key)
 
 
-def _between(states: list[Tensor], numbers: Tensor | None) -> Tensor:
-    if numbers is None:
-        return states[-1].new_empty(0)
-    return _joined([around[:-1] for around in states], 0)
+def _all_of(states: list[States], wanted: bool) -> Tensor:
+    """Return the states before all chunks, in the order of tokens."""
+    if not wanted:
+        return states[-1].last.new_empty(0)
+    return _joined([in_order(around.before) for around in states], 0)
 
 
 def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:

@@ -16,14 +16,14 @@ from . import convolution, functional
 Result = tuple[Tensor, Tensor | None]
 
 
-class Layer(nn.Module):
+class _Layer(nn.Module):
     """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
 
     can_torch_compile = True
     has_backward = True
 
 
-class ChunkGatedDeltaRule(Layer):
+class ChunkGatedDeltaRule(_Layer):
     """Computes the gated delta rule of whole sequences; the chunks are of 64 tokens whatever ``chunk_size`` is."""
 
     def forward(
@@ -53,7 +53,7 @@ class ChunkGatedDeltaRule(Layer):
         )
 
 
-class FusedRecurrentGatedDeltaRule(Layer):
+class FusedRecurrentGatedDeltaRule(_Layer):
     """Computes the gated delta rule of one token behind a state, or of several."""
 
     def forward(
@@ -82,7 +82,7 @@ class FusedRecurrentGatedDeltaRule(Layer):
         )
 
 
-class ChunkKDA(Layer):
+class ChunkKDA(_Layer):
     """Computes Kimi delta attention of whole sequences; the chunks are of 64 tokens whatever ``chunk_size`` is."""
 
     def forward(
@@ -112,7 +112,7 @@ class ChunkKDA(Layer):
         )
 
 
-class FusedRecurrentKDA(Layer):
+class FusedRecurrentKDA(_Layer):
     """Computes Kimi delta attention of one token behind a state, or of several."""
 
     def forward(
@@ -141,7 +141,7 @@ class FusedRecurrentKDA(Layer):
         )
 
 
-class CausalConv1d(Layer):
+class CausalConv1d(_Layer):
     """Computes the causal convolution of each channel of whole sequences, and the activation."""
 
     def forward(
@@ -155,7 +155,7 @@ class CausalConv1d(Layer):
         return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **_bounds(kwargs))
 
 
-class CausalConv1dUpdate(Layer):
+class CausalConv1dUpdate(_Layer):
     """Computes the causal convolution of new tokens behind a state, which takes them in."""
 
     def forward(

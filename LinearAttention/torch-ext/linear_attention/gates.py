@@ -31,13 +31,13 @@ def summed(g: Tensor, bounds: Bounds | None) -> Tensor:
     In packed rows the sums start again with a sequence: differences of sums over others would lose digits.
     """
     heads = g.shape[2]
-    g = filled_up(g).unflatten(1, (-1, CHUNK)).transpose(0, 1).float()
+    g = filled_up(g).unflatten(1, (-1, 2, CHUNK)).permute(2, 1, 0, 3, 4, 5).float()
     if bounds is None:
-        sums = g.cumsum(2)
+        sums = g.cumsum(3)
     else:
-        sums = torch.bmm(bounds.same.flatten(0, 1).float(), g.flatten(3).flatten(0, 1))
-        sums = sums.unflatten(-1, (heads, -1)).unflatten(0, g.shape[:2])
-    return sums.transpose(2, 3).contiguous().flatten(0, 2)
+        sums = torch.bmm(bounds.same.flatten(0, 1).float(), g.flatten(4).flatten(0, 2))
+        sums = sums.unflatten(-1, (heads, -1)).unflatten(0, g.shape[:3])
+    return sums.transpose(3, 4).contiguous().flatten(0, 3)
 
 
 def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) -> Tensor:
@@ -49,8 +49,8 @@ def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) ->
         behind = flat.new_ones(CHUNK, CHUNK).triu().expand(flat.shape[0], -1, -1)
     else:
         behind = bounds.same.flatten(0, 1).float().transpose(-1, -2)
-    flat = torch.bmm(behind, flat).view(grad.shape)
-    return flat.transpose(0, 1).flatten(1, 2)[:, :length]
+    flat = torch.bmm(behind, flat).view(2, chunks // 2, *grad.shape[1:])
+    return flat.permute(2, 1, 0, 3, 4, 5).flatten(1, 3)[:, :length]
 
 
 def decays(sums: Tensor, bounds: Bounds | None) -> Decays:

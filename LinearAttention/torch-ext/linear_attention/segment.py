@@ -23,7 +23,7 @@ from torch import Tensor
 from . import channel_gates, scalar_gates
 from .chunks import from_chunks, to_chunks
 from .gates import Decays, decays, summed, summed_back
-from .scan import scan
+from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
 from .unit import unit, unit_gradient
@@ -132,7 +132,7 @@ def _equations(chunks: Chunks, found: Inner) -> _Parts:
     return _Parts(led_key, led_query, trailed_key, new, read, transitions.unflatten(0, (-1, chunks.rows)))
 
 
-def forward(chunks: Chunks, found: Inner, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(chunks: Chunks, found: Inner, state: Tensor | None) -> tuple[Tensor, States]:
     """Compute the results of chunks, and the states around them.
 
     Args:
@@ -141,31 +141,29 @@ def forward(chunks: Chunks, found: Inner, state: Tensor | None) -> tuple[Tensor,
         state: the one before them, ``[rows, K, V]``; None for zeros.
 
     Returns:
-        ``[M, C, V]``, and the states, ``[N + 1, rows, K, V]``.
+        ``[M, C, V]``, and the states.
     """
     parts = _equations(chunks, found)
     states = scan(parts.transitions, parts.trailed_key.transpose(-1, -2), parts.new, state)
     read = torch.baddbmm(parts.led_query, found.queries, parts.read, alpha=-1)
-    out = torch.baddbmm(torch.bmm(found.queries, parts.new), read, states[:-1].flatten(0, 1))
+    out = torch.baddbmm(torch.bmm(found.queries, parts.new), read, states.before.flatten(0, 1))
     return out, states
 
 
 def last_state(chunks: Chunks, state: Tensor) -> Tensor:
-    """Compute the state behind chunks that do not follow each other, from that before each, ``[M, K, V]``."""
-    parts = _equations(chunks, inner(chunks))
-    added = torch.bmm(parts.trailed_key.transpose(-1, -2), parts.new)
-    return torch.baddbmm(added, parts.transitions.flatten(0, 1), state)
+    """Compute the state behind the chunks of rows of one, from that before them, ``[rows, K, V]``."""
+    return forward(chunks, inner(chunks), state)[1].last
 
 
 def backward(
-    chunks: Chunks, found: Inner, states: Tensor, grad: Tensor, grad_state: Tensor | None
+    chunks: Chunks, found: Inner, states: States, grad: Tensor, grad_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of the tokens in chunks, and of the state before them.
 
     Args:
         chunks: the tokens.
         found: what they know without a state.
-        states: around the chunks, ``[N + 1, rows, K, V]``.
+        states: before and behind the chunks.
         grad: the gradient of the results, ``[M, C, V]``.
         grad_state: that of the last state, ``[rows, K, V]``; None for zeros.
 
@@ -175,7 +173,7 @@ def backward(
     parts, (lead, trail, _) = _equations(chunks, found), chunks.decays
     read = torch.baddbmm(parts.led_query, found.queries, parts.read, alpha=-1)
     grads = scan(parts.transitions.transpose(-1, -2), read.transpose(-1, -2), grad, grad_state, backwards=True)
-    before, behind = states[:-1].flatten(0, 1), grads[1:].flatten(0, 1)
+    before, behind = states.before.flatten(0, 1), grads.before.flatten(0, 1)
     turned = before.transpose(-1, -2)
 
     value = torch.baddbmm(parts.new, parts.read, before, alpha=-1)  # V'
@@ -206,12 +204,14 @@ def backward(
     moved = torch.addcmul(grad_led_query * parts.led_query, grad_led_key, parts.led_key)
     moved = torch.addcmul(moved, grad_trailed_key, parts.trailed_key, value=-1)
     # the sum of a whole chunk decays all that is in the state behind it
-    at_end = (states[1:].flatten(0, 1) * behind).sum(-1).unsqueeze(1)
+    second = states.before[states.before.shape[0] // 2 :]
+    following = torch.cat([second, states.before[1 : second.shape[0]], states.last.unsqueeze(0)])
+    at_end = (following.flatten(0, 1) * behind).sum(-1).unsqueeze(1)
     if chunks.sums.shape[-1] == 1:
         moved, at_end = moved.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
     grad_sums = grad_sums + moved
     grad_sums[:, -1:] += at_end
-    return grad_query, grad_key, grad_new * chunks.beta, grad_beta.unsqueeze(-1), grad_sums, grads[0]
+    return grad_query, grad_key, grad_new * chunks.beta, grad_beta.unsqueeze(-1), grad_sums, grads.last
 
 
 def token_gradients(

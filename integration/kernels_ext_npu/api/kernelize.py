@@ -8,7 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import attention, experts, forwards, heads, rotary, state, use, waiting
+from kernels_ext_npu.swapping import attention, experts, forwards, functions, heads, state, use, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
 def restore(model: Model) -> Model:
     """Put the original forwards back; the model stays as it is through later ``train()``, ``eval()`` and calls.
 
-    The rotary functions that the model calls go back for all models of its architecture: they are one object for the
-    process. Attention has again the implementation that it had before, or the one that transformers gives it by itself,
-    until the model is kernelized again.
+    The functions that the model calls, such as rotary ones, go back for all models of its architecture: they are one
+    object for the process. Attention has again the implementation that it had before, or the one that transformers
+    gives it by itself, until the model is kernelized again.
 
     Returns:
         The model itself.
@@ -85,6 +85,6 @@ def restore(model: Model) -> Model:
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)
-    rotary.restore(model)
+    functions.restore(model)
     pipeline.swap_no_more(model)
     return model

@@ -20,9 +20,9 @@ from kernels_ext_npu.swapping import (
     classes,
     experts,
     experts_interface,
+    functions,
     heads,
     packing,
-    rotary,
     state,
     table,
     use,
@@ -52,11 +52,11 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     changes.take_out(model)
     classes.mark(registration, model)
-    kept = rotary.mark(registration, model) if state.uses(rotary.REPOSITORY) else {}
+    kept = functions.mark(registration, model)
     try:
         take(mode)
     finally:
-        rotary.give_back(kept)
+        functions.give_back(kept)
     _take_otherwise_served(model, mode)
     packing.pack(model)
     if experts_interface.is_installed():

@@ -21,6 +21,7 @@ def register(
     strict: bool = False,
     kernels: Collection[str] | None = None,
     everywhere: bool = False,
+    over_packages: bool = False,
 ) -> None:
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
@@ -37,6 +38,9 @@ def register(
         everywhere: swap the kernels into every transformers model that is made from now on, also without
             ``use_kernels=True``, when it is first called on the NPU, and log the report. For frameworks that load
             models themselves: by then they have moved, adapted and sharded it.
+        over_packages: let kernels go before the packages that transformers calls in place of its own functions where
+            they are installed: flash-linear-attention, causal-conv1d and mamba-ssm. By default these stay, and the
+            report says so.
 
     Raises:
         UnsupportedEnvironmentError: kernels cannot work on this machine; the message says what to do.
@@ -65,7 +69,7 @@ def register(
     sources.check(source, chosen)
     unregister()
     lasting.install()
-    registration = state.Registration(source, strict, chosen, _first_call if everywhere else None)
+    registration = state.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     state.current = registration
     try:
         table.install(registration)
@@ -86,9 +90,9 @@ def register(
 def unregister() -> None:
     """Leave transformers as it was.
 
-    Models that are swapped already keep the kernels of their modules until restore(model); rotary functions belong to
-    transformers, and are the original again for all models, as is the default of what no kernel was swapped into.
-    Models that name ``npu_flash_attention``, or took it, have again what they had before.
+    Models that are swapped already keep the kernels of their modules until restore(model); functions, such as rotary
+    ones, belong to transformers, and are the original again for all models, as is the default of what no kernel was
+    swapped into. Models that name ``npu_flash_attention``, or took it, have again what they had before.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -106,10 +110,10 @@ def unregister() -> None:
     registration, state.current = state.current, None
     if registration is None:
         return
-    from kernels_ext_npu.swapping import rotary, waiting
+    from kernels_ext_npu.swapping import functions, waiting
 
     waiting.forget_all(registration)
-    rotary.remove(registration)
+    functions.remove(registration)
     registration.patches.undo()
 
 

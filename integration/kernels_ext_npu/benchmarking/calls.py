@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 from kernels_ext_npu.benchmarking.models import Model
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.reporting.report import report
+from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.patches import Patches
-from kernels_ext_npu.swapping.rotary_uses import Use, uses
 
 SEQUENCES = 32  # in decoding
 

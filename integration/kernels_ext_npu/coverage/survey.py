@@ -92,10 +92,10 @@ def entries(module: ModuleType) -> Iterator[Entry]:
         for method in kinds.rotary_methods(cls):
             name = f"{cls.__name__}.{method}"
             yield Entry(ROTARY.name, name, file, None, kinds.reason(ROTARY, f"{file}:{name}"))
-    for name, function in _rotary(module):
+    for name, function, kind in _functions(module):
         found = find_function_reference(function)
-        reason = None if found else kinds.reason(ROTARY, f"{file}:{name}")
-        yield Entry(ROTARY.name, name, file, found.layer if found else None, reason)
+        reason = None if found else kinds.reason(kind, f"{file}:{name}")
+        yield Entry(kind.name, name, file, found.layer if found else None, reason)
 
 
 @cache
@@ -107,7 +107,8 @@ def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
 @cache
 def rotary_functions() -> dict[str, object]:
     """Return the rotary functions of transformers, or what `kernels` made of them, by ``file:name``."""
-    return {f"{_short(module)}:{name}": f for module in modeling_files() for name, f in _rotary(module)}
+    found = ((module, *function) for module in modeling_files() for function in _functions(module))
+    return {f"{_short(module)}:{name}": function for module, name, function, kind in found if kind is ROTARY}
 
 
 def module_classes() -> Iterator[type[nn.Module]]:
@@ -137,8 +138,8 @@ def _classes(module: ModuleType) -> Iterator[type[nn.Module]]:
             yield value
 
 
-def _rotary(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """Find the rotary functions of a file that models call.
+def _functions(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
+    """Find the functions of a file that models call and that are counted, each with what it is.
 
     Helpers and what a served function is made of are not among them: the report of a model knows them by what calls
     them.
@@ -147,8 +148,9 @@ def _rotary(module: ModuleType) -> Iterator[tuple[str, object]]:
     served = {name for name, value in named.items() if find_function_reference(value) is not None}
     inside = set().union(*(kinds.names(original_function(named[name])) for name in served))
     for name, value in named.items():
-        if name in served or (kinds.rotates(name, value) and name not in inside and not kinds.is_helper(name)):
-            yield name, value
+        kind = kinds.of_function(name, value)
+        if kind is not None and (name in served or (name not in inside and not kinds.is_helper(name))):
+            yield name, value, kind
 
 
 def _is_defined_in(value: object, module: ModuleType) -> bool:

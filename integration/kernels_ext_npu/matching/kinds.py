@@ -20,8 +20,10 @@ from kernels_ext_npu.catalogue import (
     ATTENTION,
     EXPERTS,
     KIND_OF_LAYER,
+    LINEAR_ATTENTION,
     MLPS,
     NORMS,
+    ROTARY,
     ROUTERS,
     TABLES,
     Kind,
@@ -47,6 +49,22 @@ _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: 
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = ("rotary", "rope", "rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+# what transformers calls the functions of linear attention and state space models in its table of kernels
+_LINEAR_NAMES = frozenset(
+    {
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+        "chunk_gated_delta_rule",
+        "chunk_kda",
+        "fused_recurrent_gated_delta_rule",
+        "fused_recurrent_kda",
+        "mamba_chunk_scan_combined",
+        "mamba_inner_fn",
+        "mamba_split_conv1d_scan_combined",
+        "selective_scan_fn",
+        "selective_state_update",
+    }
+)
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
 _ATTENTION_NAMES = re.compile("Attention")
 _OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
@@ -141,6 +159,22 @@ def adds_biases(cls: type[nn.Module]) -> bool:
     return any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants)
 
 
+def of_function(name: str, function: object) -> Kind | None:
+    """Return what a function is: by what it computes, or by what transformers decorated it for.
+
+    Args:
+        name: what its file calls it.
+        function: the function, or what `kernels` made of it.
+    """
+    if rotates(name, function):
+        return ROTARY
+    if (reference := find_function_reference(function)) is not None:
+        return KIND_OF_LAYER[reference.layer]
+    if is_kernel_function(function) and type(function).kernel_layer_name in _LINEAR_NAMES:  # type: ignore[attr-defined]
+        return LINEAR_ATTENTION
+    return None
+
+
 def rotates(name: str, function: object) -> bool:
     """Tell whether a function rotates queries and keys, or is a helper that does.
 
@@ -154,8 +188,8 @@ def rotates(name: str, function: object) -> bool:
     original = original_function(function)
     if original is None:
         return False
-    if find_function_reference(function) is not None:
-        return True
+    if (reference := find_function_reference(function)) is not None:
+        return KIND_OF_LAYER[reference.layer] is ROTARY
     if is_kernel_function(function):
         return "rotary" in type(function).kernel_layer_name.lower()  # type: ignore[attr-defined]
     used = names(original)

@@ -4,10 +4,10 @@ Compared is the forward together with the methods of the class and the functions
 docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
 operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
 wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
-module that calls the function; the two decorators of transformers' rotary embeddings, and torch.no_grad on a method
-that a forward calls, which the reference then has too; and transformers' decorator of experts, which says itself what a
-class computes. Of a function and its helpers the names of the parameters count too, since callers may use them; the
-names of the helpers do not.
+module that calls the function; transformers' decorator of functions that a package may compute in their place; the two
+decorators of its rotary embeddings, and torch.no_grad on a method that a forward calls, which the reference then has
+too; and its decorator of experts, which says itself what a class computes. Of a function and its helpers the names of
+the parameters count too, since callers may use them; the names of the helpers do not.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 import torch
 from torch import nn
+from transformers.integrations import hub_kernels
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import dynamic_rope_update
 
 from kernels_ext_npu.references.experts import Experts
 
 _KERNEL_DECORATORS = ("use_kernel_forward_from_hub",)
+_FALLBACK_DECORATORS = ("use_kernel_func_from_hub_with_fallback",)
 _NO_GRAD, _ROTARY_DECORATORS = ("torch.no_grad",), ("torch.no_grad", "dynamic_rope_update")
 
 _computes_as: dict[tuple[type, object, tuple[type, ...]], bool] = {}  # with the forward: other libraries replace it
@@ -89,7 +91,7 @@ def function_fingerprint(function: object) -> str | None:
     trees = []
     functions = {original.__name__: original}
     for helper in (waiting := [original]):  # grows while it runs
-        tree = _tree(helper, _KERNEL_DECORATORS if helper is original and is_kernel_function(function) else ())
+        tree = _tree(helper, _decorators(function) if helper is original else ())
         if tree is None:
             return None
         for name, callee in _called(tree, None, helper):
@@ -109,14 +111,45 @@ def original_function(function: object) -> FunctionType | None:
         return function
     if not is_kernel_function(function):
         return None
-    forward = vars(type(function))["forward"]
-    original = _cells(forward).get("func")
+    original = _wrapped(function)
+    if original is not None and _is_fallback(original):
+        original = _cells(original)["torch_function"]  # type: ignore[assignment]
     return original if isinstance(original, FunctionType) else None
+
+
+def package_function(function: object) -> Callable | None:
+    """Return what transformers calls of an installed package in place of a function; None where it calls its own."""
+    wrapped = _wrapped(function) if is_kernel_function(function) else None
+    if wrapped is None or not _is_fallback(wrapped):
+        return None
+    cells = _cells(wrapped)
+    return cells["implementation"] if cells["is_new_implementation"] else None  # type: ignore[return-value]
 
 
 def is_kernel_function(function: object) -> bool:
     """Tell whether an object is a module that `kernels` made of a function."""
     return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
+
+
+def _wrapped(function: object) -> FunctionType | None:
+    """Return what the module calls that `kernels` made of a function."""
+    wrapped = _cells(vars(type(function))["forward"]).get("func")
+    return wrapped if isinstance(wrapped, FunctionType) else None
+
+
+def _is_fallback(function: FunctionType) -> bool:
+    """Tell by its code whether a function is the wrapper that calls a package's function or the one of transformers."""
+    decorator = getattr(hub_kernels, _FALLBACK_DECORATORS[0], None)  # not every release has it
+    inner = decorator.__code__.co_consts if decorator is not None else ()
+    return any(function.__code__ in code.co_consts for code in inner if isinstance(code, CodeType))
+
+
+def _decorators(function: object) -> tuple[str, ...]:
+    """Return the decorators that may stand above a function in its source."""
+    if not is_kernel_function(function):
+        return ()
+    wrapped = _wrapped(function)
+    return _FALLBACK_DECORATORS if wrapped is not None and _is_fallback(wrapped) else _KERNEL_DECORATORS
 
 
 def is_experts_class(cls: type) -> bool:

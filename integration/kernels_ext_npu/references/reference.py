@@ -66,3 +66,13 @@ class FunctionReference:
 
     function: Callable
     layer: str
+
+    @property
+    def repository(self) -> str:
+        """The kernel repository that holds the layer."""
+        return LAYERS[self.layer]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind that its functions are counted among."""
+        return KIND_OF_LAYER[self.layer]

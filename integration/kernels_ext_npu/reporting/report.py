@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, HEADS, KINDS, ROTARY, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
-from kernels_ext_npu.swapping import rotary, waiting
+from kernels_ext_npu.swapping import functions, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 
-# what rotates comes behind the others, and attention last, as their rows do
-SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (ROTARY, TABLES)))
+# functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
+SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
 
 
 class Report:
@@ -59,8 +59,8 @@ class Report:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
-        if any(row.kind == ROTARY.in_models and row.swapped for row in self.rows):
-            table.caption, table.caption_justify = rotary.SHARED, "left"
+        if any(row.function is not None and row.swapped for row in self.rows):
+            table.caption, table.caption_justify = functions.SHARED, "left"
         table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}

@@ -1,4 +1,4 @@
-"""What there is to say of one module, or of one rotary function that a module calls."""
+"""What there is to say of one module, or of one function that a module calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kernels_ext_npu.catalogue import (
     LAYER_NORMS,
     LAYERS,
     MLPS,
-    ROTARY,
     ROUTERS,
     TABLES,
     Kind,
@@ -29,17 +28,17 @@ from kernels_ext_npu.swapping import (
     experts,
     experts_choice,
     experts_interface,
+    functions,
     heads,
     loaded,
     packing,
     refusals,
-    rotary,
     state,
 )
 from kernels_ext_npu.swapping.attention_choice import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.refusals import refusal, replaced
-from kernels_ext_npu.swapping.rotary_uses import Use, uses
 
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
@@ -47,7 +46,7 @@ _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.L
 
 @dataclass(frozen=True)
 class Row:
-    """One module, or one rotary function that a module calls.
+    """One module, or one function that a module calls.
 
     Attributes:
         path: its name in the model; of a function that of the module, a dot, and the name in its file.
@@ -108,7 +107,7 @@ def of_heads(model: nn.Module) -> Iterator[Row]:
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:
-    """Describe every rotary function that a module of a model calls, once for each module."""
+    """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
         for use in uses(type(module)):
             yield _of_function(path, module, use)
@@ -167,15 +166,15 @@ def _of_attention(path: str, module: nn.Module, kept: dict[int, str | None]) -> 
 
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:
-    reference, reason = find_function_reference(use.function), rotary.refusal(module, use)
+    reference, reason = find_function_reference(use.function), functions.refusal(module, use)
     return Row(
         path=f"{path}.{use.name}".lstrip("."),
         class_name=getattr(original_function(use.function), "__qualname__", use.name),
         kernel=reference.layer if reference else None,
         swapped=reason is None,
         reason=reason,
-        is_candidate=refusals.left_out(rotary.REPOSITORY) is None,
-        kind=ROTARY.in_models,
+        is_candidate=functions.is_candidate(use),
+        kind=use.kind.in_models,
         function=use.name,
     )
 

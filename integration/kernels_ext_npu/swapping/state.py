@@ -58,9 +58,10 @@ class Registration:
         strict: whether a model must not keep what a kernel might serve.
         kernels: the repositories that are used.
         on_first_call: what swaps the kernels into a model that waited for its first call; None if models do not wait.
+        over_packages: whether kernels go before installed packages that transformers lets compute its functions.
         patches: the changes to transformers, `kernels` and what belongs to models.
         marked: the classes that were looked at.
-        rotary: the modules that `kernels` made of rotary functions, by function.
+        functions: the modules that `kernels` made of functions, by function.
         experts_named: the configs whose owner named an implementation of experts, by id.
         experts_layer: the layer that computes experts by name, once it is loaded.
         attention_kernel: the package that computes attention by name, once it is loaded.
@@ -73,9 +74,10 @@ class Registration:
     strict: bool
     kernels: frozenset[str]
     on_first_call: Callable[[nn.Module], None] | None = None
+    over_packages: bool = False
     patches: Patches = field(default_factory=Patches)
     marked: set[type] = field(default_factory=set)
-    rotary: dict[FunctionType, nn.Module] = field(default_factory=dict)
+    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
     experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     experts_layer: type[nn.Module] | None = None
     attention_kernel: ModuleType | None = None

@@ -1,10 +1,12 @@
-"""Swaps kernels into the rotary functions that the classes of a model call.
+"""Swaps kernels into the functions that the classes of a model call: rotary ones, and those of linear attention.
 
 `kernels` can replace the forward of a module only, so it makes a module of a function, one for the whole process, which
-stands in the modeling file under the function's name. transformers has it do so for some functions and shows them to
+stands in the modeling file under the function's name. transformers has it do so for some functions, and shows them to
 `kernels.kernelize` through `_kernel_funcs` of the modules that call them. Here both is done for every function that a
-kernel serves, and nothing else can get a kernel for the NPU. Since the module is one for the process, a swap and its
-end reach all models of the same architecture; on other devices the kernels compute what the original does.
+kernel serves, and nothing else can get a kernel for the NPU. What transformers lets an installed package compute in the
+place of a function, such as flash-linear-attention, stays with that unless register() was told otherwise. Since the
+module is one for the process, a swap and its end reach all models of the same architecture; on other devices the
+kernels compute what the original does.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from typing import Any
 
 from torch import nn
 
+from kernels_ext_npu.catalogue import LAYERS, ROTARY
+from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.matching.lookup import find_function_reference
-from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function
+from kernels_ext_npu.references import FunctionReference
+from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function, package_function
 from kernels_ext_npu.swapping import loaded, refusals, state, table
 from kernels_ext_npu.swapping.devices import is_elsewhere
-from kernels_ext_npu.swapping.rotary_uses import Use, uses
+from kernels_ext_npu.swapping.function_uses import Use, uses
 
-REPOSITORY = "RoPE"
 SHARED = (
-    "A rotary function is one object for the process: other models of the same architecture run the same kernels, and "
+    "A function is one object for the process: other models of the same architecture run the same kernels, and "
     "lose them with restore()."
 )
 
@@ -43,9 +47,11 @@ def mark(registration: state.Registration, model: nn.Module) -> Kept:
     for module in model.modules():
         for use in uses(type(module)):
             reference = find_function_reference(use.function)
-            if reference is None:
-                if is_kernel_function(use.function):
+            if reference is None or not _is_ours(use):
+                if is_kernel_function(use.function) and _may_be_served(registration, use, reference):
                     _leave_npu_out(registration, use.function)
+                continue
+            if not state.uses(LAYERS[reference.layer]):
                 continue
             if not is_kernel_function(use.function):
                 _wrap(registration, use, reference.layer)
@@ -71,7 +77,7 @@ def restore(model: nn.Module) -> None:
 
 def remove(registration: state.Registration) -> None:
     """Take the kernels out of all functions that were marked."""
-    for function in registration.rotary.values():
+    for function in registration.functions.values():
         _unswap(function)
 
 
@@ -87,7 +93,10 @@ def refusal(module: nn.Module, use: Use) -> str | None:
     if loaded.kernel_name(forward) is not None and loaded.layer_name(forward) is None:
         assert forward is not None
         return refusals.served_by(forward)
-    if find_function_reference(use.function) is None:
+    reference = find_function_reference(use.function)
+    if reference is None:
+        if use.kind is not ROTARY and original_function(use.function) is not None:
+            return kinds.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         original = original_function(use.function)
         stranger = refusals.foreign(original, use.file) if original else None
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
@@ -95,9 +104,33 @@ def refusal(module: nn.Module, use: Use) -> str | None:
         return refusals.elsewhere(module)
     if forward is not None and loaded.layer_name(forward) is not None:
         return None
-    if (left_out := refusals.left_out(REPOSITORY)) is not None:
+    if (left_out := refusals.left_out(LAYERS[reference.layer])) is not None:
         return left_out
+    if not _is_ours(use):
+        package = package_function(use.function)
+        return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
     return refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR_BY_ANY
+
+
+def is_candidate(use: Use) -> bool:
+    """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
+    if (reference := find_function_reference(use.function)) is None:
+        return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
+    return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
+
+
+def _is_ours(use: Use) -> bool:
+    """Tell whether a function is for the kernel: no installed package computes it, or the kernel goes before that."""
+    if package_function(use.function) is None:
+        return True
+    return state.current is not None and state.current.over_packages
+
+
+def _may_be_served(registration: state.Registration, use: Use, reference: FunctionReference | None) -> bool:
+    """Tell whether a function could get a kernel for the NPU for which it is not meant."""
+    if reference is not None:
+        return True
+    return use.kind is ROTARY and state.uses(LAYERS[ROTARY.layers[0]])
 
 
 def _wrap(registration: state.Registration, use: Use, layer: str) -> None:
@@ -105,15 +138,15 @@ def _wrap(registration: state.Registration, use: Use, layer: str) -> None:
     from kernels import use_kernel_forward_from_hub
 
     original = use.function
-    if original not in registration.rotary:  # another file may have imported it
-        registration.rotary[original] = use_kernel_forward_from_hub(layer)(original)
-    registration.patches.attribute(sys.modules[use.file], use.name, registration.rotary[original])
+    if original not in registration.functions:  # another file may have imported it
+        registration.functions[original] = use_kernel_forward_from_hub(layer)(original)
+    registration.patches.attribute(sys.modules[use.file], use.name, registration.functions[original])
 
 
 def _mark(registration: state.Registration, function: Any, layer: str) -> None:
     cls, original = type(function), original_function(function)
     assert original is not None
-    registration.rotary[original] = function
+    registration.functions[original] = function
     if cls.kernel_layer_name != layer:
         table.move_mark(registration, cls.kernel_layer_name, layer)
         registration.patches.attribute(cls, "kernel_layer_name", layer)

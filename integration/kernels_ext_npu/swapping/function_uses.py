@@ -1,4 +1,4 @@
-"""Which rotary functions the methods of a class call."""
+"""Which functions that kernels may serve the methods of a class call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from kernels_ext_npu.matching.kinds import names, rotates
+from kernels_ext_npu.catalogue import Kind
+from kernels_ext_npu.matching.kinds import names, of_function
 from kernels_ext_npu.references.fingerprints import original_function
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
@@ -20,10 +21,11 @@ _uses: dict[type, tuple[Use, ...]] = {}
 
 
 class Use(NamedTuple):
-    """A function under the name by which a modeling file calls it."""
+    """A function under the name by which a modeling file calls it, and what it is counted among."""
 
     file: str
     name: str
+    kind: Kind
 
     @property
     def function(self) -> Any:
@@ -32,7 +34,7 @@ class Use(NamedTuple):
 
 
 def uses(cls: type[nn.Module]) -> tuple[Use, ...]:
-    """Return the rotary functions that the methods of a class call, or the functions of its file that these call."""
+    """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
     if cls not in _uses:
         _uses[cls] = _find_uses(cls)
     return _uses[cls]
@@ -51,8 +53,8 @@ def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
             original = original_function(value)
             if original is None:
                 continue
-            if rotates(name, value):
-                found[Use(function.__module__, name)] = None
+            if (kind := of_function(name, value)) is not None:
+                found[Use(function.__module__, name, kind)] = None
             elif original.__module__ == function.__module__ and original not in waiting:
                 waiting.append(original)
     return tuple(found)

@@ -1,0 +1,163 @@
+"""Models with linear attention, with its kernels: what they give, what is reported of them, and what they cost."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from types import FunctionType
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.references.fingerprints import is_kernel_function
+from kernels_ext_npu.reporting.rows import Row
+from kernels_ext_npu.swapping import functions
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+NAMES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"]
+CONVOLUTIONS = ["lfm2", "mamba2", "jamba"]
+
+
+def kernelized(name: str) -> PreTrainedModel:
+    return kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+
+
+def rows(model: nn.Module) -> dict[str, Row]:
+    found = kernels_ext_npu.report(model)
+    return {row.class_name: row for row in found if row.kind == "linear attention calls"}
+
+
+def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Logits, gradients, tokens of prefill and decode, on the CPU."""
+    inputs = {key: value.to(model.device) for key, value in inputs.items()}
+    logits = model(**inputs).logits
+    logits.square().mean().backward()
+    gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    tokens = model.eval().generate(**inputs, max_new_tokens=5, do_sample=False)
+    return [logits.detach().cpu(), torch.cat([g.flatten() for g in gradients]), tokens.cpu()]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *CONVOLUTIONS])
+def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
+    """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left."""
+    model = kernelized(name)
+    inputs = zoo.inputs(name, model)
+    found = outcome(model, inputs)
+    functions.restore(model)
+    original = zoo.build(name)
+    expected = outcome(original, inputs)
+    assert not any(row.swapped for row in rows(original).values())
+    for ours, theirs in zip(found[:2], expected[:2]):
+        assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_function_is_swapped_and_called(name: str) -> None:
+    model = kernelized(name)
+    found = rows(model)
+    assert {row.kernel for row in found.values()} in (
+        {"ChunkGatedDeltaRule", "FusedRecurrentGatedDeltaRule", "CausalConv1d", "CausalConv1dUpdate"},
+        {"ChunkKDA", "FusedRecurrentKDA", "CausalConv1d", "CausalConv1dUpdate"},
+    )
+    assert all(row.swapped and row.reason is None for row in found.values())
+    softnpu.reset_counters()
+    with torch.no_grad():
+        model(**{key: value.npu() for key, value in zoo.inputs(name, model).items()})
+    assert not {"linalg_solve_triangular", "triangular_solve"} & softnpu.counters().keys()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen4_exp", "glm5_next", "bailing_hybrid", "inkling", "bamba"])
+def test_the_functions_of_other_architectures_are_recognised(model_type: str) -> None:
+    from kernels_ext_npu.matching.lookup import find_function_reference
+
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    known = {name: find_function_reference(f) for name, f in vars(module).items() if is_kernel_function(f)}
+    assert {"causal_conv1d_fn", "causal_conv1d_update"} <= {name for name, found in known.items() if found}
+    assert all(found for name, found in known.items() if "delta" in name)
+
+
+def test_scans_keep_their_functions_and_say_why() -> None:
+    found = rows(kernelized("mamba2"))
+    assert {name for name, row in found.items() if row.swapped} == {"causal_conv1d_fn", "causal_conv1d_update"}
+    for name, row in found.items():
+        if not row.swapped:
+            assert "scan" in row.reason, name
+            assert not row.is_candidate
+
+
+def test_restored_a_model_has_the_functions_of_transformers_again() -> None:
+    model = kernels_ext_npu.restore(kernelized("qwen3_next"))
+    assert not any(row.swapped for row in rows(model).values())
+    kernels_ext_npu.kernelize(model)
+    assert all(row.swapped for row in rows(model).values())
+    kernels_ext_npu.unregister()
+    assert not any(row.swapped for row in rows(model).values())
+
+
+def test_left_out_nothing_is_swapped() -> None:
+    kernels_ext_npu.register(kernels=["RMSNorm"])
+    found = rows(kernelized("qwen3_next"))
+    assert {row.reason for row in found.values()} == {"register(kernels=['RMSNorm']) leaves LinearAttention out"}
+    assert not any(row.swapped or row.is_candidate for row in found.values())
+
+
+def test_a_function_of_an_installed_package_stays_unless_told_otherwise(monkeypatch) -> None:
+    """As transformers takes it where flash-linear-attention is installed: its wrapper holds the package's function."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    def of_package(query, key, value, g, beta, **kwargs):
+        raise AssertionError
+
+    of_package.__module__ = "fla.ops.gated_delta_rule"
+    module = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    wrapped = cell_of(vars(type(module))["forward"], "func")
+    for name, value in {"implementation": of_package, "is_new_implementation": True}.items():
+        cell = cell_of(wrapped, name, itself=True)
+        monkeypatch.setattr(cell, "cell_contents", value)
+    found = rows(kernelized("qwen3_next"))["torch_chunk_gated_delta_rule"]
+    assert not found.swapped
+    assert not found.is_candidate
+    assert found.reason == "computed by fla.ops.gated_delta_rule: register(over_packages=True) takes the kernel"
+    kernels_ext_npu.register(over_packages=True)
+    assert rows(kernelized("qwen3_next"))["torch_chunk_gated_delta_rule"].swapped
+
+
+def cell_of(function: FunctionType, name: str, itself: bool = False):
+    cell = function.__closure__[function.__code__.co_freevars.index(name)]
+    return cell if itself else cell.cell_contents
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_packed_sequences_give_what_they_give_alone(name: str) -> None:
+    """With the bounds that transformers' collator gives: transformers' own functions refuse them, or mix sequences."""
+    model = kernelized(name).eval()
+    ends = [0, 5, 12]
+    bounds = torch.tensor(ends, dtype=torch.int32).npu()
+    mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    hidden = torch.randn(1, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).npu()
+    with torch.no_grad():
+        packed = mixer(hidden, cu_seq_lens_q=bounds, seq_idx=torch.tensor([[0] * 5 + [1] * 7]).npu())
+        alone = torch.cat([mixer(hidden[:, a:b]) for a, b in itertools.pairwise(ends)], 1)
+    assert (packed - alone).norm() <= TOLERANCE * alone.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_it_trains_as_without(name: str, reentrant: bool) -> None:
+    gradients = []
+    for again in (False, True):
+        model = kernelized(name).train()
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        inputs = {key: value.npu() for key, value in zoo.inputs(name, model).items()}
+        model(**inputs, use_cache=False).logits.square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert (gradients[0] - gradients[1]).norm() <= TOLERANCE * gradients[0].norm()

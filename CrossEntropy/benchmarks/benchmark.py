@@ -9,7 +9,7 @@ from kernels.benchmark import Benchmark
 from torch import Tensor, nn
 
 TOKENS = 4096
-HEAD_SIZE, WORDS = 4096, 151936
+HIDDEN_SIZE, WORDS = 4096, 151936
 
 
 class CrossEntropyBenchmark(Benchmark):
@@ -17,9 +17,9 @@ class CrossEntropyBenchmark(Benchmark):
 
     def setup_head(self) -> None:
         """Head and loss, without gradients: the loss of each token."""
-        scale = HEAD_SIZE**-0.5
-        self.hidden = _small((TOKENS, HEAD_SIZE), self.device)
-        self.weight = _small((WORDS, HEAD_SIZE), self.device) * scale
+        scale = HIDDEN_SIZE**-0.5
+        self.hidden = _small((TOKENS, HIDDEN_SIZE), self.device)
+        self.weight = _small((WORDS, HIDDEN_SIZE), self.device) * scale
         self.labels = torch.randint(WORDS, (TOKENS,), device=self.device)
 
     def benchmark_head(self) -> None:

@@ -19,7 +19,7 @@ def run(benchmark_class: type) -> dict:
 @pytest.fixture(autouse=True)
 def _smaller(monkeypatch) -> None:
     """The host is slower than what it stands for."""
-    for name, size in {"TOKENS": 32, "HEAD_SIZE": 16, "WORDS": 200}.items():
+    for name, size in {"TOKENS": 32, "HIDDEN_SIZE": 16, "WORDS": 200}.items():
         monkeypatch.setitem(CLASS.setup_head.__globals__, name, size)
 
 

@@ -11,16 +11,17 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
+from kernels_ext_npu.swapping import heads
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 
 # architecture -> the repositories that serve it
 MODELS = {
-    "qwen3": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention"},
-    "gemma3_text": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention"},
-    "qwen3_moe": {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention"},
+    "qwen3": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention", "CrossEntropy"},
+    "gemma3_text": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention", "CrossEntropy"},
+    "qwen3_moe": {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "CrossEntropy"},
 }
-REPOSITORY_OF = LAYERS | {IMPLEMENTATION: "FlashAttention"}
+REPOSITORY_OF = LAYERS | {IMPLEMENTATION: "FlashAttention", heads.NAME: "CrossEntropy"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -97,6 +97,25 @@ def top_k(logits: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
+GROUPS = 2
+# With logits and a bias that no rounding puts into another order.
+LOGITS = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(TOKENS)]) / 2 - 2
+CORRECTION = torch.tensor([-9, -3, 8, 11, -3, 5, 8, -11]) / 32
+
+
+def grouped_top_k(logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+    """The gating of DeepSeek-V3, token by token."""
+    weights, chosen = [], []
+    for scores in 1 / (1 + (-logits).exp()):
+        merits = dict(enumerate((scores + correction).tolist()))
+        size = len(merits) // GROUPS
+        groups = [list(merits)[start : start + size] for start in range(0, len(merits), size)]
+        best = max(groups, key=lambda group: sum(sorted(merits[e] for e in group)[-2:]))
+        chosen.append(sorted(best, key=merits.get, reverse=True)[:CHOICES])
+        weights.append(2.5 * scores[chosen[-1]] / scores[chosen[-1]].sum())
+    return torch.stack(weights), torch.tensor(chosen)
+
+
 def draw(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
@@ -243,6 +262,13 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ),
     ("FusedMoE", "fused_experts"): (lambda f, *t: f(*t), experts, ROUTED),
     ("FusedMoE", "experts_forward"): (experts_forward, experts, ROUTED),
+    ("FusedMoE", "gating_top_k"): (
+        # A row for each choice: the gradient of what is divided by its sum is one of differences between the choices of
+        # a token, which neighbours on the ramp of the gradients would lose to rounding.
+        lambda f, *t: tuple(x.mT for x in f(t[0], CHOICES, t[1], groups=GROUPS, scale=2.5)),
+        lambda *t: tuple(x.mT for x in grouped_top_k(*t)),
+        (LOGITS, CORRECTION),
+    ),
     ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
 }  # fmt: skip
 # they compute nothing, or are parts of what is called here

@@ -90,14 +90,16 @@ def test_the_table_has_every_model_type_and_fits_a_terminal(whole: tuple[str, st
     words = set(re.findall(r"[\w.-]+(?<!\.)", output))
     assert set(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES) <= words
     (qwen3,) = [line for line in lines if line.split()[:1] == ["qwen3"]]
-    assert cells(qwen3) == ["1/1", "1/1", "2/2", "–"]
+    assert cells(qwen3) == ["1/1", "1/1", "2/2", "–", "1/1", "–"]
     (moe,) = [line for line in lines if line.split()[:1] == ["deepseek_v3"]]
-    assert cells(moe) == ["1/1", "1/1", "3/3", "1/2"]
+    assert cells(moe) == ["1/1", "1/1", "3/3", "2/2", "1/1", "–"]
     (llava,) = [number for number, line in enumerate(lines) if line.split()[:1] == ["llava"]]
     assert lines[llava + 1].split() == ["with", "clip_vision_model,", "llama"]
     missing = importlib.util.find_spec("torchaudio") is None
     assert ("needs torchaudio, which is not installed" in " ".join(output.split())) == missing
-    assert "4 clamps gate and up: DeepseekV4MLP, Glm5NextTextMLP" in output
+    reason = "no operator: the gate is the second half, and the operator takes SiLU of the first"
+    classes = "MoonshineDecoderMLP, MoonshineStreamingDecoderMLP, Phi4MultimodalAudioMLP"
+    assert f"3 {reason}: {classes}" in " ".join(output.split())
 
 
 def test_a_terminal_shows_progress_which_is_gone_in_the_end(whole: tuple[str, str, int]) -> None:
@@ -129,9 +131,13 @@ def test_json_has_the_sums_and_every_model_type(report: dict) -> None:
     }
     text, vision = (report["model_types"][name] for name in ("qwen3_vl_text", "qwen3_vl_vision"))
     assert text == vision
-    assert text["kernels"]["RoPE"] == {"served": 2, "kept": 2}
-    kept = [entry for entry in text["entries"] if entry["layer"] is None]
-    assert {entry["name"] for entry in kept} == {"Qwen3VLTextRotaryEmbedding", "Qwen3VLVisionRotaryEmbedding"}
+    assert text["kernels"]["RoPE"] == {"served": 4, "kept": 0}
+    falcon = report["model_types"]["falcon_h1"]
+    assert falcon["kernels"]["RMSNorm"] == {"served": 1, "kept": 1}
+    assert falcon["kernels"]["LinearAttention"] == {"served": 2, "kept": 3}
+    kept = [entry for entry in falcon["entries"] if entry["layer"] is None]
+    scans = {"mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"}
+    assert {entry["name"] for entry in kept} == {"FalconH1RMSNormGated"} | scans
     assert all(entry["reason"] for entry in kept)
 
 
@@ -157,7 +163,7 @@ def test_one_model_type_in_detail() -> None:
 
 def test_reasons_are_in_the_details_and_two_types_of_a_folder_are_there_once() -> None:
     result = run("falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=120)
-    assert "kept: norms groups of the last dimension, with a weight for each" in result.stdout
+    assert "kept: no operator: norms groups of the last dimension, with a weight for each" in result.stdout
     assert result.stdout.count("Qwen3VLTextMLP") == result.stdout.count("models/qwen3_vl") == 1
 
 
@@ -167,7 +173,7 @@ def test_reasons_are_in_the_details_and_two_types_of_a_folder_are_there_once() -
         ("llava", "It has parts of other model types, unless a config names others: clip_vision_model, llama."),
         ("layoutxlm", "It has no modeling file."),
         ("gpt-sw3", "gpt-sw3, gpt2: models/gpt2"),
-        ("bert", "It defines nothing that is counted."),
+        ("resnet", "It defines nothing that is counted."),
     ],
 )
 def test_model_types_without_anything_say_so(name: str, sentence: str) -> None:

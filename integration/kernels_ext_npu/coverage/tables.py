@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import transformers
@@ -16,6 +17,7 @@ from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import kinds
 
 NOTHING = "–"
+_BREAK = re.compile("(?<=.)(?=[A-Z][a-z])")  # before a word of a name: the header of a column has them in lines
 MEANING = (
     "A model type has what the modeling files of its folder in transformers define, and shares it with the other model "
     "types of the folder. After “with” are model types of other folders that its models have parts of, unless a config "
@@ -28,12 +30,15 @@ MEANING = (
 def whole(rows: Sequence[Row]) -> RenderableType:
     """Lay out all rows, what is kept and why, and the sums, for a terminal."""
     kernels = columns(rows)
-    cells = _table(f"transformers {transformers.__version__}", "model types", *(kernel.name for kernel in kernels))
+    headers = (_BREAK.sub("\n", kernel.name) for kernel in kernels)
+    cells = _table(f"transformers {transformers.__version__}", "model types", *headers)
+    cells.show_edge = cells.pad_edge = False  # so that the longest names have room on a terminal of 80 columns
+    cells.padding = 0
     for column in cells.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for row in not_empty(rows):
         cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in kernels))
-    return Group(cells, *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
+    return Group(cells, "", *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
 
 
 def detailed(rows: Sequence[Row]) -> RenderableType:

@@ -12,14 +12,30 @@ from pathlib import Path
 import pytest
 
 from kernels_ext_npu import catalogue, sources
-from kernels_ext_npu.catalogue import CATALOGUE, KINDS, LAYER_NORMS, MLPS, NORMS, ROTARY, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    CATALOGUE,
+    HEADS,
+    IMPLEMENTATION,
+    KINDS,
+    LAYER_NORMS,
+    MLPS,
+    NORMS,
+    ROTARY,
+    TABLES,
+    Kind,
+)
 from tests.localhub import LocalHub
 from tests.support import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = sorted(str(path.parent.relative_to(ROOT) / "README.md") for path in ROOT.glob("*/build.toml"))
 # small models in place of those that the examples load
-MODELS = {"Qwen/Qwen3-8B": "qwen3", "Qwen/Qwen3-30B-A3B": "qwen3_moe", "openai/clip-vit-base-patch32": "clip"}
+MODELS = {
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "openai/clip-vit-base-patch32": "clip",
+}
 # what they keep: CLIP's norms have a mean, and are one launch
 KEPT = {"clip": ("norms",)}
 
@@ -117,9 +133,13 @@ def test_the_examples_of_the_cards_run(run_forks, tmp_path: Path) -> None:
         f"import softnpu, kernels_ext_npu, {models}; kernels_ext_npu.register", [code for code, _ in examples]
     )
     kinds = {repository.name: repository.kinds for repository in CATALOGUE}
-    for card, result, (_, model) in zip(CARDS, results, examples, strict=True):
+    for card, result, (code, model) in zip(CARDS, results, examples, strict=True):
+        if "report(" not in code:  # attention by its name, without this package
+            assert code.rstrip().endswith(f"print(model.config._attn_implementation)  # {IMPLEMENTATION}")
+            assert result.stdout.split()[-1] == IMPLEMENTATION
+            continue
         shown = [kind for kind in kinds[Path(card).parent.name] if kind is not LAYER_NORMS]  # no model has all norms
-        assert_all_swapped(result.stdout, *shown, besides=KEPT.get(model, ()))
+        assert_all_swapped(result.stdout, *(shown or [HEADS]), besides=KEPT.get(model, ()))
 
 
 def example(page: str, folder: Path) -> tuple[str, str]:
@@ -137,7 +157,8 @@ def example(page: str, folder: Path) -> tuple[str, str]:
 
 
 def assert_all_swapped(output: str, *kinds: Kind, besides: Sequence[str] = ()) -> None:
-    counts = re.findall(rf"(\d+) of (\d+) ({'|'.join(kind.in_models for kind in KINDS)})", " ".join(output.split()))
+    names = "|".join(kind.in_models for kind in (*KINDS, HEADS))
+    counts = re.findall(rf"(\d+) of (\d+) ({names})", " ".join(output.split()))
     assert {kind for _, _, kind in counts} >= {kind.in_models for kind in kinds}
     assert all(swapped == found != "0" for swapped, found, kind in counts if kind not in besides)
 

@@ -162,7 +162,7 @@ def test_one_model_type_in_detail() -> None:
 
 
 def test_reasons_are_in_the_details_and_two_types_of_a_folder_are_there_once() -> None:
-    result = run("falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=120)
+    result = run("falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=160)
     assert "kept: no operator: norms groups of the last dimension, with a weight for each" in result.stdout
     assert result.stdout.count("Qwen3VLTextMLP") == result.stdout.count("models/qwen3_vl") == 1
 

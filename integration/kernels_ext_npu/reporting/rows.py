@@ -38,7 +38,7 @@ from kernels_ext_npu.swapping import (
 from kernels_ext_npu.swapping.attention_choice import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.function_uses import Use, uses
-from kernels_ext_npu.swapping.refusals import refusal, replaced
+from kernels_ext_npu.swapping.refusals import decorates_own, refusal, replaced
 
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
@@ -115,7 +115,10 @@ def of_functions(model: nn.Module) -> Iterator[Row]:
 
 def passed_by(row: Row, model: nn.Module) -> Row:
     """Add a remark where another library may compute without calling what was swapped."""
-    stranger = replaced(model.get_submodule(row.path.rpartition(".")[0])) if row.swapped and row.path else None
+    if not row.swapped or not row.path:
+        return row
+    around = model.get_submodule(row.path.rpartition(".")[0])
+    stranger = None if decorates_own(around) else replaced(around)
     return row if stranger is None else replace(row, reason=refusals.passed_by(stranger))
 
 

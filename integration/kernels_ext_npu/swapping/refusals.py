@@ -5,6 +5,7 @@ What only one mechanism knows, such as how weights lie, is said there: packing.p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType
 
@@ -87,6 +88,12 @@ def replaced(module: nn.Module) -> str | None:
     if not isinstance(forward, FunctionType) or loaded.kernel_name(forward) is not None:
         return None
     return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+
+
+def decorates_own(module: nn.Module) -> bool:
+    """Tell whether the forward of an instance names that of its class as what it wraps, as accelerate's in autocast."""
+    bound, own = vars(module).get("forward"), type(module).forward
+    return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
 
 def foreign(function: FunctionType, *modules: str) -> str | None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .selective_checkpoints import unseen
+
 # the values of cumulative lengths, with the version of the tensor that they were read from
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _waiting: WeakSet[HostValues] = WeakSet()
@@ -56,7 +58,8 @@ def ends_of(cumulative: Tensor) -> tuple[int, ...]:
     known = _known.get(cumulative) if followed else None
     if known is not None and known[0] == cumulative._version:
         return known[1]
-    ends = tuple(cumulative.tolist()[1:])
+    with unseen():
+        ends = tuple(cumulative.tolist()[1:])
     if followed:
         _known[cumulative] = (cumulative._version, ends)
     return ends

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .options import CAUSAL, FULL, Band, Options
+from .selective_checkpoints import unseen
 
 _UNBOUNDED = 2147483647
 _TRIANGLE = 2048  # the size of the mask that the modes below share, whatever the lengths are
@@ -155,7 +156,7 @@ def _triangle(query: Tensor) -> Tensor:
         known = _fake_triangles.setdefault(query.fake_mode, {})
     found = known.get(device)
     if found is None:
-        with torch.inference_mode(False):  # what is made in inference mode cannot be saved for a gradient
+        with unseen(), torch.inference_mode(False):  # what is made in inference mode cannot be saved for a gradient
             found = _new_triangle(device)
         known[device] = found
     return found

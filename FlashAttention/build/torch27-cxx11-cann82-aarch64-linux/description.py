@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from .lengths import HostValues
 from .options import CAUSAL, Band, Sequences
 from .patterns import Pattern
+from .selective_checkpoints import unseen
 
 
 class Packing:
@@ -34,8 +35,9 @@ class Packing:
         if self._index is None:
             return None
         if device not in self._moved:
-            pinned = self._index.pin_memory() if device.type != "cpu" else self._index
-            self._moved[device] = pinned.to(device, non_blocking=True)
+            with unseen():
+                pinned = self._index.pin_memory() if device.type != "cpu" else self._index
+                self._moved[device] = pinned.to(device, non_blocking=True)
         return self._moved[device]
 
 
@@ -70,7 +72,8 @@ class MaskDescription:
         Reads lengths from the device when it is asked for the first time.
         """
         if not self._is_chosen:
-            self._chosen, self._is_chosen = self._choose(batch), True
+            with unseen():
+                self._chosen, self._is_chosen = self._choose(batch), True
         return self._chosen
 
     def is_band(self) -> bool:
@@ -93,14 +96,14 @@ class MaskDescription:
     def _kept(self, left_out: bool, device: torch.device | None) -> Tensor:
         found = self._masks.get((left_out, device))
         if found is None:
-            if left_out:
-                found = self.mask(device).logical_not()
-            elif device is None:
-                found = self._make()
-            else:
-                found = self.mask().to(device)
-            self._masks[left_out, device] = found
+            with unseen():
+                found = self._masks[left_out, device] = self._computed(left_out, device)
         return found
+
+    def _computed(self, left_out: bool, device: torch.device | None) -> Tensor:
+        if left_out:
+            return self.mask(device).logical_not()
+        return self._make() if device is None else self.mask().to(device)
 
     def _choose(self, batch: int) -> Band | Packing | None:
         pattern = self.pattern

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -72,10 +73,28 @@ def adopt(model: PreTrainedModel) -> None:
             _name_it(config, default)
 
 
+def kernel() -> ModuleType:
+    """Return the package of the kernel, which is loaded when it is first asked for."""
+    assert state.current is not None
+    if state.current.attention_kernel is None:
+        state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
+    return state.current.attention_kernel
+
+
+def try_to_load() -> None:
+    """Load the kernel now: while a graph is captured it would be too late.
+
+    What is wrong is said when the kernel is needed.
+    """
+    with suppress(Exception):
+        kernel()
+
+
 def take(config: PreTrainedConfig) -> None:
     """Let a config name ours, for which nobody asked."""
     _choices().taken[id(config)] = config
     _name_it(config, config._attn_implementation)
+    try_to_load()
 
 
 def let_go(config: PreTrainedConfig) -> None:

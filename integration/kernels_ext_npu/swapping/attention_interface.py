@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,9 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.utils.generic import is_flash_attention_requested
 
-from kernels_ext_npu import sources
-from kernels_ext_npu.swapping import attention_choice, attention_default, attention_packing, state
-from kernels_ext_npu.swapping.attention_choice import NAME, REPOSITORY
+from kernels_ext_npu.swapping import attention_choice, attention_default, attention_packing
+from kernels_ext_npu.swapping.attention_choice import NAME
 from kernels_ext_npu.swapping.patches import Patches
 
 
@@ -49,7 +46,7 @@ def npu_flash_attention(
             is_causal = getattr(module, "is_causal", True)
             attention_mask = attention_weights.added(attention_mask, query, key, is_causal)
             return formula(module, query, key, value, attention_mask, *args, **kwargs)
-    return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    return attention_choice.kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +56,7 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
         args: those of the masks in transformers' ``AttentionMaskInterface``.
         kwargs: the same.
     """
-    return kernel().attention_mask(*args, **kwargs)
+    return attention_choice.kernel().attention_mask(*args, **kwargs)
 
 
 def install(patches: Patches) -> None:
@@ -79,18 +76,12 @@ def is_installed() -> bool:
     return attention_default.is_installed()
 
 
-def kernel() -> ModuleType:
-    """Return the package of the kernel, which is loaded when it is first asked for."""
-    assert state.current is not None
-    if state.current.attention_kernel is None:
-        state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
-    return state.current.attention_kernel
-
-
 def make_ready() -> None:
     """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
     with torch.no_grad():
-        kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
+        attention_choice.kernel().flash_attn_func(
+            *torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True
+        )
 
 
 def _check_and_adjust(
@@ -113,7 +104,7 @@ def _check_and_adjust(
         )
         return default
     attention_choice.adopt(self)
-    _try_to_load()
+    attention_choice.try_to_load()
     return NAME
 
 
@@ -126,12 +117,3 @@ def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args
 def _cannot_be_in_chunks(config: Any) -> bool:
     """Tell transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
     return is_flash_attention_requested(config) and not attention_choice.names_it(config)
-
-
-def _try_to_load() -> None:
-    """Load the kernel now: while a graph is captured it would be too late.
-
-    What is wrong is said when the kernel is needed.
-    """
-    with suppress(Exception):
-        kernel()

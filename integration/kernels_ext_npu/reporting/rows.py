@@ -127,6 +127,9 @@ def expected(row: Row, model: nn.Module) -> Row:
     if row.kind == ATTENTION.in_models:
         passes = row.reason == refusals.NOT_SETTLED or refusals.is_elsewhere(model.get_submodule(row.path))
         return replace(row, reason=refusals.AT_FIRST_CALL) if row.kernel and not row.swapped and passes else row
+    if row.kind == HEADS.in_models:
+        passes = row.reason in (refusals.NOT_ASKED_FOR, refusals.elsewhere(model.get_submodule(row.path)))
+        return replace(row, reason=refusals.AT_FIRST_CALL) if passes else row
     if row.swapped or row.kernel is None or refusals.left_out(LAYERS[row.kernel]) is not None:
         return row
     if row.function is None:

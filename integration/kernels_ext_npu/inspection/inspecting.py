@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import REPOSITORIES, SERVING
+from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import modules
 from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
 from kernels_ext_npu.inspection.counts import Counts
@@ -134,11 +134,7 @@ def steps(compare: bool) -> int:
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:
-    alone = (
-        [(f"{each.name} alone", (each.name,)) for each in sorted(SERVING, key=lambda each: each.name)]
-        if compare
-        else []
-    )
+    alone = [(f"{name} alone", (name,)) for name in REPOSITORIES] if compare else []
     return [(ORIGINAL, ()), *alone, (ALL, REPOSITORIES)]
 
 

@@ -116,7 +116,10 @@ def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation
     published, home = publish("card"), tmp_path / "home"
     mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
     output = " ".join(run_python(REGISTER, **mirror).stdout.split())
-    assert "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables swapped" in output
+    swapped = (
+        "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, 1 of 1 heads"
+    )
+    assert f"{swapped} swapped" in output
     result = run_python(LOOK_UP, check=False, HF_HUB_DISABLE_TELEMETRY="1", **at(home))
     assert "is not available in the local cache" in result.stderr  # no refs/v1, and one variant of five
     assert bundle().returncode == 0

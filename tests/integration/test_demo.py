@@ -38,18 +38,15 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
     assert result.exit_code == 0, result.output
     assert "software device, as Ascend910" in result.output
     swapped, calls, agreement = tables(result.output)
-    assert swapped["Qwen2.5-VL"] == ["10 of 10", "4 of 4", "0 of 0", "0 of 0", "4 of 4", "0 of 2"]
-    # every experts module; sigmoids, and the softmax of what was chosen, are no kernel's
-    experts = {"gpt-oss": ["2 of 2", "0 of 2"], "Qwen3-MoE": ["2 of 2"] * 2, "DeepSeek-V3": ["1 of 1", "0 of 1"]}
-    # positions of three dimensions; cos and sin that are scaled
-    tables_kept = {"Qwen2.5-VL": "0 of 2", "gpt-oss": "0 of 1"}
+    assert swapped["Qwen2.5-VL"] == ["10 of 10", "4 of 4", "0 of 0", "0 of 0", "4 of 4", "2 of 2", "4 of 4", "1 of 1"]
+    # every experts module; the softmax of what was chosen is no kernel's
+    experts = {"gpt-oss": ["2 of 2", "0 of 2"], "Qwen3-MoE": ["2 of 2"] * 2, "DeepSeek-V3": ["1 of 1"] * 2}
     for name in models.MODELS:
-        norm, mlp, *moe, function, embeddings = swapped[name]
-        others = norm, mlp, function
+        norm, mlp, *moe, function, embeddings, attention, head = swapped[name]
+        others = norm, mlp, function, embeddings, attention, head
         assert moe == experts.get(name, ["0 of 0"] * 2)
         assert all(len(set(value.split(" of "))) == 1 for value in others)
-        assert embeddings == tables_kept.get(name, "1 of 1")
-        norms, mlps, rotary = (int(value.split(" ")[0]) for value in others)
+        norms, mlps, rotary, *_ = (int(value.split(" ")[0]) for value in others)
         rms_norm, rotary_mul, units, products, _, operators, before, waits, waits_in_training = map(int, calls[name])
         assert rms_norm == norms
         assert rotary_mul == 2 * (2 if name == "DeepSeek-V3" else rotary)  # its layers hold two functions, and call one

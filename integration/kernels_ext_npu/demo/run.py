@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import NORMS
+from kernels_ext_npu.catalogue import ATTENTION, HEADS, NORMS
 from kernels_ext_npu.demo import models
 from kernels_ext_npu.reporting.report import SHOWN, Report
 from softnpu.counting import DEVICE_TO_HOST_COPIES, STREAM_SYNCS
@@ -116,12 +116,12 @@ def run(checkpoint: Path | None = None) -> bool:
     console.print("\nSwapped:")
     console.print(_swaps(results))
     if softnpu.is_software():
-        console.print("Calls of a forward, and before the swap; host waits in it and in a training step:")
+        console.print("\nCalls of a forward, and before the swap; host waits in it and in a training step:")
         console.print(_calls(results))
-    console.print("Largest differences from the original on the CPU in float32, and of ten losses:")
+    console.print("\nLargest differences from the original on the CPU in float32, and of ten losses:")
     console.print(_agreement(results))
     if softnpu.is_software():
-        console.print("The software device computed this, no card.")
+        console.print("\nThe software device computed this, no card.")
     return all(result.agrees() for result in results.values())
 
 
@@ -255,9 +255,11 @@ def _loss_difference(losses: list[float], expected: list[float]) -> float:
 
 
 def _swaps(results: dict[str, Result]) -> Table:
-    table = _table([kind.in_models for kind in SHOWN])
+    found = {row.kind for result in results.values() for row in result.report}
+    kinds = [kind.in_models for kind in (*SHOWN, HEADS) if kind.in_models in found]  # all kinds would not fit
+    table = _table(["attn" if kind == ATTENTION.in_models else kind for kind in kinds])
     for name, result in results.items():
-        rows = [[row.swapped for row in result.report if row.kind == kind.in_models] for kind in SHOWN]
+        rows = [[row.swapped for row in result.report if row.kind == kind] for kind in kinds]
         table.add_row(name, *(f"{sum(swapped)} of {len(swapped)}" for swapped in rows))
     return table
 
@@ -283,7 +285,7 @@ def _agreement(results: dict[str, Result]) -> Table:
 
 def _table(columns: list[str]) -> Table:
     """Make a table with a row a model; headings go down, a word a line, so that eighty characters hold them."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
     table.add_column(no_wrap=True)
     for column in columns:
         table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)

@@ -70,7 +70,7 @@ def is_met(mlp: nn.Module, unit: GatedUnit) -> bool:
         if name in modules:
             activation = modules[name]
             kind = activation.__dict__["approximate"] if type(activation) is nn.GELU else type(activation)
-            return unit.activations.get(kind, False)
+            return unit.activations.get(kind) is not None
     return unit is SWIGLU
 
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from .derivatives import gradients
 from .distributed import is_distributed
-from .second_order import let_differentiate
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,25 +54,32 @@ def quick_gelu(x: Tensor) -> Tensor:
         TypeError: x is not floating point.
     """
     _check("quick_gelu", x)
-    if _is_fused(x):
-        return torch.ops.npu.npu_fast_gelu(x)
-    return _quick_gelu_in_torch(x)
-
-
-def register_derivative_of_quick_gelu() -> None:
-    """Let the gradient of ``npu_fast_gelu`` be differentiated, where torch_npu is there."""
-    if hasattr(torch.ops.npu, "npu_fast_gelu_backward"):
-        let_differentiate(torch.ops.npu.npu_fast_gelu_backward.default, _quick_gelu_gradient_in_torch)
-
-
-def _quick_gelu_gradient_in_torch(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute what ``npu_fast_gelu_backward`` does."""
-    return gradients(lambda x: _quick_gelu_in_torch(x.float()), (x,), (True,), grad)[0]  # type: ignore[return-value]
+    if not _is_fused(x):
+        return _quick_gelu_in_torch(x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _QuickGELU.apply(x)
+    return torch.ops.npu.npu_fast_gelu(x)
 
 
 def _quick_gelu_in_torch(x: Tensor) -> Tensor:
     """Compute the same formula in torch, for what the operator does not take."""
     return x * torch.sigmoid(_SLOPE * x)
+
+
+class _QuickGELU(torch.autograd.Function):
+    """Launches ``npu_fast_gelu``, without a derivative in torch_npu 2.6 and 2.8, and the operator of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.npu.npu_fast_gelu(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor | None:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return gradients(lambda x: _quick_gelu_in_torch(x.float()), (x,), (True,), grad)[0]
+        return torch.ops.npu.npu_fast_gelu_backward(grad, x)
 
 
 def _is_fused(x: Tensor) -> bool:

@@ -11,9 +11,10 @@ from torch._C import DispatchKey, _AutoDispatchBelowAutograd
 
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
 from softnpu.dynamo_exclusion import untraced
-from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
+from softnpu.float32_arithmetic import FOREACH, IN_FLOAT32, foreach_in_float32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.int64_indices import INDEX, with_int64_indices
+from softnpu.number_arithmetic import ARITHMETIC, with_numbers
 from softnpu.out_of_reach import UNWRITTEN
 from softnpu.randomness import default_generator, host_generator
 
@@ -41,6 +42,8 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
     run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
+    run_host = foreach_in_float32(op, run_host) if name in FOREACH else run_host
+    run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

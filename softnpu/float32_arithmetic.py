@@ -3,8 +3,7 @@
 Sources: the op_api of CANN's ops-nn casts before these kernels (``l0op::Cast`` to DT_FLOAT in ``aclnn_index_put_impl``,
 ``aclnn_embedding_dense_backward``, ``aclnn_nll_loss``, ``aclnn_glu_backward``, ``aclnn_avgpool2d_backward``,
 ``aclnn_max_pool2d_with_indices_backward``), or the kernels keep their sums in float32. For the others it is inferred.
-``put_`` is not here: ``aclnn_put`` adds in the dtype that it is given. Kernels of lists (``foreach`` in ops-nn) compute
-of bfloat16 in float32, with the number that they are given; of float16 they compute in float16.
+``put_`` is not here: ``aclnn_put`` adds in the dtype that it is given.
 """
 
 from __future__ import annotations
@@ -85,28 +84,6 @@ def in_float32(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[.
             for i, r in enumerate(result if several else (result,))
         ]
         return tuple(results) if several else results[0]
-
-    return call
-
-
-FOREACH = {f"_foreach_{name}{place}" for name in ("add", "sub", "div", "pow") for place in ("", "_")}
-
-
-def foreach_in_float32(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` in a form that computes in float32 where all tensors of its lists are of bfloat16."""
-    in_place = op._schema.name.endswith("_")
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for value in args if isinstance(value, list) for t in value if isinstance(t, Tensor)]
-        if any(t.dtype != torch.bfloat16 for t in tensors):
-            return run(*args, **kwargs)
-        wide = [[_widened(t) for t in value] if isinstance(value, list) else _widened(value) for value in args]
-        results = run(*wide, **kwargs)
-        if not in_place:
-            return [t.to(torch.bfloat16) for t in results]
-        for target, result in zip(args[0], wide[0]):
-            target.copy_(result)
-        return None
 
     return call
 

@@ -28,6 +28,21 @@ CASES: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor], Formula]
         lambda x, y: torch._foreach_add([x], [y], alpha=NUMBER)[0],
         lambda x, y, r, n: r(x + y * n),
     ),
+    "a list, alpha, in float16": (
+        FP16,
+        lambda x, y: torch._foreach_sub([x], [y], alpha=NUMBER)[0],
+        lambda x, y, r, n: r(x - r(y * r(n))),
+    ),
+    "a list, a product": (
+        FP16,
+        lambda x, y: torch._foreach_addcmul([x], [y], [x], [NUMBER])[0],
+        lambda x, y, r, n: r(x + r(r(y * x) * r(n))),
+    ),
+    "a list, a quotient": (
+        FP16,
+        lambda x, y: torch._foreach_addcdiv([x], [y], [x], value=NUMBER)[0],
+        lambda x, y, r, n: r(x + r(r(y / x) * r(n))),
+    ),
     "a list and a number": (BF16, lambda x, y: _added_in_place(x), lambda x, y, r, n: r(x + n)),
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 IN_FLOAT32 = {"add", "sub", "div", "pow"}
-TERNARY = {"addcmul": torch.mul, "addcdiv": torch.div}
+TERNARY: dict[str, Callable[..., Tensor]] = {"addcmul": torch.mul, "addcdiv": torch.div}
 LISTS = {f"_foreach_{name}{place}" for name in (*IN_FLOAT32, *TERNARY) for place in ("", "_")}
 
 

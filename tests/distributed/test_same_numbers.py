@@ -28,15 +28,13 @@ FUSED = {
     "Qwen3.5": ATTENTION | {"npu_swiglu"},
     "Kimi Linear": GROUPED | {"npu_rms_norm", "npu_swiglu"},
 }
-YARN = "its rope type is yarn: cos and sin are scaled by 1.347"
-KEPT = {
-    "gpt-oss": {("GptOssRotaryEmbedding", YARN), ("GptOssTopKRouter", "no kernel computes what its forward computes")}
-}
+KEPT = {"gpt-oss": {("GptOssTopKRouter", "no kernel computes what its forward computes")}}
 # Of a head that is called as a module of its own, and cannot be one with the loss.
-HEADS = {
-    "TP": ("Linear", "another library has wrapped its forward, and the wrapper must see logits"),
-    "TP × FSDP2": ("FSDPLinear", "its head is a FSDPLinear: the kernel multiplies with one weight"),
-}
+WRAPPED = ("Linear", "another library has wrapped its forward, and the wrapper must see logits")
+SHARDED = ("FSDPLinear", "its head is a FSDPLinear: the kernel multiplies with one weight")
+HEADS = dict.fromkeys(("TP", "EP, dispatch", "EP, router masking"), WRAPPED) | dict.fromkeys(
+    ("FSDP2, by transformers", "TP × FSDP2", "EP × FSDP2"), SHARDED
+)
 # Norms of keys and queries, which the backward computes again.
 COMPUTED_AGAIN = {"Qwen3-Next": 2, "Qwen3.5": 2, "Kimi Linear": 2}
 EVERYTHING = [pytest.param(*pair, id=" ".join(pair)) for pair in matrix.pairs()]

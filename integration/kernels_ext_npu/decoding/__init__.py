@@ -1,1 +1,1 @@
-"""Decode in graphs: one launch for a whole forward of one token, where a launch for each operator keeps the host busy."""
+"""Decode in graphs: one launch for the forward of a token, where otherwise each operator is one of its own."""

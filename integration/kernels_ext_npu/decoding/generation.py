@@ -1,4 +1,4 @@
-"""Let transformers' generation decode in graphs on NPUs: ``generate`` where it is asked to, and ``generate_batch``."""
+"""Let transformers' ``generate`` decode in graphs on NPUs, where it is asked to."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import CompileConfig, GenerationConfig
-from transformers.generation.continuous_batching import utils as continuous_batching
 
 from kernels_ext_npu.decoding.graphed_forward import GraphedForward
 from kernels_ext_npu.swapping.patches import Patches
 
-GRAPHS = "NPUGraph"  # the backend of a CompileConfig that asks for graphs, and the class of torch.npu
+GRAPHS = "NPUGraph"  # the backend of a CompileConfig that asks for graphs: the name of their class in torch.npu
 
 
 def install(patches: Patches) -> None:
-    """Let ``compile_config=CompileConfig(backend="NPUGraph")`` mean graphs, and tell generate_batch their class."""
+    """Let ``compile_config=CompileConfig(backend="NPUGraph")`` mean graphs."""
     patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, lambda: True)
     patches.method(PreTrainedModel, "get_compiled_call", _call, lambda: True)
-    table = getattr(continuous_batching, "DEVICE_TYPE_TO_GRAPH_NAME", None)
-    if table is not None and "npu" not in table:
-        patches.item(table, "npu", GRAPHS)
 
 
 def _decides(
@@ -43,7 +39,7 @@ def _decides(
 
 
 def _call(original: Callable, model: nn.Module, compile_config: CompileConfig | None) -> Callable:
-    """Return the forward in graphs, for one call of ``generate``: the next one has another cache, and its own graphs."""
+    """Return the forward in graphs, for one call of ``generate``: the next one has another cache and other graphs."""
     return GraphedForward(model) if _asks_for_graphs(compile_config) else original(model, compile_config)
 
 

@@ -1,4 +1,4 @@
-"""Call a model's forward by a graph: what its first calls with one token launch is captured, and replayed from then on."""
+"""Call a model's forward by a graph: what it launches for one token is captured, and replayed from then on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from kernels_ext_npu.decoding import python_state
 # tables, packed weights and masks.
 WARMUPS = 3
 TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+# Inputs of a value for each token. Only the last one's is for the step: generate hands on all that there were.
+OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+# Steps in a row that no graph serves, since each has other shapes: windows that become full make two kinds of steps.
+MOST_SHAPES = 4
 # of an output: what `generate` copies at once, and what is no tensor
 TAKEN_AT_ONCE = {"logits", "past_key_values"}
 
 
-class CannotBeCaptured(RuntimeError):
+class CaptureError(RuntimeError):
     """A model's forward cannot be captured into a graph; the message says which part of it, and why."""
 
 
@@ -42,25 +46,39 @@ class GraphedForward:
         self._model = model
         self._steps: dict[object, _Step] = {}
         self._pool: Any = None
+        self._unserved: list[dict[str, object]] = []
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, with a static cache as ``past_key_values``.
 
         Raises:
-            CannotBeCaptured: the forward waits for the device, or changes what Python keeps.
+            CaptureError: the forward waits for the device or changes what Python keeps, or its inputs other shapes.
         """
         cache = inputs.get("past_key_values")
         if not _decodes_one_token(inputs) or not isinstance(cache, Cache):
             return self._model(**inputs)
+        inputs |= {name: inputs[name][..., -1:] for name in OF_TOKENS if isinstance(inputs.get(name), Tensor)}
         leaves, tree = pytree.tree_flatten({key: value for key, value in inputs.items() if value is not cache})
         key = id(cache), python_state.phase(cache), tree, tuple(map(_description, leaves))
         step = self._steps.setdefault(key, _Step(self._model, cache))
         if step.graph is None and not step.is_settled:
+            self._refuse_ever_new_shapes(inputs)
             return step.warm_up(inputs)
+        self._unserved.clear()
         if step.graph is None:
             self._pool = self._pool or torch.npu.graph_pool_handle()
             step.capture(leaves, tree, self._pool)
         return step.replay(leaves)
+
+    def _refuse_ever_new_shapes(self, inputs: dict[str, Any]) -> None:
+        self._unserved.append({name: tuple(map(_description, pytree.tree_leaves(v))) for name, v in inputs.items()})
+        if len(self._unserved) > MOST_SHAPES:
+            before, now = self._unserved[-2:]
+            names = ", ".join(name for name in now if before.get(name) != now[name])
+            raise CaptureError(
+                f"{type(self._model).__name__} cannot be decoded in graphs: every step has other inputs ({names}). "
+                "Leave out compile_config"
+            )
 
 
 class _Step:
@@ -80,7 +98,7 @@ class _Step:
         changed = python_state.changed(before, python_state.snapshot(self._model, self._cache))
         self.is_settled = not changed
         if changed and self._warmups == WARMUPS:
-            raise CannotBeCaptured(
+            raise CaptureError(
                 f"{type(self._model).__name__} cannot be decoded in graphs: every step changes what Python keeps, "
                 f"which a graph does not replay: {', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}. Leave "
                 "out compile_config"
@@ -97,7 +115,7 @@ class _Step:
             with _steady_windows(self._cache), torch.npu.graph(graph, pool=pool):
                 self._output = self._model(**inputs)
         except Exception as error:
-            raise CannotBeCaptured(
+            raise CaptureError(
                 f"{type(self._model).__name__} cannot be decoded in graphs: capturing its forward failed in "
                 f"{_place(error)}: {str(error).splitlines()[0]}. Leave out compile_config"
             ) from error
@@ -149,7 +167,7 @@ def _steady_windows(cache: Cache) -> Iterator[None]:
 def _move_on(
     self: StaticSlidingWindowLayer, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``StaticSlidingWindowLayer.update`` does with one token and a full window (transformers/cache_utils.py)."""
+    """Do what ``StaticSlidingWindowLayer.update`` does with one token and a full window (cache_utils.py)."""
     assert self.keys is not None
     assert self.values is not None
     self.keys.copy_(torch.cat((self.keys[:, :, 1:], keys), dim=-2))

@@ -1,4 +1,4 @@
-"""See what Python keeps between the steps of a decoding: a graph replays what the device does, and nothing of Python."""
+"""See what Python keeps between the steps of a decoding: a graph replays what the device does, nothing of Python."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionCacheLayerMixin
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    StaticSlidingWindowLayer,
+)
 
 # How many tokens a layer holds, as a number of Python. The steps that are replayed add to it, in `advance`.
 COUNT = "cumulative_length_int"

@@ -66,7 +66,7 @@ class GraphedForward:
             return step.warm_up(inputs)
         self._unserved.clear()
         if step.graph is None:
-            self._pool = self._pool or torch.npu.graph_pool_handle()
+            self._pool = self._pool or torch.get_device_module("npu").graph_pool_handle()
             step.capture(leaves, tree, self._pool)
         return step.replay(leaves)
 
@@ -107,12 +107,14 @@ class _Step:
 
     def capture(self, leaves: list[Any], tree: Any, pool: Any) -> None:
         """Capture a step. Nothing of it is computed, and nothing of what Python keeps is changed."""
-        self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        contiguous = torch.contiguous_format
+        self._inputs = [x.clone(memory_format=contiguous) if isinstance(x, Tensor) else x for x in leaves]
         inputs = pytree.tree_unflatten(self._inputs, tree) | {"past_key_values": self._cache}
         counts = [getattr(layer, python_state.COUNT) for layer in python_state.sliding_layers(self._cache)]
-        graph = torch.npu.NPUGraph()
+        npu = torch.get_device_module("npu")
+        graph = npu.NPUGraph()
         try:
-            with _steady_windows(self._cache), torch.npu.graph(graph, pool=pool):
+            with _steady_windows(self._cache), npu.graph(graph, pool=pool):
                 self._output = self._model(**inputs)
         except Exception as error:
             raise CaptureError(
@@ -143,7 +145,7 @@ def _decodes_one_token(inputs: dict[str, Any]) -> bool:
 
 def _description(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+        return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else id(leaf)
 
 
@@ -177,7 +179,8 @@ def _move_on(
 
 def _place(error: BaseException) -> str:
     """Say where the model is at: the innermost line outside of torch and what is below it."""
-    below = {Path(torch.__file__).parent, Path(torch.npu.__file__).parent.parent}
+    npu = torch.get_device_module("npu")
+    below = {Path(torch.__file__).parent, Path(npu.__file__).parent.parent}
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in below)]
     named = [f for f in outside if "softnpu" not in Path(f.filename).parts] or outside or frames

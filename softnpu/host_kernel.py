@@ -44,6 +44,7 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
+    is_formula = run_host is not None
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
     contiguous = name not in STRIDED
@@ -51,6 +52,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     run_host = of_lists(op, run_host) if name in LISTS else run_host
     run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
+    contiguous = name not in STRIDED
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
@@ -77,7 +79,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         once = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
         return _run_resizing(call, once, args, kwargs, outputs)
 
-    operator = Operator(name, run, contiguous, written, outputs, prepare)
+    operator = Operator(name, run, is_formula, contiguous, written, outputs, prepare)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other

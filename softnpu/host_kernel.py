@@ -25,8 +25,11 @@ HOST_ARGUMENTS = {
     "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
 } | CROSS_DEVICE  # fmt: skip
 
-# arguments that these read on the host, as tensors of the CPU: "tensor must be on CPU", op-plugin's ToIntArrayRef
-LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+# arguments that these read on the host, as tensors of the CPU, and what op-plugin says of others: ToIntArrayRef and
+# PackPaddedSequenceKernelNpuOpApi.cpp
+LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), "tensor must be on CPU") | {
+    "lengths": "'lengths' argument should be a CPU tensor, but got a tensor of the device"
+}
 # op-plugin reads them on the host: ForeachAddcdivTensorKernelNpuOpApi.cpp
 SCALARS = "scalars"
 
@@ -70,7 +73,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         for position, key in lengths:
             value = args[position] if position < len(args) else kwargs.get(key)
             if value is not None and value.device.type != "cpu":
-                raise RuntimeError(f"{name}: tensor must be on CPU, {key} is on {value.device}")
+                raise RuntimeError(f"{name}: {LENGTHS[key]}, {key} is on {value.device}")
         count(name)
         if reads_data or waits_for_shape(args, kwargs):
             count_wait(copies=reads_data)

@@ -161,7 +161,8 @@ def _in_chunks(
 def _in_float32(x: Tensor) -> AbstractContextManager:
     """Keep products as they are written: autocast would round what they take, and a state between two tokens."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    is_rounding = not x.is_meta and torch.is_autocast_enabled(kind)  # which knows no meta device
+    return torch.autocast(kind, enabled=False) if is_rounding else nullcontext()
 
 
 def _rule_options(tokens: Tokens, scale: float | None, normalised: bool) -> RuleOptions:

@@ -170,3 +170,20 @@ class MaskDescription:
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.mask, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _of_the_mask(name: str) -> Callable:
+    """Return an operator of the mask: Python looks for those in the class."""
+
+    def operator(self: MaskDescription, *others: Any) -> Any:
+        others = tuple(other.mask() if isinstance(other, MaskDescription) else other for other in others)
+        return getattr(self.mask(), name)(*others)
+
+    return operator
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_COMPARED, "neg", "invert", "len", "iter", "contains"):
+    setattr(MaskDescription, f"__{_name}__", _of_the_mask(f"__{_name}__"))
+MaskDescription.__hash__ = object.__hash__  # as a tensor's, whose == is no comparison of objects either

@@ -27,8 +27,11 @@ HOST_ARGUMENTS = {
     "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
 } | CROSS_DEVICE  # fmt: skip
 
-# arguments that these read on the host, as tensors of the CPU: "tensor must be on CPU", op-plugin's ToIntArrayRef
-LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+# arguments that these read on the host, as tensors of the CPU, and what op-plugin says of others: ToIntArrayRef and
+# PackPaddedSequenceKernelNpuOpApi.cpp
+LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), "tensor must be on CPU") | {
+    "lengths": "'lengths' argument should be a CPU tensor, but got a tensor of the device"
+}
 # op-plugin reads them on the host: ForeachAddcdivTensorKernelNpuOpApi.cpp
 SCALARS = "scalars"
 
@@ -47,6 +50,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     is_formula = run_host is not None
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
+    contiguous = name not in STRIDED
     run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
     run_host = of_lists(op, run_host) if name in LISTS else run_host
     run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
@@ -87,7 +91,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         for position, key in lengths:
             value = args[position] if position < len(args) else kwargs.get(key)
             if value is not None and value.device.type != "cpu":
-                raise RuntimeError(f"{name}: tensor must be on CPU, {key} is on {value.device}")
+                raise RuntimeError(f"{name}: {LENGTHS[key]}, {key} is on {value.device}")
         if graph_capture.captured and (stream := graph_capture.current()) is not None:
             if reads_data or waits_for_shape(args, kwargs) or (name == "copy_" and _copy_waits(*args)):
                 graph_capture.refuse_wait(name)

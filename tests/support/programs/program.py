@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -29,6 +31,7 @@ class Program:
         self.variant, self.folder = variant, folder
         self.done: list[tuple[str, int]] = []
         self.is_over = False
+        self.is_clear = True
         self.twin = Side(variant, "cpu", False, folder / "twin")
         self.model = Side(variant, "npu", True, folder / "model")
         for side in (self.twin, self.model):
@@ -43,46 +46,55 @@ class Program:
             AssertionError: something does not hold.
         """
         act = ACTS[name]
+        before = (checks.values(self.model), checks.values(self.twin)) if act.computes else None
         refused = {}
         for side in (self.twin, self.model):
-            if (error := refusals.raised(partial(act.run, side, Random(seed)))) is not None:
+            with nullcontext() if side.has_kernels else side.by_original_functions():
+                error = refusals.raised(partial(act.run, side, Random(seed)))
+            if error is not None:
                 refused[side.home] = error
         if refused:
             refusals.judge(self, name, seed, refused)
         self.done.append((name, seed))
         if not self.is_over:
-            self.check(act.computes, seed)
+            self.check(seed, before)
 
-    def check(self, follows: bool = False, seed: int = 0) -> None:
+    def check(self, seed: int = 0, before: tuple[Any, Any] | None = None) -> None:
         """Compare the two sides.
 
         Args:
-            follows: whether the twin takes the weights of the other side, once they have been compared.
             seed: chooses what is looked at where all would be too much.
+            before: the weights of both before an optimizer changed them, None if none did; the twin takes those of the
+                other side once they have been compared.
         """
         found, expected = self.model, self.twin
         if rows.changed(found):
             rows.look_again(found, seed)
-        checks.assert_equal_members(found, expected, values=not follows)
+        stepped = before is not None and before[1].keys() == checks.values(expected).keys()
+        checks.assert_equal_members(found, expected, values=not stepped)
         checks.assert_equal_aliases(found, expected)
         limit = checks.tolerance(expected)
+        if before is not None:
+            if stepped and self.is_clear:
+                checks.assert_equal_steps(found, expected, before, limit)
+            checks.follow(found, expected)
         called = self._call(limit)
         if called is None:
             return
         result, truth = called
+        self.is_clear = truth.is_clear
         if truth.is_clear:
             checks.assert_equal_computed(result, truth, limit)
         rows.assert_report_is_true(found, seed, checks.TOLERANCES)
         self._compare_shown(truth.is_clear)
-        if follows:
-            checks.follow(found, expected)
 
     def _call(self, limit: float) -> tuple[checks.Computed, checks.Computed] | None:
         """Call both models; None where they refuse, as they may."""
         called: list[checks.Computed] = []
         refused = {}
         for side in (self.model, self.twin):
-            error = refusals.raised(lambda side=side: called.append(checks.computed(side, 16 * limit)))
+            with nullcontext() if side.has_kernels else side.by_original_functions():
+                error = refusals.raised(lambda side=side: called.append(checks.computed(side, 16 * limit)))
             if error is not None:
                 refused[side.home] = error
         if refused:

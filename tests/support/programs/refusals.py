@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
 DOCUMENTED: dict[str, str] = {
     "transpose_experts": "transpose_experts: ",
+    "look_at_logits_after_a_step": "these logits were not computed when the model was called",
     # of a copy, or of what was loaded, once kernels are unregistered
     "call": "(npu_grouped_mm. is not a valid experts|npu_flash_attention. is not a valid attention) implementation",
 }

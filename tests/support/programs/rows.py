@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 import kernels_ext_npu
 import softnpu
@@ -27,27 +27,31 @@ from tests.support.programs.side import Side
 CHANGED = "changed since it was swapped in"
 
 
-def changed(side: Side) -> bool:
-    """Tell whether the report names a kernel that no longer fits, which the next look takes out."""
-    return any(row.reason is not None and row.reason.startswith(CHANGED) for row in kernels_ext_npu.report(side.model))
+def look_again(side: Side, seed: int) -> kernels_ext_npu.Report:
+    """Return the report; where it names kernels that no longer fit, do what it says, and return the one after that.
 
-
-def look_again(side: Side, seed: int) -> None:
-    """Do what the report says of kernels that no longer fit, or change the mode, which looks at them, too."""
+    A change of the mode looks at kernels, too.
+    """
+    report = kernels_ext_npu.report(side.model)
+    reasons = [row.reason for row in report if row.reason is not None and row.reason.startswith(CHANGED)]
+    if not reasons:
+        return report
     model = side.pretrained
     if seed % 2 and model.use_kernels and stays_off_the_hub(side):
         model.train(not model.training).train(not model.training)
-        return
-    reasons = [row.reason or "" for row in kernels_ext_npu.report(side.model)]
-    advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons if reason.startswith(CHANGED)}
-    assert advised <= {"kernelize", "restore"}
-    getattr(kernels_ext_npu, max(advised))(side.model)  # what restores needs no device
+    else:
+        advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons}
+        assert advised <= {"kernelize", "restore"}
+        getattr(kernels_ext_npu, max(advised))(side.model)  # what restores needs no device
+    return kernels_ext_npu.report(side.model)
 
 
-def assert_report_is_true(side: Side, seed: int, limits: dict[torch.dtype, float]) -> None:
+def assert_report_is_true(
+    report: kernels_ext_npu.Report, side: Side, seed: int, limits: dict[torch.dtype, float]
+) -> None:
     """Compare every row with what is in place, and the values of one kernel with those of the module's own forward."""
     served = []
-    for row in kernels_ext_npu.report(side.model):
+    for row in report:
         module = side.model.get_submodule(row.module)
         if row.swapped and row.kind != HEADS.in_models:  # the loss of the whole model shows what a head gives
             served.append((row, module))
@@ -101,7 +105,7 @@ def _function(row: Any, module: nn.Module) -> Any:
 def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return what to call a kernel with; None if the model does not call it."""
     if row.function is not None or row.kind == TABLES.in_models or "Gated" in row.kernel:
-        return _given(row, module, side)
+        return _given(row, module, side, dtype)
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
@@ -119,12 +123,29 @@ def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[t
     return (draw(2, 3, 32 if weight is None or row.kind != NORMS.in_models else weight.shape[-1]),), {}
 
 
-def _given(row: Any, module: nn.Module, side: Side) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+# on the CPU: what kernels were called with, of which the model makes the arguments
+_calls: dict[tuple[str, str, str, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+
+def _given(
+    row: Any, module: nn.Module, side: Side, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what the model called a function or a module with when this was first asked."""
+    key = side.variant, row.path, type(module).__name__, dtype
+    if key not in _calls:
+        called = _noted(row, module, side)
+        if called is None:
+            return None
+        _calls[key] = tree_map_only(Tensor, Tensor.cpu, called)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(side.device, copy=True), _calls[key])
+
+
+def _noted(row: Any, module: nn.Module, side: Side) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call the model, and return what it calls a function or a module with."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs)))
+        found.append(tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
 
     if row.function is None:
         handle = module.register_forward_pre_hook(lambda _, args, kwargs: note(args, kwargs), with_kwargs=True)

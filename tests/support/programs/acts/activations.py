@@ -19,7 +19,7 @@ KINDS = ("relu", "gelu_pytorch_tanh", "silu", "gelu", "gelu_new", "gelu_fast", "
 
 def places(side: Side) -> list[tuple[Any, str]]:
     """Return the modules that have an activation, with its name there."""
-    return [(m, n) for m in side.model.modules() for n in NAMES if isinstance(getattr(m, n, None), nn.Module)]
+    return [(m, n) for _, m in side.named("") for n in NAMES if isinstance(m._modules.get(n), nn.Module)]
 
 
 def activations(side: Side) -> list[nn.Module]:

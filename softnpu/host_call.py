@@ -22,9 +22,8 @@ class HostCall:
 
     ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
     tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor:
-    operators whose schema says that they return views stay torch_npu's own. A formula's results are contiguous, as
-    op-plugin allocates them. Those of the CPU's operators keep its strides, which are those of torch's meta kernels: a
-    compiled graph counts on them.
+    operators whose schema says that they return views stay torch_npu's own. Results are contiguous if they are asked
+    to be, as op-plugin allocates them, though torch's meta kernels may report other strides.
     """
 
     __slots__ = ("contiguous", "device", "name", "originals", "storages")

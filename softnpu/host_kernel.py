@@ -14,6 +14,8 @@ from softnpu.dynamo_exclusion import untraced
 from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.int64_indices import INDEX, with_int64_indices
+from softnpu.list_arithmetic import LISTS, of_lists
+from softnpu.number_arithmetic import ARITHMETIC, with_numbers
 from softnpu.out_of_reach import UNWRITTEN
 from softnpu.randomness import default_generator, host_generator
 
@@ -28,6 +30,9 @@ LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 # op-plugin reads them on the host: ForeachAddcdivTensorKernelNpuOpApi.cpp
 SCALARS = "scalars"
 
+# torch_npu gives their results the strides of their arguments, and that of all others none: they are contiguous
+STRIDED = {"clone", "_fft_c2c", "_fft_c2r", "_fft_r2c"}
+
 # writes to an argument that its schema does not mark
 UNMARKED = ("_copy_from_and_resize", "dst")
 
@@ -37,10 +42,11 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
-    contiguous = run_host is not None
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
     run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
+    run_host = of_lists(op, run_host) if name in LISTS else run_host
+    run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -71,7 +77,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         elif name == "copy_":
             _count_copy(*args)
         with _AutoDispatchBelowAutograd():
-            call = HostCall(name, contiguous)
+            call = HostCall(name, name not in STRIDED)
             host_args = _tensors_again(call.enter(args), tensors) if tensors else call.enter(args)
             host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
             if name not in HOST_ARGUMENTS:

@@ -205,6 +205,24 @@ def test_convolution_of_channels_last_input() -> None:
     torch.testing.assert_close(conv.to("npu")(x.contiguous().to("npu")).cpu(), expected)
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1,
+        lambda x: x.exp(),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.where(x > 0, x, 0),
+        lambda x: x.sort(0).values,
+        lambda x: x.softmax(0),
+        lambda x: torch.linalg.qr(x).Q,
+    ],
+)
+def test_results_are_contiguous_as_op_plugin_allocates_them(compute) -> None:
+    result = compute(torch.randn(3, 4).t().to("npu"))
+    assert result.is_contiguous()
+    assert not torch.randn(3, 4).t().to("npu").clone().is_contiguous()  # torch_npu's CloneKernelOpApi.cpp
+
+
 def test_results_go_to_the_device_of_the_arguments(run_python) -> None:
     code = """
 import softnpu, torch

@@ -49,6 +49,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("name_our_attention", 1), ("pickle_it", 1), ("restore_a_part", 277)]),
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
+    ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
 ]
 

@@ -29,12 +29,6 @@ FUSED = {
     "Kimi Linear": GROUPED | {"npu_rms_norm", "npu_swiglu"},
 }
 KEPT = {"gpt-oss": {("GptOssTopKRouter", "no kernel computes what its forward computes")}}
-# Of a head that is called as a module of its own, and cannot be one with the loss.
-WRAPPED = ("Linear", "another library has wrapped its forward, and the wrapper must see logits")
-SHARDED = ("FSDPLinear", "its head is a FSDPLinear: the kernel multiplies with one weight")
-HEADS = dict.fromkeys(("TP", "EP, dispatch", "EP, router masking"), WRAPPED) | dict.fromkeys(
-    ("FSDP2, by transformers", "TP × FSDP2", "EP × FSDP2"), SHARDED
-)
 # Norms of keys and queries, which the backward computes again.
 COMPUTED_AGAIN = {"Qwen3-Next": 2, "Qwen3.5": 2, "Kimi Linear": 2}
 EVERYTHING = [pytest.param(*pair, id=" ".join(pair)) for pair in matrix.pairs()]
@@ -122,8 +116,7 @@ def test_loss_gradients_and_weights_are_those_of_one_process(engine, model, resu
 def test_fused_operators_compute(engine, model, results):
     found = results(engine, model)
     for rank in found.kernels["off"]:
-        kept = KEPT.get(model, set()) | ({HEADS[engine]} if engine in HEADS else set())
-        assert {(name, reason) for name, is_swapped, reason in rank.report if not is_swapped} == kept
+        assert {(name, reason) for name, is_swapped, reason in rank.report if not is_swapped} == KEPT.get(model, set())
         for calls in (rank.calls, rank.later_calls):
             assert not FUSED[model] - calls.keys()
             assert calls["npu_rms_norm_backward"] == calls["npu_rms_norm"] - COMPUTED_AGAIN.get(model, 0)

@@ -165,6 +165,23 @@ def test_gradients_of_one_token_are_those_of_chunks(kernel: ModuleType, by_chann
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("length", [1, 70])
+def test_autocast_rounds_nothing(kernel: ModuleType, by_channel: bool, length: int) -> None:
+    """A Trainer with bf16=True runs a model so: the forward in it, the backward not."""
+    tensors = [x.npu() for x in draw(8, (1, length, 1, 2, 8, 8), by_channel, dtype=torch.bfloat16)]
+    weights = [torch.randn(1, length, 2, 8).npu(), torch.randn(1, 2, 8, 8).npu()]
+    function = getattr(kernel, (STEPS if length == 1 else FUNCTIONS)[by_channel])
+
+    def under_autocast(*given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            return function(*given, **options)
+
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    plain, found = (results_and_gradients(f, tensors, weights, **options) for f in (function, under_autocast))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found))
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
 def test_segments_of_a_smaller_budget_give_the_same(kernel: ModuleType, monkeypatch, by_channel: bool) -> None:
     """To the bit: products of a chunk do not depend on how many are computed at once."""
     module = sys.modules[f"{kernel.__name__}.delta_rule"]

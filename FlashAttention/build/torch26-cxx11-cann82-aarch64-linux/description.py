@@ -61,20 +61,19 @@ class MaskDescription:
         self.queries, self.keys, self.pattern = queries, keys, pattern
         self._make = make
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
-        self._chosen: Band | Packing | None = None
-        self._is_chosen = False
+        self._chosen: dict[int, Band | Packing | None] = {}
         self._padding = None if padding is None else HostValues(padding)
         self._ids = None if pattern is None or pattern.ids is None else HostValues(pattern.ids)
 
     def plain(self, batch: int) -> Band | Packing | None:
         """Return the description without a mask, for so many sequences; None where there is none.
 
-        Reads lengths from the device when it is asked for the first time.
+        Reads lengths from the device when it is asked for the first time for so many.
         """
-        if not self._is_chosen:
+        if batch not in self._chosen:
             with unseen():
-                self._chosen, self._is_chosen = self._choose(batch), True
-        return self._chosen
+                self._chosen[batch] = self._choose(batch)
+        return self._chosen[batch]
 
     def is_band(self) -> bool:
         """Tell whether it says nothing but distances, beside which tokens are packed together."""
@@ -115,6 +114,8 @@ class MaskDescription:
         if self._padding is None and self._ids is None:
             return band
         read = self._padding or self._ids
+        if self._padding and len(self._padding.tensor) != batch:  # one row of padding can be that of all sequences
+            return None
         if self.queries != self.keys or isinstance(read.tensor, FakeTensor) or (self._padding and self._ids):
             return None
         return self._padded(band) if self._padding else self._packed(batch, band)
@@ -184,6 +185,15 @@ def _of_the_mask(name: str) -> Callable:
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_COMPARED, "neg", "invert", "len", "iter", "contains"):
+for _name in (
+    *_ARITHMETIC,
+    *(f"r{name}" for name in _ARITHMETIC),
+    *_COMPARED,
+    "neg",
+    "invert",
+    "len",
+    "iter",
+    "contains",
+):
     setattr(MaskDescription, f"__{_name}__", _of_the_mask(f"__{_name}__"))
 MaskDescription.__hash__ = object.__hash__  # as a tensor's, whose == is no comparison of objects either

@@ -94,7 +94,7 @@ def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(regis
     tokens = inputs["input_ids"]
     expected, found = in_steps(model, tokens, mask), in_steps(ours, tokens.npu(), mask.npu())
     assert difference(types.kept(found, mask), types.kept(expected, mask)) <= FLOAT32
-    for cache in ("dynamic", "static"):
+    for cache in ("dynamic", "static") if model._can_compile_fullgraph else ("dynamic",):  # not all take static ones
         options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
         expected = model.generate(tokens, attention_mask=mask, **options)
         assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 import kernels_ext_npu
 from kernels_ext_npu.swapping import deferred_logits
-from tests.support import checkpoints, zoo
+from tests.support import checkpoints, pages, zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -77,32 +77,72 @@ def test_ten_steps_are_those_without_the_kernel(name: str, tmp_path: Path, monke
     assert torch.isfinite(ours.lm_head.weight).all()
 
 
-@pytest.mark.parametrize("name", ["TRL's trainer for supervised fine-tuning", "TRL's trainer for preferences"])
+def completions(i: int) -> str:
+    return f" w3 {'w4 ' * (i % 3)}w5"
+
+
+def prefers_long_ones(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+# what each trainer of TRL takes: its rows, and its options
+TRL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "SFT": ([{"prompt": "w1 w2", "completion": completions(i)} for i in range(8)], {"max_length": 16}),
+    "DPO": (
+        [{"prompt": "w1 w2", "chosen": completions(i), "rejected": " w5 w6"} for i in range(8)],
+        {"max_length": 16},
+    ),
+    "KTO": (
+        [{"prompt": "w1 w2", "completion": completions(i), "label": i % 2 == 0} for i in range(8)],
+        {"max_length": 16},
+    ),
+    "GRPO": (
+        [{"prompt": f"w{i} w2"} for i in range(8)],
+        {"num_generations": 2, "max_completion_length": 4, "beta": 0.1, "temperature": 0.7, "entropy_coef": 0.1},
+    ),
+}
+
+
+def losses_of(name: str, model: PreTrainedModel, folder: Path) -> list[float]:
+    import datasets
+    import trl
+
+    rows, options = TRL[name]
+    words = AutoTokenizer.from_pretrained(folder)
+    arguments = getattr(trl, f"{name}Config")(
+        str(folder / "output"), max_steps=3, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
+        per_device_train_batch_size=2, bf16=False, gradient_checkpointing=False, learning_rate=1e-3, **options,
+    )  # fmt: skip
+    reward = {"reward_funcs": prefers_long_ones} if name == "GRPO" else {}
+    set_seed(0)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=words, **reward
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", TRL)
 @pytest.mark.long
-def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    histories = []
+def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path, monkeypatch) -> None:
+    """As they are, and with the log probabilities of the recipe."""
+    utils = pytest.importorskip("trl.trainer.utils")
     checkpoints.save(tmp_path, "qwen3")
-    words = AutoTokenizer.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).to("npu")
-    for one in (kernels_ext_npu.kernelize(copy.deepcopy(model)), model):
-        set_seed(0)
-        common = {
-            "max_steps": 3, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-            "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False, "max_length": 16,
-        }  # fmt: skip
-        if "preferences" in name:
-            rows = [{"prompt": "w1 w2", "chosen": f" w3 {'w4 ' * (i % 3)}", "rejected": " w5 w6"} for i in range(8)]
-            arguments, trainer = trl.DPOConfig(str(tmp_path / "output"), **common), trl.DPOTrainer
-        else:
-            rows = [{"prompt": "w1 w2", "completion": f" w3 {'w4 ' * (i % 3)}w5"} for i in range(8)]
-            arguments, trainer = trl.SFTConfig(str(tmp_path / "output"), **common), trl.SFTTrainer
-        run = trainer(one, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=words)
-        run.train()
-        histories.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
-    assert len(histories[0]) == 3
-    assert histories[0] == pytest.approx(histories[1], rel=TOLERANCE)
+    expected = losses_of(name, copy.deepcopy(model), tmp_path)
+    assert len(expected) == 3
+    ours = kernels_ext_npu.kernelize(model)
+    assert losses_of(name, copy.deepcopy(ours), tmp_path) == pytest.approx(expected, rel=TOLERANCE)
+
+    calls = []
+    kernel = get_local_kernel(ROOT / "CrossEntropy")
+    take = kernel.linear_log_probs
+    monkeypatch.setattr(kernel, "linear_log_probs", lambda *args, **options: calls.append(1) or take(*args, **options))
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
+    recipe = pages.read(pages.DOCS / "recipes.md").code("Log probabilities without logits", before="bfloat16")
+    exec(recipe.replace("from kernels import get_kernel\n", ""), {"get_kernel": lambda *_, **__: kernel})
+    assert losses_of(name, ours, tmp_path) == pytest.approx(expected, rel=TOLERANCE)
+    assert len(calls) >= 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -68,8 +68,11 @@ class MaskDescription:
     def plain(self, batch: int) -> Band | Packing | None:
         """Return the description without a mask, for so many sequences; None where there is none.
 
-        Reads lengths from the device when it is asked for the first time for so many.
+        Reads lengths from the device when it is asked for the first time for so many; a graph, which cannot, gets the
+        mask for them.
         """
+        if torch.compiler.is_compiling():
+            return self._choose(batch)
         if batch not in self._chosen:
             with unseen():
                 self._chosen[batch] = self._choose(batch)
@@ -116,7 +119,8 @@ class MaskDescription:
         read = self._padding or self._ids
         if self._padding and len(self._padding.tensor) != batch:  # one row of padding can be that of all sequences
             return None
-        if self.queries != self.keys or isinstance(read.tensor, FakeTensor) or (self._padding and self._ids):
+        is_unread = isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling()
+        if self.queries != self.keys or is_unread or (self._padding and self._ids):
             return None
         return self._padded(band) if self._padding else self._packed(batch, band)
 

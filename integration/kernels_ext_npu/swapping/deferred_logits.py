@@ -39,11 +39,12 @@ NOT_KEPT = "no gradient is computed for logits that nobody looked at: look at th
 
 _SHOWN_METHODS = (
     "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous stride storage_offset "
-    "get_device register_hook requires_grad_ __hash__ __len__ is_signed"
+    "get_device register_hook requires_grad_ __hash__ __len__ is_signed is_conj is_neg is_inference _is_view"
 )
 _SHOWN_PROPERTIES = (
     "shape dtype device ndim layout requires_grad grad_fn is_leaf is_sparse is_cuda is_cpu is_npu is_meta is_mkldnn "
-    "is_quantized is_nested is_xla is_mps is_xpu itemsize nbytes names output_nr _backward_hooks __class__"
+    "is_quantized is_nested is_xla is_mps is_xpu itemsize nbytes names output_nr _base _backward_hooks "
+    "__class__"
 )
 _SHOWN = {getattr(Tensor, name) for name in _SHOWN_METHODS.split()} | {
     getattr(Tensor, name).__get__

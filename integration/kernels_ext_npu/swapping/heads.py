@@ -110,6 +110,8 @@ def refusal(head: Head) -> str | None:
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
         return "hooks watch its calls"
+    if _is_view(module):
+        return "its weight is a part of another tensor, as under FSDP1, whose memory may change behind the forward"
     return None
 
 
@@ -140,13 +142,17 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         type(head) is nn.Linear
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
-        and not hasattr(weight, "_fsdp_flattened")
+        and not _is_view(head)
         and hidden_states.numel() > 0
         and weight.device == hidden_states.device
         and not has_hooks(head)
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_inference_mode_enabled()
     )
+
+
+def _is_view(head: nn.Module) -> bool:
+    return hasattr(head.weight, "_fsdp_flattened") or "weight" not in head._parameters
 
 
 def _called_with_labels(frame: FrameType | None) -> nn.Module | None:

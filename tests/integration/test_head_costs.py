@@ -1,0 +1,106 @@
+"""Counted: what a training step moves and holds when the head and the loss are computed together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import kernels_ext_npu
+from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.inspection.counting import Counting, count_step
+from kernels_ext_npu.inspection.counts import Counts
+from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection.roofline import SOCS
+
+SOC = SOCS["910b"]
+MORE_BYTES = 1.06  # the logits of a piece are computed again, and the hidden states are read by every piece
+
+
+def step(name: str, tokens: int, checkpointing: bool = False, with_loss: bool = True) -> Counts:
+    """Count a step of a published model in bfloat16 with all kernels, or all but CrossEntropy."""
+    kernels_ext_npu.register(kernels=sorted({*REPOSITORIES} - (set() if with_loss else {"CrossEntropy"})))
+    values, published = KnownValues(), subject.find(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with Counting(values, SOC):
+            model = subject.build(published, torch.bfloat16)
+        inputs, _ = subject.make_inputs(model, 1, tokens, values)
+        kernels_ext_npu.kernelize(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return count_step(model, inputs | subject.labels(model, inputs), values, SOC)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("Qwen3-8B", 20.5),
+        pytest.param("Gemma-3-12B", 34, marks=pytest.mark.long),
+        pytest.param("gpt-oss-20b", 15, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_of_4096_tokens_holds_less_and_moves_hardly_more(name: str, peak: float) -> None:
+    with_loss, without = step(name, 4096), step(name, 4096, with_loss=False)
+    assert with_loss.peak / 1e9 <= peak
+    assert with_loss.bytes.total() <= MORE_BYTES * without.bytes.total()
+    assert with_loss.waits == without.waits == 0
+
+
+def test_a_step_of_32768_tokens_with_checkpointing_holds_a_third() -> None:
+    with_loss, without = (step("Qwen3-8B", 32768, checkpointing=True, with_loss=each) for each in (True, False))
+    assert 3 * with_loss.peak <= without.peak
+    assert with_loss.bytes.total() <= MORE_BYTES * without.bytes.total()
+    assert step("Qwen3-8B", 32768).peak / 1e9 <= 142
+
+
+class Largest(TorchDispatchMode):
+    """Holds how many elements the largest tensor has that an operator gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_operator_of_a_step_gives_an_element_for_each_token_and_word(checkpointing: bool) -> None:
+    """From forward to optimizer, at sizes where all else is smaller: weights have 512 x 16 elements at most."""
+    kernels_ext_npu.register(kernels=["CrossEntropy"])
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    sizes |= {"attn_implementation": "eager"}  # that of the device holds a mask of 2048 x 2048
+    config = Qwen3Config(vocab_size=512, head_dim=8, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
+    ids = torch.randint(512, (8, 8)).npu()
+    found = []
+    for prepare in (kernels_ext_npu.kernelize, kernels_ext_npu.restore):
+        model = Qwen3ForCausalLM(config).to("npu")
+        prepare(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Largest() as largest:
+            model.train()(ids, labels=ids).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found.append(largest.elements)
+    assert found[0] < ids.numel() * 512 <= found[1]
+
+
+@pytest.fixture(autouse=True)
+def _unregistered():
+    yield
+    kernels_ext_npu.unregister()

@@ -25,6 +25,7 @@ class Operator:
         name: without namespace and overload.
         run: computes it, from a ``HostCall`` and its arguments.
         is_formula: a formula computes it, in place of torch's kernel for the CPU.
+        contiguous: its results are.
         written: positions and names of the arguments that it writes to.
         outputs: names of those that may have any shape.
         prepare: turns the caller's arguments into those of the host.
@@ -33,6 +34,7 @@ class Operator:
     name: str
     run: Callable[[HostCall, list, dict], Any]
     is_formula: bool
+    contiguous: bool
     written: list[tuple[int, str]]
     outputs: list[str]
     prepare: Callable[[HostCall, tuple, dict], tuple[list, dict]]
@@ -40,7 +42,7 @@ class Operator:
 
 def capture(stream: graph_capture.Stream, operator: Operator, args: tuple, kwargs: dict) -> Any:
     """Keep a call for the replays of a graph, and return what it returns: tensors that nobody has written yet."""
-    call = HostCall(operator.name, contiguous=operator.is_formula, borrows=True)
+    call = HostCall(operator.name, contiguous=operator.contiguous, borrows=True)
     inference = torch.is_inference_mode_enabled()  # what is kept for the replays is of no mode
     with torch.inference_mode(False), _AutoDispatchBelowAutograd():
         host_args, host_kwargs = operator.prepare(call, args, kwargs)

@@ -27,8 +27,11 @@ HOST_ARGUMENTS = {
     "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
 } | CROSS_DEVICE  # fmt: skip
 
-# arguments that these read on the host, as tensors of the CPU: "tensor must be on CPU", op-plugin's ToIntArrayRef
-LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+# arguments that these read on the host, as tensors of the CPU, and what op-plugin says of others: ToIntArrayRef and
+# PackPaddedSequenceKernelNpuOpApi.cpp
+LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), "tensor must be on CPU") | {
+    "lengths": "'lengths' argument should be a CPU tensor, but got a tensor of the device"
+}
 # op-plugin reads them on the host: ForeachAddcdivTensorKernelNpuOpApi.cpp
 SCALARS = "scalars"
 
@@ -44,6 +47,7 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
+    is_formula = run_host is not None
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
     contiguous = name not in STRIDED
@@ -51,6 +55,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     run_host = of_lists(op, run_host) if name in LISTS else run_host
     run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
+    contiguous = name not in STRIDED
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
@@ -77,7 +82,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         once = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
         return _run_resizing(call, once, args, kwargs, outputs)
 
-    operator = Operator(name, run, contiguous, written, outputs, prepare)
+    operator = Operator(name, run, is_formula, contiguous, written, outputs, prepare)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other
@@ -86,7 +91,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         for position, key in lengths:
             value = args[position] if position < len(args) else kwargs.get(key)
             if value is not None and value.device.type != "cpu":
-                raise RuntimeError(f"{name}: tensor must be on CPU, {key} is on {value.device}")
+                raise RuntimeError(f"{name}: {LENGTHS[key]}, {key} is on {value.device}")
         if graph_capture.captured and (stream := graph_capture.current()) is not None:
             if reads_data or waits_for_shape(args, kwargs) or (name == "copy_" and _copy_waits(*args)):
                 graph_capture.refuse_wait(name)

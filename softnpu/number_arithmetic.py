@@ -47,11 +47,13 @@ def with_numbers(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable
         factor = _rounded(alpha, dtype)
         args, kwargs = args[1:], {key: value for key, value in kwargs.items() if key != "alpha"}
         if name == "rsub":
-            return run(self * factor, other, *args, **kwargs)
-        return run(self, (other if isinstance(other, Tensor) else _rounded(other, dtype)) * factor, *args, **kwargs)
+            return run(self * torch.tensor(factor, dtype=dtype), other, *args, **kwargs)
+        if isinstance(other, Tensor):
+            return run(self, other * torch.tensor(factor, dtype=dtype), *args, **kwargs)
+        return run(self, _rounded(_rounded(other, dtype) * factor, dtype), *args, **kwargs)
 
     return call
 
 
-def _rounded(number: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(number, dtype=dtype)
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()

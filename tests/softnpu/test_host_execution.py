@@ -387,6 +387,8 @@ def test_a_packed_sequence_keeps_its_padding_between_the_rows() -> None:
         output, state = lstm.to(device)(nn.utils.rnn.pack_padded_sequence(x.to(device), lengths))
         results.append([t.cpu() for t in (nn.utils.rnn.pad_packed_sequence(output)[0], *state)])
     torch.testing.assert_close(*results)
+    with pytest.raises(RuntimeError, match="'lengths' argument should be a CPU tensor"):
+        nn.utils.rnn.pack_padded_sequence(x.to("npu"), lengths.to("npu"))
 
 
 def test_what_lies_behind_a_shrunk_storage_is_not_a_number_and_cannot_be_written() -> None:

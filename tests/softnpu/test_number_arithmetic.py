@@ -22,6 +22,8 @@ CASES: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor], Formula]
     "add a number": (BF16, lambda x, y: x + NUMBER, lambda x, y, r, n: r(x + r(n))),
     "mul by a number": (BF16, lambda x, y: x * NUMBER, lambda x, y, r, n: r(x * n)),
     "mul by a number in float16": (FP16, lambda x, y: x * NUMBER, lambda x, y, r, n: r(x * r(n))),
+    "mul.Scalar in float16": (FP16, lambda x, y: torch.ops.aten.mul.Scalar(x, NUMBER), lambda x, y, r, n: r(x * r(n))),
+    "add.Scalar, alpha": (BF16, lambda x, y: torch.add(x, 2.0, alpha=NUMBER), lambda x, y, r, n: r(x + r(2 * r(n)))),
     "div_ by a number in float16": (FP16, lambda x, y: x.clone().div_(NUMBER), lambda x, y, r, n: r(x / r(n))),
     "a list, alpha": (
         BF16,

@@ -285,10 +285,68 @@ def test_logits_of_weights_that_have_changed_are_refused(optimizer: Any) -> None
     assert torch.equal(looked_at.logits, before)
 
 
-def test_a_gradient_that_would_not_come_is_refused() -> None:
-    _, ours = pair()
-    with pytest.raises(RuntimeError, match="nobody looked at"):
-        ours(**batch("qwen3", ours)).logits.retain_grad()
+def retained(outputs: Any) -> Tensor:
+    outputs.logits.retain_grad()
+    outputs.loss.backward()
+    return outputs.logits.grad
+
+
+def hooked_twice(outputs: Any) -> Tensor:
+    """What a hook sees; what it returns goes on to the weights."""
+    seen: list[Tensor] = []
+    outputs.logits.register_hook(lambda grad: seen.append(grad) or 2 * grad)
+    outputs.loss.backward()
+    return seen[0]
+
+
+def of_both(outputs: Any) -> Tensor:
+    outputs.logits.argmax(-1)
+    outputs.logits.retain_grad()
+    (outputs.loss + outputs.logits.square().mean()).backward()
+    return outputs.logits.grad
+
+
+def derived(outputs: Any) -> Tensor:
+    (found,) = torch.autograd.grad(outputs.loss, outputs.logits, create_graph=True)
+    found.square().sum().backward()
+    return found
+
+
+def changed(outputs: Any) -> Tensor:
+    logits = outputs.logits.div_(2)
+    logits.retain_grad()
+    logits.square().sum().backward()
+    return logits.grad
+
+
+def nothing(outputs: Any) -> Tensor:
+    outputs.loss.mul_(2).backward()
+    assert outputs.logits.grad is None
+    assert is_deferred(outputs.logits) or type(outputs.logits) is Tensor
+    return outputs.loss
+
+
+@pytest.mark.parametrize("ask", [retained, hooked_twice, of_both, derived, changed, nothing])
+def test_whoever_asks_for_the_gradient_of_logits_gets_it(ask: Any) -> None:
+    """Logits and their loss are then computed as the model does it: to the bit, but for sums over tokens."""
+    model, ours = pair()
+    found, expected = (ask(one(**batch("qwen3", one))) for one in (ours, model))
+    torch.testing.assert_close(found, expected, rtol=2**-18, atol=0)
+    assert_same_gradients(ours, model)
+
+
+def test_a_gradient_that_would_not_come_whole_is_refused() -> None:
+    """A softcap comes behind the head: what others make of its result takes another way than the loss."""
+    model, ours = pair("gemma2")
+    given = batch("gemma2", model)
+    found, expected = (torch.autograd.grad(*list(one(**given).values())[:2]) for one in (ours, model))
+    torch.testing.assert_close(found, expected, rtol=2**-18, atol=2**-24)
+    outputs = ours(**given)
+    with pytest.raises(RuntimeError, match="not computed at one place"):
+        outputs.logits.retain_grad()
+    outputs.logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="not computed at one place"):
+        torch.autograd.grad(outputs.loss, outputs.logits)
 
 
 def test_models_without_labels_and_generation_are_untouched() -> None:

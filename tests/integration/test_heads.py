@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 
@@ -394,9 +396,26 @@ def wrapped(model: PreTrainedModel) -> None:
     model.lm_head.forward = lambda *args: original(*args) * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"), [(other_head, "Adapter"), (hooked, "hooks"), (wrapped, "another library has wrapped")]
-)
+def adapted(model: PreTrainedModel) -> None:
+    torch.manual_seed(0)
+    inject_adapter_in_model(LoraConfig(target_modules=["lm_head"], init_lora_weights=False), model)
+
+
+def quantised(model: PreTrainedModel) -> None:
+    quantize_(model, Int8WeightOnlyConfig(), lambda module, path: path == "lm_head")
+
+
+CHANGES = [
+    (other_head, "Adapter"),
+    (hooked, "hooks"),
+    (wrapped, "another library has wrapped"),
+    (adapted, "peft.tuners.lora.layer.Linear"),
+    (quantised, "Int8Tensor"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_heads_that_are_more_than_a_product_keep_their_forward(change: Any, reason: str, when: str) -> None:
     model = zoo.build("qwen3").to("npu").eval()

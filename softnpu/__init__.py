@@ -27,9 +27,10 @@ if _software:
             "then pip install --no-deps torch_npu==2.13.0 and pip install numpy pyyaml"
         ) from error
 
-    from softnpu import aten_kernels, counting, formulas, hccl
+    from softnpu import aten_kernels, counting, formulas, graph_capture, hccl
 
     counting.attach(_library)
+    graph_capture.attach(_library)
     aten_kernels.install()
     formulas.install()
     hccl.install()

@@ -1,8 +1,8 @@
 /* A host-memory stand-in for the Ascend runtime libraries that torch_npu links against.
  *
- * Device memory is host memory, streams are synchronous, events are timestamps. Entry points that would launch
- * a device kernel return an error, so that an operator without a host implementation raises instead of
- * returning garbage. softnpu/runtime.py builds this file once and gives it all the names torch_npu asks for. */
+ * Device memory is host memory. Entry points that would launch a device kernel return an error, so that an operator
+ * without a host implementation raises instead of returning garbage. softnpu/runtime.py builds this file and streams.c
+ * once and gives them all the names torch_npu asks for. */
 #define _GNU_SOURCE
 #include <malloc.h>
 #include <pthread.h>
@@ -10,15 +10,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-typedef int aclError;
-enum { ACL_SUCCESS = 0, ACL_ERROR_RT_PARAM_INVALID = 107000, ACL_ERROR_RT_INVALID_DEVICEID = 107001, ACL_ERROR_RT_FEATURE_NOT_SUPPORT = 207000,
-       ACL_ERROR_RT_MEMORY_ALLOCATION = 207001, ACL_ERROR_FAILURE = 500000 };
-enum { MEMCPY_DEVICE_TO_HOST = 2 };
-enum { STREAM_COMPLETE = 0, EVENT_COMPLETE = 1, WAIT_COMPLETE = 0 };
+#include "runtime.h"
 
 #define MAX_DEVICES 64
 #define SERVER_DEVICES 8            /* of an Atlas 800T A2: what a list of visible devices may name */
@@ -29,11 +24,9 @@ static __thread int is_set; /* whether this thread has set a device; it has the 
 static int first_device = -1;
 static __thread void *context = (void *)0x1000;
 static int active[MAX_DEVICES]; /* which devices this process has set */
-static __thread char message[256]; /* of the last error, until it is asked for; only a launch has none */
+__thread char message[1024]; /* of the last error, until it is asked for; only a launch has none */
 static uint64_t in_use[MAX_DEVICES];
-static uint64_t device_to_host_copies, stream_syncs;
-
-#define COUNT(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
+static uint64_t device_to_host_copies;
 
 /* device and context */
 static int current_device(void) { return is_set ? device : first_device < 0 ? 0 : first_device; }
@@ -88,7 +81,20 @@ aclError aclrtSetCurrentContext(void *c) { context = c; return ACL_SUCCESS; }
 aclError aclrtDeviceCanAccessPeer(int *yes, int a, int b) { *yes = 0; return ACL_SUCCESS; }
 aclError aclrtDeviceGetBareTgid(int *pid) { *pid = getpid(); return ACL_SUCCESS; }
 const char *aclrtGetSocName(void) { return "Ascend910B1"; }
-aclError aclGetDeviceCapability(uint32_t d, int t, int64_t *v) { *v = 0; return ACL_SUCCESS; }
+/* Of an Ascend 910B1, as CANN's platform file of that name has them: AI cores, vector cores, bytes of L2. */
+aclError aclGetDeviceCapability(uint32_t d, int what, int64_t *v) {
+    static const int64_t values[] = {24, 48, 192 << 20};
+    if (what < 0 || what > 2) return ACL_ERROR_RT_PARAM_INVALID;
+    *v = values[what];
+    return ACL_SUCCESS;
+}
+aclError aclrtGetDeviceResLimit(int d, int what, uint32_t *v) {
+    int64_t all;
+    aclError e = what > 1 ? ACL_ERROR_RT_PARAM_INVALID : aclGetDeviceCapability(d, what, &all);
+    if (!e) *v = all;
+    return e;
+}
+aclError aclrtGetStreamResLimit(void *stream, int what, uint32_t *v) { return aclrtGetDeviceResLimit(0, what, v); }
 aclError aclrtGetVersion(int *a, int *b, int *c) { *a = 1; *b = 8; *c = 0; return ACL_SUCCESS; }
 aclError aclrtGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
 aclError aclrtCtxGetSysParamOpt(int opt, int64_t *v) { *v = 0; return ACL_SUCCESS; }
@@ -106,6 +112,7 @@ const char *aclGetRecentErrMsg(void) {
     *message = 0;
     return asked;
 }
+void softnpu_say(const char *what) { snprintf(message, sizeof message, "%s", what); }
 size_t aclGetCompileoptSize(int opt) { return 16; }
 aclError aclGetCompileopt(int opt, char *value, size_t size) { strncpy(value, "disable", size); return ACL_SUCCESS; }
 
@@ -140,15 +147,26 @@ aclError aclrtFree(void *p) {
     return ACL_SUCCESS;
 }
 aclError aclrtFreeHost(void *p) { free(p); return ACL_SUCCESS; }
-aclError aclrtMemset(void *p, size_t max, int v, size_t n) { memset(p, v, n); return ACL_SUCCESS; }
-aclError aclrtMemsetAsync(void *p, size_t max, int v, size_t n, void *stream) { memset(p, v, n); return ACL_SUCCESS; }
-aclError aclrtMemcpy(void *d, size_t max, const void *s, size_t n, int kind) {
+aclError aclrtMemset(void *p, size_t max, int v, size_t n) {
+    if (unsafe_now()) return refuse_while_capturing("memory is set and waited for");
+    memset(p, v, n);
+    return ACL_SUCCESS;
+}
+aclError aclrtMemsetAsync(void *p, size_t max, int v, size_t n, void *stream) {
+    if (in_capture(stream)) return tell(stream, MEMSET, p, NULL, n, v);
+    memset(p, v, n);
+    return ACL_SUCCESS;
+}
+static aclError copy(void *d, const void *s, size_t n, int kind) {
     if (kind == MEMCPY_DEVICE_TO_HOST) COUNT(device_to_host_copies);
     memmove(d, s, n);
     return ACL_SUCCESS;
 }
+aclError aclrtMemcpy(void *d, size_t max, const void *s, size_t n, int kind) {
+    return unsafe_now() ? refuse_while_capturing("memory is copied and waited for") : copy(d, s, n, kind);
+}
 aclError aclrtMemcpyAsync(void *d, size_t max, const void *s, size_t n, int kind, void *stream) {
-    return aclrtMemcpy(d, max, s, n, kind);
+    return in_capture(stream) ? tell(stream, MEMCPY, d, s, n, 0) : copy(d, s, n, kind);
 }
 
 /* Virtual memory, of which torch_npu's expandable segments are made: reserved addresses have no access until a piece of
@@ -227,32 +245,6 @@ aclError aclrtHostRegister(void *p, uint64_t n, int type, void **on_device) {
 }
 aclError aclrtHostUnregister(void *p) { return forget(&registered, p) ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID; }
 
-/* streams and events */
-aclError aclrtCreateStream(void **s) { *s = malloc(8); return ACL_SUCCESS; }
-aclError aclrtCreateStreamWithConfig(void **s, uint32_t priority, uint32_t flag) { return aclrtCreateStream(s); }
-aclError aclrtDestroyStream(void *s) { free(s); return ACL_SUCCESS; }
-aclError aclrtDestroyStreamForce(void *s) { free(s); return ACL_SUCCESS; }
-aclError aclrtSynchronizeStream(void *s) { COUNT(stream_syncs); return ACL_SUCCESS; }
-aclError aclrtSynchronizeStreamWithTimeout(void *s, int ms) { return aclrtSynchronizeStream(s); }
-aclError aclrtSynchronizeDevice(void) { COUNT(stream_syncs); return ACL_SUCCESS; }
-aclError aclrtSynchronizeDeviceWithTimeout(int ms) { return aclrtSynchronizeDevice(); }
-aclError aclrtSynchronizeEvent(void *e) { COUNT(stream_syncs); return ACL_SUCCESS; }
-aclError aclrtStreamQuery(void *s, int *status) { *status = STREAM_COMPLETE; return ACL_SUCCESS; }
-aclError aclrtStreamWaitEvent(void *s, void *e) { return ACL_SUCCESS; }
-aclError aclrtCreateEventExWithFlag(void **e, uint32_t flag) { *e = calloc(1, sizeof(double)); return ACL_SUCCESS; }
-aclError aclrtCreateEventWithFlag(void **e, uint32_t flag) { return aclrtCreateEventExWithFlag(e, flag); }
-aclError aclrtDestroyEvent(void *e) { free(e); return ACL_SUCCESS; }
-aclError aclrtResetEvent(void *e, void *s) { return ACL_SUCCESS; }
-aclError aclrtQueryEventStatus(void *e, int *status) { *status = EVENT_COMPLETE; return ACL_SUCCESS; }
-aclError aclrtQueryEventWaitStatus(void *e, int *status) { *status = WAIT_COMPLETE; return ACL_SUCCESS; }
-aclError aclrtRecordEvent(void *e, void *s) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    *(double *)e = t.tv_sec * 1e3 + t.tv_nsec * 1e-6;
-    return ACL_SUCCESS;
-}
-aclError aclrtEventElapsedTime(float *ms, void *a, void *b) { *ms = *(double *)b - *(double *)a; return ACL_SUCCESS; }
-
 /* settings and reports that need no action */
 #define ACCEPT(name) aclError name(void) { return ACL_SUCCESS; }
 ACCEPT(aclAppLog) ACCEPT(aclSetCompileopt) ACCEPT(aclrtSetDeviceSatMode) ACCEPT(aclrtSetOpExecuteTimeOut)
@@ -308,4 +300,3 @@ ACCEPT(_ZN2ge8Operator27DynamicInputRegisterByIndexEPKcjm)
 
 /* counters, read by softnpu/counting.py */
 uint64_t softnpu_device_to_host_copies(void) { return device_to_host_copies; }
-uint64_t softnpu_stream_syncs(void) { return stream_syncs; }

@@ -95,7 +95,8 @@ def batch_norm_gather_stats_with_counts(
     """Join the statistics [devices, C] of all devices, and move the running ones."""
     n = counts.float().view(-1, 1)
     squares = (invstd.float().pow(-2) - eps + mean.float().square()) * n
-    return joined((mean.float() * n).sum(0), squares.sum(0), n.sum(), running_mean, running_var, momentum, eps)
+    total = (mean.float() * n).sum(0)
+    return joined(total, squares.sum(0), n.sum(), running_mean, running_var, momentum, eps, mean.dtype)
 
 
 def joined(
@@ -106,6 +107,7 @@ def joined(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return mean and inverse deviation from the sums of x and x² and their number, and move the running ones."""
     mean = total / count
@@ -113,7 +115,7 @@ def joined(
     for running, value in ((running_mean, mean), (running_var, var * count / (count - 1))):
         if running is not None:
             running.copy_(running * (1 - momentum) + value * momentum)
-    return mean, torch.rsqrt(var + eps)
+    return mean.to(dtype), torch.rsqrt(var + eps).to(dtype)
 
 
 def channels(values: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ STREAM_SYNCS = "stream_syncs"
 DEVICE_TO_HOST_COPIES = "device_to_host_copies"
 
 _calls: dict[str, int] = {}
+_calls_in_graphs: dict[str, int] = {}
 _lock = threading.Lock()  # backward runs in a thread of its own
 _runtime: ctypes.CDLL | None = None
 _runtime_start = {STREAM_SYNCS: 0, DEVICE_TO_HOST_COPIES: 0}
@@ -30,6 +31,12 @@ def count(name: str, calls: int = 1) -> None:
         _calls[name] = _calls.get(name, 0) + calls
 
 
+def count_in_graph(name: str) -> None:
+    """Add a call to the count of an operator that the replay of a graph runs."""
+    with _lock:
+        _calls_in_graphs[name] = _calls_in_graphs.get(name, 0) + 1
+
+
 def count_wait(copies: bool) -> None:
     """Count a point where the host waits for the device; with ``copies`` it also reads a value."""
     count(STREAM_SYNCS)
@@ -37,13 +44,16 @@ def count_wait(copies: bool) -> None:
         count(DEVICE_TO_HOST_COPIES)
 
 
-def counters() -> dict[str, int]:
+def counters(in_graphs: bool = False) -> dict[str, int]:
     """Return the counts since the last reset: operator name -> calls, ``stream_syncs`` and ``device_to_host_copies``.
 
     Operators are named without namespace and overload: ``npu_rms_norm``, ``mm``, ``add``. Views launch nothing and
     are not counted. ``stream_syncs`` counts every point where the host waits for the device: ``.item()``,
     ``.cpu()``, ``bool(tensor)``, ``torch.npu.synchronize()``, and operators whose result has a shape that depends
     on data, as ``nonzero``. ``device_to_host_copies`` counts those that move data to the host.
+
+    What is captured into a graph is not counted: nothing runs. A replay counts as one in ``graph_replays``; with
+    ``in_graphs`` the operators are returned that replays ran, for which the host launched nothing.
 
     Example:
         >>> import softnpu
@@ -55,6 +65,9 @@ def counters() -> dict[str, int]:
         >>> softnpu.counters()
         {'add': 1, 'sum': 1, '_local_scalar_dense': 1, 'stream_syncs': 1, 'device_to_host_copies': 1}
     """
+    if in_graphs:
+        with _lock:
+            return dict(_calls_in_graphs)
     with _lock:
         result = dict(_calls)
     for name, start in _runtime_start.items():
@@ -76,6 +89,7 @@ def reset_counters() -> None:
     forget_collectives()
     with _lock:
         _calls.clear()
+        _calls_in_graphs.clear()
     for name in _runtime_start:
         _runtime_start[name] = _read(name)
 

@@ -30,7 +30,7 @@ IN_FLOAT32 = {
     # sums of what meets at one index
     "_index_put_impl_", "index_put", "index_put_", "index_add", "index_add_", "scatter_add", "scatter_add_",
     "scatter_reduce", "scatter_reduce_", "embedding_dense_backward", "repeat_interleave_backward_int",
-    "repeat_interleave_backward_tensor", "unfold_backward", "col2im", "prod", "addbmm", "addr",
+    "repeat_interleave_backward_tensor", "unfold_backward", "col2im", "prod", "addbmm", "addr", "logsumexp",
     # convolutions and pools
     "convolution", "convolution_backward", "conv_tbc", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward",
     "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",

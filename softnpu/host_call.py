@@ -22,16 +22,16 @@ class HostCall:
 
     ``enter`` turns arguments into their host form, ``leave`` turns what the host operator returned into NPU
     tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor:
-    operators whose schema says that they return views stay torch_npu's own. A formula's results are contiguous, as
-    op-plugin allocates them. Those of the CPU's operators keep its strides, which are those of torch's meta kernels: a
-    compiled graph counts on them.
+    operators whose schema says that they return views stay torch_npu's own. Results are contiguous if they are asked
+    to be, as op-plugin allocates them, though torch's meta kernels may report other strides.
     """
 
-    __slots__ = ("contiguous", "device", "name", "originals", "storages")
+    __slots__ = ("borrowed", "contiguous", "device", "name", "originals", "storages")
 
-    def __init__(self, name: str, contiguous: bool = False) -> None:
+    def __init__(self, name: str, contiguous: bool = False, borrows: bool = False) -> None:
         self.name = name
         self.contiguous = contiguous
+        self.borrowed: list[torch.UntypedStorage] | None = [] if borrows else None  # what it does not keep alive
         self.device: torch.device | None = None
         self.storages: dict[int, torch.UntypedStorage] = {}  # address on the device -> the same bytes
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,7 +62,10 @@ class HostCall:
             address = storage.data_ptr()
             if address not in self.storages:
                 block = (ctypes.c_char * storage.nbytes()).from_address(address)
-                block.owner = storage  # type: ignore[attr-defined]  # work that outlives this call must not lose it
+                if self.borrowed is None:
+                    block.owner = storage  # type: ignore[attr-defined]  # work that outlives this call needs it
+                else:
+                    self.borrowed.append(storage)
                 self.storages[address] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
             storage_of_host = _enlarged(self.storages[address], tensor)
             host = torch.empty(0, dtype=tensor.dtype)
@@ -117,6 +120,12 @@ class HostCall:
             if original.untyped_storage().nbytes() and target.untyped_storage().data_ptr() not in call.storages:
                 raise RuntimeError(f"{self.name}: the argument that it writes to ends behind its storage")
             target.copy_(host)
+
+    def let_go(self) -> list[torch.UntypedStorage]:
+        """Let go of the caller's tensors, and return the storages whose bytes are used."""
+        borrowed, self.borrowed = self.borrowed or [], []
+        self.originals = {key: (host, host) for key, (host, _) in self.originals.items()}
+        return borrowed
 
     def stand_in(self, host: torch.Tensor, strided: bool) -> torch.Tensor:
         """Make memory to write to in place of an argument's, which ``write_back`` copies to the argument."""

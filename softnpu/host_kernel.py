@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, _AutoDispatchBelowAutograd
 
+from softnpu import graph_capture
+from softnpu.captured_call import Operator, capture
 from softnpu.counting import DEVICE_TO_HOST_COPIES, count, count_wait
 from softnpu.dynamo_exclusion import untraced
 from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.int64_indices import INDEX, with_int64_indices
+from softnpu.list_arithmetic import LISTS, of_lists
+from softnpu.number_arithmetic import ARITHMETIC, with_numbers
 from softnpu.out_of_reach import UNWRITTEN
 from softnpu.randomness import default_generator, host_generator
 
@@ -23,10 +27,16 @@ HOST_ARGUMENTS = {
     "index", "index_put", "index_put_", "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3",
 } | CROSS_DEVICE  # fmt: skip
 
-# arguments that these read on the host, as tensors of the CPU: "tensor must be on CPU", op-plugin's ToIntArrayRef
-LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+# arguments that these read on the host, as tensors of the CPU, and what op-plugin says of others: ToIntArrayRef and
+# PackPaddedSequenceKernelNpuOpApi.cpp
+LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), "tensor must be on CPU") | {
+    "lengths": "'lengths' argument should be a CPU tensor, but got a tensor of the device"
+}
 # op-plugin reads them on the host: ForeachAddcdivTensorKernelNpuOpApi.cpp
 SCALARS = "scalars"
+
+# torch_npu gives their results the strides of their arguments, and that of all others none: they are contiguous
+STRIDED = {"clone", "_fft_c2c", "_fft_c2r", "_fft_r2c"}
 
 # writes to an argument that its schema does not mark
 UNMARKED = ("_copy_from_and_resize", "dst")
@@ -37,11 +47,15 @@ MASKED = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "in
 
 def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Make a kernel of ``op`` that runs ``run_host``, by default ``op`` itself, on CPU tensors over the same bytes."""
-    contiguous = run_host is not None
+    is_formula = run_host is not None
     run_host = run_host or op
     name = op._schema.name.partition("::")[2]
+    contiguous = name not in STRIDED
     run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
+    run_host = of_lists(op, run_host) if name in LISTS else run_host
+    run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
+    contiguous = name not in STRIDED
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]
@@ -57,6 +71,19 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     takes_numbers = torch._C._should_allow_numbers_as_tensors(name.removesuffix("_"))
     tensors = set() if takes_numbers else {i for i, a in arguments if str(a.type) == "Tensor"}
 
+    def prepare(call: HostCall, args: tuple, kwargs: dict) -> tuple[list, dict]:
+        host_args = _tensors_again(call.enter(args), tensors) if tensors else call.enter(args)
+        host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
+        if name not in HOST_ARGUMENTS:
+            _refuse_host_tensors(call, [a for i, a in enumerate(host_args) if i != scalars], host_kwargs)
+        return host_args, host_kwargs
+
+    def run(call: HostCall, args: list, kwargs: dict) -> Any:
+        once = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
+        return _run_resizing(call, once, args, kwargs, outputs)
+
+    operator = Operator(name, run, is_formula, contiguous, written, outputs, prepare)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if several and len(_devices(args)) > 1:  # op-plugin leaves these to torch, which takes one after the other
             with _AutoDispatchBelowAutograd():
@@ -64,7 +91,11 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         for position, key in lengths:
             value = args[position] if position < len(args) else kwargs.get(key)
             if value is not None and value.device.type != "cpu":
-                raise RuntimeError(f"{name}: tensor must be on CPU, {key} is on {value.device}")
+                raise RuntimeError(f"{name}: {LENGTHS[key]}, {key} is on {value.device}")
+        if graph_capture.captured and (stream := graph_capture.current()) is not None:
+            if reads_data or waits_for_shape(args, kwargs) or (name == "copy_" and _copy_waits(*args)):
+                graph_capture.refuse_wait(name)
+            return capture(stream, operator, args, kwargs)
         count(name)
         if reads_data or waits_for_shape(args, kwargs):
             count_wait(copies=reads_data)
@@ -72,12 +103,8 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
             _count_copy(*args)
         with _AutoDispatchBelowAutograd():
             call = HostCall(name, contiguous)
-            host_args = _tensors_again(call.enter(args), tensors) if tensors else call.enter(args)
-            host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
-            if name not in HOST_ARGUMENTS:
-                _refuse_host_tensors(call, [a for i, a in enumerate(host_args) if i != scalars], host_kwargs)
-            run = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
-            result = _run_resizing(call, run, host_args, host_kwargs, outputs)
+            host_args, host_kwargs = prepare(call, args, kwargs)
+            result = run(call, host_args, host_kwargs)
             for position, key in written:
                 value = host_args[position] if position < len(host_args) else host_kwargs.get(key)
                 for tensor in value if isinstance(value, list) else [value]:
@@ -159,6 +186,12 @@ def _devices(args: tuple) -> set[torch.device]:
         for tensor in value
         if isinstance(tensor, torch.Tensor)
     }
+
+
+def _copy_waits(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> bool:
+    """Tell whether the host waits for a copy: one to or from itself, unless it is non-blocking and its side pinned."""
+    on_host = next((t for t in (target, source) if t.device.type == "cpu"), None)
+    return on_host is not None and not (non_blocking and on_host.is_pinned())
 
 
 def _count_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:

@@ -15,7 +15,7 @@ import torch
 # the argument that holds indices
 INDEX = {
     "index_copy": "index", "index_copy_": "index", "index_fill": "index", "index_fill_": "index",
-    "multilabel_margin_loss_forward": "target",
+    "multilabel_margin_loss_backward": "target", "multilabel_margin_loss_forward": "target",
     "nll_loss2d_backward": "target", "nll_loss2d_forward": "target", "nll_loss_backward": "target",
     "nll_loss_forward": "target", "put_": "index", "take": "index",
 }  # fmt: skip

@@ -81,11 +81,11 @@ REFUSED: dict[str, str] = {
         npu_scatter_pa_kv_cache_functional npu_sparse_flash_attention npu_sparse_flash_attention_grad
         npu_sparse_lightning_indexer_grad_kl_loss""",
     UNWRITTEN: """
-        npu_apply_adam npu_apply_adam.out npu_apply_adam_w npu_attn_softmax_ npu_attn_softmax_backward_
+        npu_apply_adam npu_apply_adam_w npu_attn_softmax_ npu_attn_softmax_backward_
         npu_bert_apply_adam npu_bert_apply_adam.out npu_fused_cross_entropy_loss_with_max_sum
         npu_fused_linear_cross_entropy_loss_with_max_sum_backward npu_fused_linear_online_max_sum npu_fused_matmul
         npu_gather_sparse_index npu_gather_sparse_index_backward npu_masked_fill_range
-        npu_masked_softmax_with_rel_pos_bias npu_moe_re_routing npu_scatter_list npu_scatter_list_ npu_sign_bits_pack
+        npu_masked_softmax_with_rel_pos_bias npu_scatter_list npu_scatter_list_ npu_sign_bits_pack
         npu_sign_bits_unpack npu_top_k_top_p_sample scatter_update scatter_update_""",
 }
 

@@ -1,4 +1,4 @@
-"""Build the runtime libraries that torch_npu links against from ascendcl.c, once, and load them before torch."""
+"""Build the runtime libraries that torch_npu links against from C, once, and load them before torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("ascendcl.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("ascendcl.c", "streams.c")]
+HEADER = Path(__file__).with_name("runtime.h")
 RUNTIME = "libascendcl.so"
 # what torch_npu's DT_NEEDED names besides, and libopapi.so, which older releases open when they are imported: empty
 # libraries that lead to the runtime
@@ -64,7 +65,8 @@ def cann_version() -> str:
 
 def _fingerprint() -> str:
     """Hash everything that the built folder depends on, so that a folder never has to be updated."""
-    parts = [SOURCE.read_bytes(), Path(__file__).read_bytes(), platform.machine().encode(), cann_version().encode()]
+    files = [*SOURCES, HEADER, Path(__file__)]
+    parts = [*(file.read_bytes() for file in files), platform.machine().encode(), cann_version().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -85,7 +87,7 @@ def _build(home: Path) -> None:
             "Set XDG_CACHE_HOME to a folder that you may write to."
         ) from error
     try:
-        _compile(compiler, fresh / RUNTIME, [f'-DCANN_VERSION="{cann_version()}"', str(SOURCE)])
+        _compile(compiler, fresh / RUNTIME, [f'-DCANN_VERSION="{cann_version()}"', *map(str, SOURCES)])
         for name in OTHERS:
             _compile(compiler, fresh / name, ["-Wl,--no-as-needed", str(fresh / RUNTIME)])
         for folder in ("opp", "runtime", "compiler"):  # torch_npu checks that they exist

@@ -14,6 +14,9 @@ from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
 
 _WITH_PARAMETERS: set[tuple[torch.dtype, ...]] = {(d, d, p, p) for d in FLOATING for p in (d, float32)}
+_MIXED: set[tuple[torch.dtype, ...]] = {
+    (*pair, float32, float32) for d in (torch.float16, torch.bfloat16) for pair in ((d, float32), (float32, d))
+}
 
 
 @formula
@@ -22,16 +25,18 @@ def npu_add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the layer norm of ``x1 + x2``, mean and rstd in float32 with a last dimension of one, and the sum.
 
-    The norm is that of the exact sum. Without additional_output the sum is not written, here NaN.
+    The norm is that of the exact sum. Of x1 and x2 in two dtypes, both results are float32. Without additional_output
+    the sum is not written, here NaN.
     """
     operator = "npu_add_layer_norm"
-    require_dtypes(operator, _WITH_PARAMETERS, x1=x1, x2=x2, gamma=gamma, beta=beta)
+    require_dtypes(operator, _WITH_PARAMETERS | _MIXED, x1=x1, x2=x2, gamma=gamma, beta=beta)
     _require_rows(operator, x1, x2, gamma)
     require(beta.shape == gamma.shape, operator, f"gamma {describe(gamma)} and beta {describe(beta)} differ in shape")
     x = x1.float() + x2.float()
     mean, rstd = _statistics(x, epsilon)
-    y = ((x - mean) * rstd * gamma.float() + beta.float()).to(x1.dtype).contiguous()
-    total = x.to(x1.dtype).contiguous() if additional_output else torch.full(x.shape, torch.nan, dtype=x1.dtype)
+    dtype = x1.dtype if x1.dtype == x2.dtype else float32
+    y = ((x - mean) * rstd * gamma.float() + beta.float()).to(dtype).contiguous()
+    total = x.to(dtype).contiguous() if additional_output else torch.full(x.shape, torch.nan, dtype=dtype)
     return y, mean, rstd, total
 
 

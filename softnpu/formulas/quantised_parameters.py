@@ -26,7 +26,8 @@ def npu_quantize(
 ) -> Tensor:
     """Return ``round(x / scale) + zero_point`` or, without div_mode, ``round(x · scale + offset)``, clamped to dtype.
 
-    Scales and zero points are [1], or one for every element of the axis.
+    Scales and zero points are [1], or one for every element of the axis. Without div_mode the axis is the last one or
+    before it, and they may have as many dimensions as x, of one but for the axis (aclnnAscendQuantV3).
     """
     operator = "npu_quantize"
     require(input.dtype in FLOATING, operator, f"input must be floating-point, got {describe(input)}")
@@ -36,11 +37,14 @@ def npu_quantize(
         raise NotImplementedError(
             f"{operator}: the software device quantises to int8, or with div_mode to 8 and 32 bits"
         )
-    size = input.shape[axis]
-    for name, given in (("scales", scales), ("zero_points", zero_points)):
-        fits = given is None or (given.dim() == 1 and given.shape[0] in (1, size))
-        require(fits, operator, f"{name} must be [1] or [{size}], got {describe(given) if given is not None else None}")
+    axis = axis if div_mode else min(axis, -1)
     shape = [1] * input.dim()
+    shape[axis] = input.shape[axis]
+    for name, given in (("scales", scales), ("zero_points", zero_points)):
+        if given is not None:
+            flat = not div_mode and list(given.shape) in (shape, [1] * input.dim())
+            fits = flat or (given.dim() == 1 and given.shape[0] in (1, shape[axis]))
+            require(fits, operator, f"{name} must be [1] or [{shape[axis]}], got {describe(given)}")
     shape[axis] = -1
     x, scale = input.float(), scales.float().view(shape)
     offset = 0.0 if zero_points is None else zero_points.float().view(shape)

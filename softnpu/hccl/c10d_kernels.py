@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroup
 from torch.distributed import Work
 from torch.utils._pytree import tree_map_only
 
+from softnpu import graph_capture
 from softnpu.dynamo_exclusion import untraced
 from softnpu.hccl import data_movement, reductions  # noqa: F401  they register their operators
 from softnpu.hccl.backend import groups
@@ -45,6 +46,8 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given: dict[str, Any] = defaults | dict(zip(parameters, args)) | kwargs
         group = ProcessGroup.unbox(given["process_group"])
+        if graph_capture.captured and graph_capture.current() is not None:
+            raise NotImplementedError(f"c10d::{name}: the software device captures no collectives into graphs")
         backend = groups.get(group.group_name)
         if backend is None:
             return _elsewhere(op, name, given, group)

@@ -1,6 +1,6 @@
 """Processes for all tests of a session, and the models that are trained in them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,18 +26,37 @@ def four_ranks() -> Iterator[Processes]:
     processes.stop()
 
 
+class Made(dict[str, Path]):
+    """A path for each model, by its name: made when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self._make(name)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory) -> Made:
     """A saved checkpoint of each model, by its name."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for name in models.MODELS:
+
+    def make(name: str) -> Path:
         models.save(name, folder / name)
-    return {name: folder / name for name in models.MODELS}
+        return folder / name
+
+    return Made(make)
 
 
 @pytest.fixture(scope="session")
-def truths(checkpoints) -> dict[str, Path]:
+def truths(checkpoints) -> Made:
     """What `models.train` returns for each checkpoint, in a file that processes can read."""
-    for folder in checkpoints.values():
-        torch.save(models.train(folder), folder / "truth.pt")
-    return {name: folder / "truth.pt" for name, folder in checkpoints.items()}
+
+    def make(name: str) -> Path:
+        truth = checkpoints[name] / "truth.pt"
+        torch.save(models.train(checkpoints[name]), truth)
+        return truth
+
+    return Made(make)

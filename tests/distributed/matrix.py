@@ -30,6 +30,7 @@ ROUNDING = 2**-21
 
 DENSE = ("Qwen3", "Llama", "Gemma 3")
 MIXTURES = ("Qwen3-MoE", "gpt-oss")
+LINEAR = ("Qwen3-Next", "Qwen3.5", "Kimi Linear")
 CHECKPOINTING = ("off", "non-reentrant", "reentrant")
 
 
@@ -52,12 +53,12 @@ class Setup:
 
 ENGINES = {
     "DDP": Setup(2),
-    "FSDP2": Setup(2),
+    "FSDP2": Setup(2, DENSE + MIXTURES + LINEAR),
     "FSDP2, by transformers": Setup(2),
     "FSDP2, bfloat16": Setup(2, is_bfloat16=True),
     "FSDP1": Setup(2),
     "FSDP1, flat": Setup(2),
-    "TP": Setup(2),
+    "TP": Setup(2, DENSE + MIXTURES + LINEAR),
     "EP, dispatch": Setup(2, MIXTURES),
     "EP, router masking": Setup(2, MIXTURES),
     "FSDP2, offload": Setup(2, backend="cpu:gloo,npu:hccl"),

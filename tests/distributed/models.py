@@ -1,4 +1,4 @@
-"""The five models that are trained on several devices, and the one process on the CPU that they are compared with."""
+"""The models that are trained on several devices, and the one process on the CPU that they are compared with."""
 
 from __future__ import annotations
 
@@ -29,6 +29,27 @@ TEXT: dict[str, Any] = {
     "eos_token_id": None,
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# What the first token gives is a product of its query and its key, which may be close to zero: by the norm behind it
+# small differences become large ones, unless its epsilon is larger than usual.
+LINEAR: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+LATENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", TEXT),
     "Llama": ("llama", TEXT | {"mlp_bias": True, "attention_bias": True}),
@@ -38,6 +59,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3-MoE": ("qwen3_moe", TEXT | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
     "gpt-oss": ("gpt_oss", TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen3-Next": (
+        "qwen3_next",
+        TEXT | EXPERTS | LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "Qwen3.5": ("qwen3_5_text", TEXT | LINEAR),
+    "Kimi Linear": ("kimi_linear", TEXT | EXPERTS | LATENT | {"num_local_experts": 4}),
 }
 # With these no token lies so close between two experts that bfloat16 sends it to another one.
 _SEEDS = {"Qwen3-MoE": 16, "gpt-oss": 242}
@@ -62,7 +89,8 @@ def save(name: str, folder: Path) -> None:
                 if "norm" in path or path.endswith(("bias", "sinks")):
                     parameter.add_(0.3 * torch.randn_like(parameter))
                 else:
-                    parameter.copy_(0.15 * torch.randn_like(parameter))
+                    scale = 0.5 if "conv1d" in path else 0.15  # four values a channel: keys are not to be short
+                    parameter.copy_(scale * torch.randn_like(parameter))
     model.save_pretrained(folder)
 
 

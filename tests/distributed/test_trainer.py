@@ -62,7 +62,8 @@ def assert_trains_as_one_process(
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert found["norms"] == pytest.approx(expected["norms"], rel=tolerance)
     assert found["wrapped"].startswith(wrapped)
-    assert found["kept"] == []
+    # a head that is not tied is a unit of FSDP by itself, and multiplies itself
+    assert found["kept"] == (["lm_head"] if (name, wrapped) == ("qwen3", "FSDP") else [])
     assert found["norm_launches"]
 
 

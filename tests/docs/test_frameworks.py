@@ -25,8 +25,12 @@ from tests.support import checkpoints, pages
 pytestmark = pytest.mark.long
 
 PAGE = pages.read(pages.DOCS / "recipes.md")
-ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables, 1 of 1 heads"
-NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables, 0 of 1 heads"
+ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables"
+# norms, gated MLPs and rotation are the framework's; what it has no kernel for is ours
+NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables"
+REST_SWAPPED = "2 of 2 attention, 1 of 1 heads"
+# verl asks for an implementation by name
+ALL_BUT_ATTENTION = "0 of 2 attention, 1 of 1 heads"
 COUNTERS = """
 import json, pathlib, softnpu
 pathlib.Path("counters.json").write_text(json.dumps(softnpu.counters()))
@@ -120,8 +124,8 @@ def losses(output: Path) -> list[float]:
     return [entry["loss"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
 
 
-def assert_trained_with_kernels(folder: Path, log: str) -> None:
-    assert ALL_SWAPPED in " ".join(log.split())
+def assert_trained_with_kernels(folder: Path, log: str, rest: str = REST_SWAPPED) -> None:
+    assert f"{ALL_SWAPPED}, {rest}" in " ".join(log.split())
     counters: dict[str, Any] = json.loads((folder / "counters.json").read_text())
     for operator in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
         assert counters[operator] > 0
@@ -160,7 +164,7 @@ def test_llama_factory_trains_through_the_kernels_as_without(llama_factory, fold
 
 def test_llama_factorys_own_kernels_stay_and_are_named(llama_factory) -> None:
     log = llama_factory(PAGE.code("LLaMA-Factory"), "both", "use_v1_kernels=true", check=False)
-    assert NONE_SWAPPED in " ".join(log.split())
+    assert f"{NONE_SWAPPED}, {REST_SWAPPED}" in " ".join(log.split())
     assert "(npu_rms_norm_forward)" in log
 
 
@@ -209,7 +213,7 @@ def test_ms_swifts_own_kernels_stay_and_are_named(swift) -> None:
     arguments = command("ms-swift")[2:]
     place = arguments.index("--enable_npu_model_patch")
     log = swift(arguments[:place] + arguments[place + 2 :], "both", check=False)
-    assert NONE_SWAPPED in " ".join(log.split())
+    assert f"{NONE_SWAPPED}, {REST_SWAPPED}" in " ".join(log.split())
     assert "NpuRMSNorm" in log
     assert "swift.model.npu_patch" in log
 
@@ -262,7 +266,7 @@ def test_verl_builds_models_that_run_through_the_kernels(verl, folder: Path) -> 
     """As it does with its own, to float32 sums in another order through two layers and back: 1e-5."""
     (option,) = [word for word in command("verl") if word.startswith("actor_rollout_ref.model.external_lib=")]
     found, log = verl(option.partition("=")[2])
-    assert_trained_with_kernels(folder, log)
+    assert_trained_with_kernels(folder, log, ALL_BUT_ATTENTION)
     expected, log = verl()
     assert "kernels-ext-npu" not in log
     assert found == pytest.approx(expected, rel=1e-5)
@@ -273,6 +277,6 @@ def test_verls_own_kernels_stay_and_are_named(verl, folder: Path) -> None:
     kept = "".join(line for line in script.splitlines(True) if "NPU_PATCHES" not in line)
     (folder / "verl_kernels.py").write_text(kept)
     _, log = verl("verl_kernels")
-    assert NONE_SWAPPED in " ".join(log.split())
+    assert f"{NONE_SWAPPED}, {ALL_BUT_ATTENTION}" in " ".join(log.split())
     assert "replaced its forward" in log
     assert "npu_patch.rms_norm" in log  # the names are longer than a column of the report

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 ENGLISH, CHINESE = (pages.read(pages.DOCS / name) for name in ("recipes.md", "recipes.zh.md"))
 TRAINING = ["Trainer", "TRL", "LoRA"]
 RECIPES = ["Inference", *TRAINING]
-MODEL = "Qwen/Qwen3-0.6B"
+MODEL, LINEAR_MODEL = "Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-0.8B"
+PACKED = "DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)"
 FUSED = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul"}
 # what a Qwen3 of two layers has
 KINDS = {"norms": 9, "gated MLPs": 2, "rotary calls": 2, "rotary tables": 1, "attention": 2, "heads": 1}
@@ -87,6 +88,32 @@ def without_kernels(script: str) -> str:
     return plain
 
 
+def all_weights(script: str) -> str:
+    """The recipe of Qwen3.5 without adapters, as the page says."""
+    kept = "".join(line for line in script.splitlines(True) if "peft" not in line and "projections" not in line)
+    return in_float32(kept)
+
+
+def padded(script: str) -> str:
+    """The same without kernels on rows that are padded: transformers' own functions take no packed ones."""
+    plain = without_kernels(script)
+    return replaced(
+        plain,
+        (PACKED, "DataCollatorForLanguageModeling(tokenizer, mlm=False)"),
+        ("WithFlattening", "ForLanguageModeling"),
+    )
+
+
+def linear_scripts() -> dict[str, str]:
+    """The recipe of Qwen3.5 as it is, in float32, and of all weights."""
+    script = ENGLISH.code("Qwen3.5")
+    return {
+        "Qwen3.5": script,
+        "Qwen3.5 in float32": in_float32(script),
+        "Qwen3.5, all weights": all_weights(script),
+    }
+
+
 class Workshop:
     """Where the recipes run."""
 
@@ -97,6 +124,7 @@ class Workshop:
         """A new folder with a script, the checkpoint and the data."""
         if not (self.root / "Qwen").exists():
             checkpoints.save(self.root / MODEL, "qwen3")
+            checkpoints.save(self.root / LINEAR_MODEL, "qwen3_5_text")
         folder = self.root / name
         folder.mkdir()
         checkpoints.write_data(folder)
@@ -152,13 +180,14 @@ def both_precisions(scripts: dict[str, str]) -> dict[str, str]:
 @pytest.fixture
 def expected(together) -> Evidence:
     """What the scripts do without kernels on the CPU."""
-    return together("plain", both_precisions({name: without_kernels(ENGLISH.code(name)) for name in RECIPES}))
+    plain = both_precisions({name: without_kernels(ENGLISH.code(name)) for name in RECIPES})
+    return together("plain", plain | {name: padded(script) for name, script in linear_scripts().items()})
 
 
 @pytest.fixture
 def recipes(together) -> Evidence:
     """What they do as they are."""
-    return together("recipes", both_precisions({name: ENGLISH.code(name) for name in RECIPES}))
+    return together("recipes", both_precisions({name: ENGLISH.code(name) for name in RECIPES}) | linear_scripts())
 
 
 def assert_swapped(found: dict[str, Any]) -> None:
@@ -210,6 +239,20 @@ def test_the_inference_recipe_gives_the_tokens_of_the_cpu(recipes, expected) -> 
     assert_same(found, expected["Inference"], 2**-8)
     assert_same(precise, expected["Inference in float32"], 1e-6)
     assert precise["tokens"] == expected["Inference in float32"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("Qwen3.5", 2**-8), ("Qwen3.5 in float32", 1e-5), ("Qwen3.5, all weights", 1e-5)]
+)
+def test_qwen35_trains_on_packed_rows_as_the_cpu_does_on_padded_ones(recipes, expected, name, tolerance) -> None:
+    found = recipes[name]
+    assert found["device"] == "npu"
+    assert {(swapped, reason) for _, swapped, reason in found["report"]} == {(True, None)}
+    assert Counter(kind for kind, _, _ in found["report"])["linear attention calls"] == 4
+    assert found["counters"].keys() >= FUSED
+    assert not {"linalg_solve_triangular", "triangular_solve"} & found["counters"].keys()
+    assert len(found["losses"]) == 4
+    assert_same(found, expected[name], tolerance)
 
 
 # ---- what the page says besides -------------------------------------------------------------------------------------
@@ -305,4 +348,4 @@ def test_both_languages_have_the_same_code_and_sections() -> None:
         (b.heading, b.language, b.text) for b in ENGLISH.blocks
     ]
     assert len(CHINESE.headings) == len(ENGLISH.headings)
-    assert len(ENGLISH.blocks) == 14
+    assert len(ENGLISH.blocks) == 15

@@ -73,6 +73,16 @@ def test_the_description_is_the_mask_of_transformers(kernel: ModuleType, name: s
     assert found.dtype == torch.bool
     assert torch.equal(found[:, 0], expected[:, 0])
     assert torch.equal(torch.where(found, 1.0, 0.0), torch.where(expected, 1.0, 0.0))
+    other = torch.rand(TOKENS) > 0.5
+    for act in (
+        lambda mask: mask == 0,
+        lambda mask: ~mask,
+        lambda mask: other & mask,
+        lambda mask: mask | other,
+        lambda mask: 1.0 - mask.float(),
+        lambda mask: mask * 2.0,
+    ):
+        assert torch.equal(act(found), act(expected))
 
 
 @settings(max_examples=120, deadline=None)
@@ -97,6 +107,7 @@ def test_attention_sees_what_the_mask_says(kernel: ModuleType, name: str, paddin
     kept = torch.ones(2, queries, dtype=torch.bool) if padding == "none" else PADDING[padding][:, -queries:]
     error = (out.cpu().double() - exact.transpose(1, 2)).abs()[kept]
     assert out.isfinite().all()
+    assert out.is_contiguous()  # models take views of it
     assert error.numel() == 0 or error.max() <= 2**-20
 
 

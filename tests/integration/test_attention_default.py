@@ -162,9 +162,9 @@ def test_a_name_that_was_written_into_the_config_stays(registered) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gemma2", "no operator of torch_npu caps scores"),
-        ("t5", "biases of positions are added to scores"),
-        ("bloom", "it does not call its attention by a name, in whose place another could be put"),
+        ("gemma2", "no operator: scores are capped, which none of torch_npu does"),
+        ("t5", "no operator: biases of positions are added to scores"),
+        ("bloom", "changes semantics: it does not call its attention by a name, in whose place another could be put"),
     ],
 )
 def test_what_no_operator_computes_keeps_its_own_and_says_why(registered, name, reason) -> None:

@@ -319,7 +319,7 @@ def test_the_report_says_which_modules_it_computes(registered, name) -> None:
     model = pair_by_name(name)[1]
     served = rows(model)
     assert [row.path for row in served] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    capped = "in torch, since no operator of torch_npu caps scores" if name == "gemma2" else None
+    capped = "in torch, since scores are capped, which none of torch_npu does" if name == "gemma2" else None
     assert {(row.kernel, row.swapped, row.reason) for row in served} == {(NAME, True, capped)}
     assert "2 of 2 attention" in kernels_ext_npu.report(model).summary()
     assert launches(model) == (0 if capped else 2)

@@ -92,7 +92,8 @@ def test_layers_that_are_compiled_by_themselves_share_a_graph(name: str) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 @torch.no_grad()
-def test_kernels_add_no_graph_with_the_default_attention(name: str) -> None:
+def test_kernels_need_one_graph_where_the_default_attention_needs_more(name: str) -> None:
+    """Torch specialises sdpa by length; what takes its place does not."""
     graphs = []
     for kernels in (False, True):
         torch._dynamo.reset()
@@ -104,4 +105,4 @@ def test_kernels_add_no_graph_with_the_default_attention(name: str) -> None:
             for length in LENGTHS:
                 logits(call, name, length)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[1]
+    assert graphs[0] > graphs[1] == 1

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from matplotlib import image
+from rich.console import Console
 from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.inspection import inspecting, roofline, scalar_cores, showing, subject
 from tests.support.kernelizing import QWEN3_235B_A22B
 
 pytestmark = pytest.mark.slow
@@ -89,6 +92,41 @@ def test_each_kernel_alone_and_all_together(folder: Path) -> None:
             assert counts["bytes"] == sum(entry["bytes"] for entry in counts["operators"].values())
     assert {row["kernel"] for row in report["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
     assert "not a measurement" in report["estimate"]["what"]
+
+
+def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
+    """Of a layer of Qwen3.5 without kernels: two, and two more in its backward."""
+    sizes = SIZES | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    AutoConfig.for_model("qwen3_5_text", **sizes).save_pretrained(tmp_path)
+    found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
+    console = Console(record=True, width=80, file=io.StringIO())
+    showing.show(found, console)
+    text = " ".join(console.export_text().split())
+    for number in (2, 4):
+        said = "On the AI CPU, a few scalar cores, for which the estimate is far too low: original: "
+        assert f"{said}{number} linalg_solve_triangular." in text
+    before, after = showing.as_json(found)["variants"]
+    assert before["step"]["ai_cpu_launches"] == {"linalg_solve_triangular": 4}
+    assert after["step"]["ai_cpu_launches"] == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "launches", "gigabytes", "grouped", "peak"),
+    [("Qwen3-Next-80B-A3B", (6_500, 15_500), 1_000, 540, 83), ("kimi_linear", (6_500, 15_000), 3_000, 540, 120)],
+)
+def test_whole_models_with_linear_attention_stay_below_these_figures(name, launches, gigabytes, grouped, peak) -> None:
+    """In bfloat16, 1 × 4096 tokens; apart from products with experts, which read each weight twice and write once."""
+    found = inspecting.inspect(subject.find(name), roofline.SOCS["910b"])
+    counts = found.variants[-1].counts
+    assert [counts[phase].launches.total() <= most for phase, most in zip(("forward", "step"), launches)] == [True] * 2
+    step = counts["step"]
+    of_experts = step.bytes["npu_grouped_matmul"]
+    assert of_experts <= grouped * 1e9
+    assert step.bytes.total() - of_experts <= gigabytes * 1e9
+    assert step.peak <= peak * 1e9
+    assert not scalar_cores.launches(step)
+    assert step.waits == counts["forward"].waits == 0
 
 
 @pytest.mark.long

@@ -56,6 +56,18 @@ def test_the_parts_of_two_devices_are_the_norm_of_all(affine, joins) -> None:
         close(sum(part[3] for part in reduced), norm.bias.grad)
 
 
+@pytest.mark.parametrize("join", [torch_npu.batch_norm_gather_stats_update, torch.batch_norm_gather_stats_with_counts])
+def test_joined_statistics_have_the_dtype_of_those_that_they_join(join) -> None:
+    x, sums = torch.ones(2, 3, 4).npu(), torch.full((2, 3), 8.0).half().npu()
+    results = join(x, sums, sums, None, None, MOMENTUM, EPS, torch.tensor([8.0, 8.0]).npu())
+    assert [t.dtype for t in results] == [torch.float16, torch.float16]
+
+
+def test_a_tensor_without_channels_has_no_sums() -> None:
+    with pytest.raises(RuntimeError, match=r"dim input tensor \[self\] must more than 1"):
+        torch_npu.batch_norm_reduce(torch.ones(3).npu(), EPS)
+
+
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Sums of 56 numbers in float32, and their squares: a few hundred roundings at most."""
     torch.testing.assert_close(found.cpu().double(), expected.detach(), rtol=2e-5, atol=2e-5)

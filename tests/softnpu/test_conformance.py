@@ -235,6 +235,7 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_quantize": [
         ((rows(2, 3), rows(3), torch.ones(3, dtype=torch.int32), 12), {}),
         ((rows(2, 3, dtype=HALF), rows(1, dtype=HALF), None, 12, -1, False), {}),
+        ((rows(2, 3, dtype=HALF), rows(2, 1, dtype=HALF), None, 12, -2, False), {}),
     ],
     "npu_trans_quant_param": [((rows(3),), {}), ((rows(1, 3), rows(1, 3)), {}), ((rows(1), rows(3)), {})],
     "npu_dynamic_quant_asymmetric": [((rows(2, 3, 4, dtype=HALF),), {})],
@@ -378,6 +379,10 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
         ((rows(4, 8), rows(2, 8), rows(2, 8), rows(3, 8), rows(2, 2), SLOTS, EXPERTS.int(), 2), {}),
         ((rows(3, 2, 8, dtype=HALF), None, None, None, rows(2, 2), SLOTS, None), {"drop_pad_mode": 3}),
     ],
+    "npu_moe_re_routing": [
+        ((rows(6, 8, dtype=HALF), torch.tensor([[1, 2], [2, 1]])), {}),
+        ((rows(6, 8).char(), torch.tensor([[1, 2], [2, 1]])), {"per_token_scales": rows(6)}),
+    ],
     "npu_moe_compute_expert_tokens": [((SLOTS.sort().values, 5), {})],
     "npu_linear": [((rows(3, 8), rows(4, 8), rows(4)), {}), ((rows(3, 8).half(), rows(4, 8).half()), {})],
     "npu_linear_backward": [((rows(3, 4), rows(3, 8), rows(4, 8)), {})],
@@ -407,6 +412,9 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_weight_quant_batchmatmul": [((rows(3, 8, dtype=HALF), rows(8, 4).char(), rows(1, 4, dtype=HALF)), {})],
     "npu_apply_adam_w.out": [
         ((0.9, 0.9, 0.1, 0.1, 0.9, 0.9, 0.1, rows(4), None, None, None), {"out": [rows(4), rows(4), rows(4)]})
+    ],
+    "npu_apply_adam.out": [
+        ((0.9, 0.9, 0.1, 0.9, 0.9, 0.1, rows(4), False, True), {"out": [rows(4), rows(4), rows(4)]})
     ],
     "npu_one_hot": [((IDS,), {"depth": 3})],
     "npu_scatter_nd_update": [((rows(4, 5, 6), torch.tensor([[0, 1], [2, 3]]), rows(2, 6)), {})],

@@ -205,6 +205,24 @@ def test_convolution_of_channels_last_input() -> None:
     torch.testing.assert_close(conv.to("npu")(x.contiguous().to("npu")).cpu(), expected)
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1,
+        lambda x: x.exp(),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.where(x > 0, x, 0),
+        lambda x: x.sort(0).values,
+        lambda x: x.softmax(0),
+        lambda x: torch.linalg.qr(x).Q,
+    ],
+)
+def test_results_are_contiguous_as_op_plugin_allocates_them(compute) -> None:
+    result = compute(torch.randn(3, 4).t().to("npu"))
+    assert result.is_contiguous()
+    assert not torch.randn(3, 4).t().to("npu").clone().is_contiguous()  # torch_npu's CloneKernelOpApi.cpp
+
+
 def test_results_go_to_the_device_of_the_arguments(run_python) -> None:
     code = """
 import softnpu, torch
@@ -369,6 +387,8 @@ def test_a_packed_sequence_keeps_its_padding_between_the_rows() -> None:
         output, state = lstm.to(device)(nn.utils.rnn.pack_padded_sequence(x.to(device), lengths))
         results.append([t.cpu() for t in (nn.utils.rnn.pad_packed_sequence(output)[0], *state)])
     torch.testing.assert_close(*results)
+    with pytest.raises(RuntimeError, match="'lengths' argument should be a CPU tensor"):
+        nn.utils.rnn.pack_padded_sequence(x.to("npu"), lengths.to("npu"))
 
 
 def test_what_lies_behind_a_shrunk_storage_is_not_a_number_and_cannot_be_written() -> None:

@@ -87,6 +87,25 @@ def test_steps_of_adamw_are_torchs(maximize) -> None:
         torch.testing.assert_close(var.cpu().double(), reference.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adam_of_three_steps_is_that_of_torch(nesterov) -> None:
+    """Without epsilon, which the device adds to the moment before its bias is corrected and torch after."""
+    torch.manual_seed(0)
+    start = torch.randn(7)
+    reference = start.double()
+    first, second = torch.zeros(2, 7, dtype=torch.float64)
+    var, m, v = start.to("npu"), torch.zeros(7, device="npu"), torch.zeros(7, device="npu")
+    for step in range(1, 4):
+        grad = torch.randn(7)
+        g, powers = grad.double(), (0.8**step, 0.9**step)
+        first, second = 0.8 * first + 0.2 * g, 0.9 * second + 0.1 * g * g
+        ahead = 0.8 * first + 0.2 * g if nesterov else first
+        reference = reference - 0.1 * ahead / (1 - powers[0]) / (second / (1 - powers[1])).sqrt()
+        torch_npu.npu_apply_adam(*powers, 0.1, 0.8, 0.9, 0.0, grad.to("npu"), False, nesterov, out=(var, m, v))
+        # the scalars are float32: 1 - 0.9 has a relative error of 1e-7 / 0.1
+        torch.testing.assert_close(var.cpu().double(), reference, rtol=1e-5, atol=1e-5)
+
+
 ONES = torch.ones(4, 5, device="npu")
 P, K = torch.ones(4, device="npu"), torch.ones(4, dtype=torch.int32, device="npu")
 INDEX = torch.zeros(2, 1, dtype=torch.int64, device="npu")

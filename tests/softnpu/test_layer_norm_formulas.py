@@ -43,6 +43,16 @@ def test_add_layer_norm(dtype, parameters) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_norm_of_two_dtypes_is_float32(dtype) -> None:
+    x1, x2, gamma, beta = drawn(torch.float32)
+    y, _, _, x = torch_npu.npu_add_layer_norm(*(t.npu() for t in (x1, x2.to(dtype), gamma, beta)), 1e-5, True)
+    total = x1.double() + x2.to(dtype).double()
+    assert y.dtype == x.dtype == torch.float32
+    compare(x, total, torch.float32)
+    compare(y, F.layer_norm(total, (16,), gamma.double(), beta.double(), 1e-5), torch.float32)
+
+
 def test_the_sum_is_not_written_unless_it_is_asked_for() -> None:
     assert torch_npu.npu_add_layer_norm(*(t.to("npu") for t in drawn(torch.float32)))[3].isnan().all()
 
@@ -85,7 +95,7 @@ def test_group_norm_silu(dtype, affine) -> None:
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda a, b, g: torch_npu.npu_add_layer_norm(a, b.half(), g, g), "dtypes"),
+        (lambda a, b, g: torch_npu.npu_add_layer_norm(a, b.half(), g.half(), g), "dtypes"),
         (lambda a, b, g: torch_npu.npu_add_layer_norm(a, b[:1], g, g), "differ in shape"),
         (lambda a, b, g: torch_npu.npu_add_layer_norm(a, b, g[:8], g[:8]), "gamma must be"),
         (lambda a, b, g: torch_npu.npu_deep_norm(a, b, g.half(), g), "dtypes"),

@@ -256,3 +256,20 @@ def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
     with pytest.raises(RuntimeError, match=rule) as error:
         call()
     assert str(error.value).startswith("npu_moe_")
+
+
+def test_rows_of_other_cards_are_ordered_by_expert() -> None:
+    counts = torch.tensor([[1, 0, 2], [2, 1, 0]], dtype=torch.int32)
+    x, scales = torch.arange(T * H).view(T, H).half(), torch.rand(T)
+    # the experts of the rows as they come: 0 2 2 of the first card, 0 0 1 of the second
+    wanted = [0, 3, 4, 5, 1, 2]
+    moved, moved_scales, index, totals = torch_npu.npu_moe_re_routing(
+        x.npu(), counts.npu(), per_token_scales=scales.npu()
+    )
+    assert torch.equal(moved.cpu(), x[wanted])
+    assert torch.equal(moved_scales.cpu(), scales[wanted])
+    assert index.tolist() == wanted
+    assert index.dtype == totals.dtype == torch.int32
+    assert totals.tolist() == [3, 1, 2]
+    with pytest.raises(RuntimeError, match="counts 6 tokens, there are 5"):
+        torch_npu.npu_moe_re_routing(x[:5].npu(), counts.npu())

@@ -35,6 +35,13 @@ def test_without_division_scale_and_offset_come_before_the_rounding() -> None:
     assert ((y.cpu() - exact).abs() <= 0.5 + 1e-5).all()  # float32 inside
 
 
+def test_without_division_every_head_may_have_a_scale() -> None:
+    x, scale, offset = torch.randint(-99, 99, (3, 8)).half() / 4, torch.rand(3, 1).half(), torch.rand(3, 1).half()
+    y = torch_npu.npu_quantize(x.npu(), scale.npu(), offset.npu(), torch.qint8, -2, False)
+    exact = x.double() * scale.double() + offset.double()
+    assert ((y.cpu() - exact).abs() <= 0.5 + 1e-5).all()  # float32 inside
+
+
 def test_a_scale_keeps_19_bits_beside_a_flag_and_an_offset() -> None:
     scale, offset = torch.rand(5) * 9, torch.tensor([-3.0, 0.0, 7.0, 255.0, -256.0])
     bits = scale.numpy().view(np.uint32).astype(np.int64) & 0xFFFFE000
@@ -59,6 +66,7 @@ def test_rows_come_back_from_scale_and_offset(dtype) -> None:
     [
         (lambda x: torch_npu.npu_quantize(x.int(), x[0], None, torch.qint8), RuntimeError, "must be floating-point"),
         (lambda x: torch_npu.npu_quantize(x, x[0, :3], None, torch.qint8), RuntimeError, r"scales must be \[1\] or"),
+        (lambda x: torch_npu.npu_quantize(x, x[:, :1], None, torch.qint8, 0), RuntimeError, r"scales must be \[1\] or"),
         (lambda x: torch_npu.npu_quantize(x, x[0], None, torch.quint8, 1, False), NotImplementedError, "to int8"),
         (lambda x: torch_npu.npu_trans_quant_param(x.half()), RuntimeError, "float16"),
         (lambda x: torch_npu.npu_trans_quant_param(x[0], round_mode=1), RuntimeError, "round_mode 0 only, got 1"),

@@ -42,7 +42,7 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
         scores = scores.masked_fill(left_out, -torch.inf)
     weights = _softmax(scores, options.sink)
     weights = F.dropout(weights.to(query.dtype), options.dropout)
-    return (weights @ value).transpose(1, 2)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def attend_packed_in_torch(

@@ -30,7 +30,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
         options: how scores become weights.
 
     Returns:
-        ``[B, S_q, N, D_v]``, in the dtype of the query. A query that sees no key gives zero.
+        ``[B, S_q, N, D_v]``, contiguous, in the dtype of the query. A query that sees no key gives zero.
     """
     if isinstance(seen, Band):
         key, value = _reachable(query, key, value, seen)
@@ -51,7 +51,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
         if options.sink is None or not refuses_sinks(error):
             raise
         return attend_in_torch(query, key, value, seen, options)
-    return (result.transpose(1, 2) if layout == "BNSD" else result)[..., :size]
+    if result.shape[-1] > size:
+        result = result[..., :size]
+    return (result.transpose(1, 2) if layout == "BNSD" else result).contiguous()
 
 
 def attend_packed(
@@ -110,7 +112,8 @@ def _launch_packed(
             shifted = tuple(e - start for e in ends), tuple(e - key_start for e in key_ends)
             parts.append(_launch_one(*some, "TND", sparsity, options, *shifted))
         start, key_start = end, key_end
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[..., :size]
+    result = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return result[..., :size].contiguous() if result.shape[-1] > size else result
 
 
 def _reachable(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,10 @@ class MaskDescription:
     def plain(self, batch: int) -> Band | Packing | None:
         """Return the description without a mask, for so many sequences; None where there is none.
 
-        Reads lengths from the device when it is asked for the first time.
+        Reads lengths from the device when it is asked for the first time; a graph, which cannot, gets the mask for them.
         """
+        if torch.compiler.is_compiling():
+            return self._choose(batch)
         if not self._is_chosen:
             with unseen():
                 self._chosen, self._is_chosen = self._choose(batch), True
@@ -115,7 +117,8 @@ class MaskDescription:
         if self._padding is None and self._ids is None:
             return band
         read = self._padding or self._ids
-        if self.queries != self.keys or isinstance(read.tensor, FakeTensor) or (self._padding and self._ids):
+        is_unread = isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling()
+        if self.queries != self.keys or is_unread or (self._padding and self._ids):
             return None
         return self._padded(band) if self._padding else self._packed(batch, band)
 
@@ -170,3 +173,29 @@ class MaskDescription:
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.mask, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _of_the_mask(name: str) -> Callable:
+    """Return an operator of the mask: Python looks for those in the class."""
+
+    def operator(self: MaskDescription, *others: Any) -> Any:
+        others = tuple(other.mask() if isinstance(other, MaskDescription) else other for other in others)
+        return getattr(self.mask(), name)(*others)
+
+    return operator
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+for _name in (
+    *_ARITHMETIC,
+    *(f"r{name}" for name in _ARITHMETIC),
+    *_COMPARED,
+    "neg",
+    "invert",
+    "len",
+    "iter",
+    "contains",
+):
+    setattr(MaskDescription, f"__{_name}__", _of_the_mask(f"__{_name}__"))
+MaskDescription.__hash__ = object.__hash__  # as a tensor's, whose == is no comparison of objects either

@@ -59,7 +59,7 @@ def attention_forward(
         kwargs: what other implementations take, and the paged cache.
 
     Returns:
-        ``[B, S_q, N, D_v]`` and None: the weights are never in memory.
+        ``[B, S_q, N, D_v]``, contiguous, and None: the weights are never in memory.
 
     Raises:
         ValueError: an argument says of the keys what is not computed here, or a mask does not fit.

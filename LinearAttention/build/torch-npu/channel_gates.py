@@ -51,8 +51,8 @@ def product_gradients(
     key: Tensor,
     sums: Tensor,
     bounds: Bounds | None,
-    of_keys: tuple[Tensor, Tensor],
-    of_queries: tuple[Tensor, Tensor],
+    grad_keys: Tensor,
+    grad_queries: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`products` for query, key and sums.
 
@@ -64,10 +64,9 @@ def product_gradients(
         key: ``[M, C, K]``.
         sums: ``[M, C, K]``.
         bounds: of packed sequences.
-        of_keys: the first product, which is not looked at, and its gradient, zero on and above the diagonal.
-        of_queries: the second product, which is not looked at, and its gradient.
+        grad_keys: of the first product, zero on and above the diagonal.
+        grad_queries: of the second product.
     """
-    grad_keys, grad_queries = of_keys[1], of_queries[1]
     factors, pairs, signs = _halvings(sums, bounds)
     near = key.unsqueeze(1) * factors
     far = grad_queries.unsqueeze(1) * pairs

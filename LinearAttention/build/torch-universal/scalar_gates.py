@@ -20,26 +20,27 @@ def product_gradients(
     key: Tensor,
     sums: Tensor,
     bounds: Bounds | None,
-    of_keys: tuple[Tensor, Tensor],
-    of_queries: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`products` for query, key and sums.
+    grad_keys: Tensor,
+    grad_queries: Tensor,
+) -> tuple[Tensor, Tensor, None]:
+    """Compute the gradients of :func:`products` for query and key.
+
+    That of the sums is left to the whole chunk. With ``S = exp(sum) S'`` the recurrence of S' knows the gates by
+    ``exp(sum) q`` and ``exp(-sum) v`` alone: the gradient of a sum is that of q times q, less that of v times v.
 
     Args:
         query: ``[M, C, D]``.
         key: ``[M, C, D]``.
         sums: ``[M, C, 1]``.
         bounds: of packed sequences.
-        of_keys: the first product and its gradient, which is zero on and above the diagonal.
-        of_queries: the second product and its gradient.
+        grad_keys: of the first product, zero on and above the diagonal.
+        grad_queries: of the second product.
     """
     between = _between(sums, bounds)
-    grad_keys, grad_queries = of_keys[1] * between, of_queries[1] * between
+    grad_keys, grad_queries = grad_keys * between, grad_queries * between
     grad_query = torch.bmm(grad_queries, key)
     grad_key = torch.bmm(grad_keys + grad_keys.transpose(-1, -2), key)
-    grad_key = torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query)
-    moved = torch.addcmul(of_keys[0] * of_keys[1], *of_queries)
-    return grad_query, grad_key, (moved.sum(-1) - moved.sum(-2)).unsqueeze(-1)
+    return grad_query, torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query), None
 
 
 def _between(sums: Tensor, bounds: Bounds | None) -> Tensor:

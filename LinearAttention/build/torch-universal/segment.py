@@ -111,7 +111,7 @@ def inner(chunks: Chunks) -> Inner:
 
 
 class _Parts(NamedTuple):
-    """Holds more of the equations: eK, eQ, lK, U and W, and what takes a state over a chunk, ``[N, rows, K, K]``."""
+    """Holds more of the equations: -eK, eQ, lK, U and -W, and what takes a state over a chunk, ``[N, rows, K, K]``."""
 
     led_key: Tensor
     led_query: Tensor
@@ -123,12 +123,11 @@ class _Parts(NamedTuple):
 
 def _equations(chunks: Chunks, found: Inner) -> _Parts:
     lead, trail, whole = chunks.decays
-    led_key, led_query, trailed_key = chunks.key * lead, chunks.query * lead, chunks.key * trail
+    led_key, led_query, trailed_key = chunks.key * -lead, chunks.query * lead, chunks.key * trail
     weighted = found.inverse * chunks.beta.transpose(-1, -2)
     new, read = torch.bmm(weighted, chunks.value), torch.bmm(weighted, led_key)
-    size = chunks.key.shape[-1]
-    kept = torch.eye(size, dtype=whole.dtype, device=whole.device) * whole.unsqueeze(-1)
-    transitions = torch.baddbmm(kept, trailed_key.transpose(-1, -2), read, alpha=-1)
+    transitions = torch.bmm(trailed_key.transpose(-1, -2), read)
+    transitions.diagonal(dim1=-2, dim2=-1).add_(whole)
     return _Parts(led_key, led_query, trailed_key, new, read, transitions.unflatten(0, (-1, chunks.rows)))
 
 
@@ -145,7 +144,7 @@ def forward(chunks: Chunks, found: Inner, state: Tensor | None) -> tuple[Tensor,
     """
     parts = _equations(chunks, found)
     states = scan(parts.transitions, parts.trailed_key.transpose(-1, -2), parts.new, state)
-    read = torch.baddbmm(parts.led_query, found.queries, parts.read, alpha=-1)
+    read = torch.baddbmm(parts.led_query, found.queries, parts.read)
     out = torch.baddbmm(torch.bmm(found.queries, parts.new), read, states.before.flatten(0, 1))
     return out, states
 
@@ -171,47 +170,50 @@ def backward(
         The gradients of query, key, value, beta and the sums of gates, and of the first state.
     """
     parts, (lead, trail, _) = _equations(chunks, found), chunks.decays
-    read = torch.baddbmm(parts.led_query, found.queries, parts.read, alpha=-1)
+    read = torch.baddbmm(parts.led_query, found.queries, parts.read)
     grads = scan(parts.transitions.transpose(-1, -2), read.transpose(-1, -2), grad, grad_state, backwards=True)
     before, behind = states.before.flatten(0, 1), grads.before.flatten(0, 1)
     turned = before.transpose(-1, -2)
 
-    value = torch.baddbmm(parts.new, parts.read, before, alpha=-1)  # V'
+    value = torch.baddbmm(parts.new, parts.read, before)  # V'
     grad_value = torch.baddbmm(torch.bmm(found.queries.transpose(-1, -2), grad), parts.trailed_key, behind)
     grad_queries = torch.bmm(grad, value.transpose(-1, -2))
     grad_led_query = torch.bmm(grad, turned)
     grad_trailed_key = torch.bmm(value, behind.transpose(-1, -2))
     solved = found.inverse.transpose(-1, -2)
     grad_new = torch.bmm(solved, grad_value)
-    grad_read = torch.bmm(solved, torch.bmm(grad_value, turned))  # of W, with the sign turned
+    grad_read = torch.bmm(solved, torch.bmm(grad_value, turned))
     grad_lower = torch.baddbmm(
-        torch.bmm(grad_new, parts.new.transpose(-1, -2)), grad_read, parts.read.transpose(-1, -2), beta=-1
+        torch.bmm(grad_new, parts.new.transpose(-1, -2)), grad_read, parts.read.transpose(-1, -2), beta=-1, alpha=-1
     ).tril(-1)
-    grad_beta = (grad_new * chunks.value).sum(-1) - (grad_read * parts.led_key).sum(-1)
-    grad_beta = grad_beta + (grad_lower * found.keys).sum(-1)
-    grad_led_key = grad_read * -chunks.beta
+    of_value = (grad_new * chunks.value).sum(-1, keepdim=True)
+    grad_beta = of_value + (grad_read * parts.led_key).sum(-1, keepdim=True)
+    grad_beta = grad_beta + (grad_lower * found.keys).sum(-1, keepdim=True)
+    grad_led_key = grad_read * chunks.beta
 
     grad_query, grad_key, grad_sums = chunks.gates.product_gradients(
-        chunks.query,
-        chunks.key,
-        chunks.sums,
-        chunks.bounds,
-        (found.keys, grad_lower * chunks.beta),
-        (found.queries, grad_queries),
+        chunks.query, chunks.key, chunks.sums, chunks.bounds, grad_lower * chunks.beta, grad_queries
     )
     grad_query = torch.addcmul(grad_query, grad_led_query, lead)
-    grad_key = torch.addcmul(torch.addcmul(grad_key, grad_led_key, lead), grad_trailed_key, trail)
-    moved = torch.addcmul(grad_led_query * parts.led_query, grad_led_key, parts.led_key)
-    moved = torch.addcmul(moved, grad_trailed_key, parts.trailed_key, value=-1)
-    # the sum of a whole chunk decays all that is in the state behind it
-    second = states.before[states.before.shape[0] // 2 :]
-    following = torch.cat([second, states.before[1 : second.shape[0]], states.last.unsqueeze(0)])
-    at_end = (following.flatten(0, 1) * behind).sum(-1).unsqueeze(1)
-    if chunks.sums.shape[-1] == 1:
-        moved, at_end = moved.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
-    grad_sums = grad_sums + moved
+    grad_key = torch.addcmul(grad_key, grad_led_key, lead, value=-1)
+    grad_key = torch.addcmul(grad_key, grad_trailed_key, trail)
+    at_end = _at_end(states, grads)
+    if grad_sums is None:
+        grad_sums = (grad_query * chunks.query).sum(-1, keepdim=True) - of_value * chunks.beta
+        at_end = at_end.sum(-1, keepdim=True)
+    else:
+        moved = torch.addcmul(grad_led_query * parts.led_query, grad_led_key, parts.led_key)
+        grad_sums = grad_sums + torch.addcmul(moved, grad_trailed_key, parts.trailed_key, value=-1)
     grad_sums[:, -1:] += at_end
-    return grad_query, grad_key, grad_new * chunks.beta, grad_beta.unsqueeze(-1), grad_sums, grads.last
+    return grad_query, grad_key, grad_new * chunks.beta, grad_beta, grad_sums, grads.last
+
+
+def _at_end(states: States, grads: States) -> Tensor:
+    """Compute the gradient of the sum of a whole chunk that comes through the state behind it, ``[M, 1, K]``."""
+    half = states.before.shape[0] // 2
+    following = (states.before[half:], states.before[1:half], states.last.unsqueeze(0))  # in the order of chunks.py
+    of_state = (grads.before[:half], grads.before[half:-1], grads.before[-1:])
+    return torch.cat([(a * b).sum(-1) for a, b in zip(following, of_state)]).flatten(0, 1).unsqueeze(1)
 
 
 def token_gradients(

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernels_ext_npu.inspection import roofline
+from kernels_ext_npu.inspection import roofline, scalar_cores
 from kernels_ext_npu.inspection.counts import Counts, Layer
 from kernels_ext_npu.inspection.inspecting import PHASES, Inspection, Variant
 from kernels_ext_npu.inspection.mesh import ONE
@@ -86,7 +86,23 @@ def _table(inspection: Inspection, phase: str, title: str) -> Table:
         table.add_row(title)
         for variant, counts in zip(_ends(inspection), pair):
             table.add_row(f"  {variant.name}", *_cells(counts))
+    table.caption, table.caption_justify = _on_scalar_cores(inspection, phase), "left"
     return table
+
+
+def _on_scalar_cores(inspection: Inspection, phase: str) -> str | None:
+    """Say which launches are far longer than what is estimated for them."""
+    said = [
+        f"{variant.name}: {number:,} {name}"
+        for variant in inspection.variants
+        if (counts := variant.counts[phase]) is not None
+        for name, number in scalar_cores.launches(counts).items()
+    ]
+    return (
+        f"On the AI CPU, a few scalar cores, for which the estimate is far too low: {', '.join(said)}."
+        if said
+        else None
+    )
 
 
 def _collectives(inspection: Inspection, phase: str) -> Table:
@@ -181,6 +197,7 @@ def _sums(counts: Counts) -> dict[str, Any]:
         "launches": counts.launches.total(),
         "bytes": counts.bytes.total(),
         "host_waits": counts.waits,
+        "ai_cpu_launches": scalar_cores.launches(counts),
         "peak_activation_bytes": counts.peak,
         "estimate_seconds": sum(counts.seconds.values()),
         "collectives": [

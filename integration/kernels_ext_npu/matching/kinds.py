@@ -36,8 +36,8 @@ COUNTED = "5.22.2"  # the release of transformers that kept.json is about
 KEPT: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("kept.json").read_text())
 # what a reason of KEPT begins with, before a colon
 WHY = ("device limit", "no operator", "needs a value on the host", "changes semantics")
-UNNAMED = "it does not call its attention by a name, in whose place another could be put"
-BIASED = "biases of positions are added to scores"
+UNNAMED = "changes semantics: it does not call its attention by a name, in whose place another could be put"
+BIASED = "no operator: biases of positions are added to scores"
 UNKNOWN = "is not in the release that kept.json is about"
 
 _MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
@@ -142,6 +142,13 @@ def attends(cls: type[nn.Module]) -> bool:
     methods = (inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value))
     helpers = (names(method) for method in methods if inspect.isfunction(method))
     return any(used & _SOFTMAX for used in (used, *helpers))
+
+
+def attends_by_itself(cls: type[nn.Module]) -> bool:
+    """Tell whether a class takes the mask that a model made, and computes attention without asking any config."""
+    if not _ATTENTION_NAMES.search(cls.__name__) or calls_attention_by_name(cls) or not attends(cls):
+        return False
+    return any("mask" in name for name in inspect.signature(cls.forward).parameters)
 
 
 def attention_refusal(cls: type[nn.Module]) -> str | None:

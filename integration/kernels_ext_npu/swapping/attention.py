@@ -35,8 +35,8 @@ def remark(module: nn.Module) -> str | None:
     if is_in_float64(module):
         return "in torch, since it is in float64"
     if kinds.adds_biases(type(module)):
-        return f"in torch, where {kinds.BIASED}"
-    return f"in torch, since {CAPPED}" if caps(module) else None
+        return f"in torch, where {_without_sort(kinds.BIASED)}"
+    return f"in torch, since {_without_sort(CAPPED)}" if caps(module) else None
 
 
 def reason(module: nn.Module, kept: dict[int, str | None]) -> str:
@@ -53,3 +53,7 @@ def reason(module: nn.Module, kept: dict[int, str | None]) -> str:
     if not calls_by_name(module):
         return kinds.UNNAMED
     return kept.get(id(module.config)) or refusals.NOT_SETTLED
+
+
+def _without_sort(reason: str) -> str:
+    return kinds.why(reason)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -101,6 +102,23 @@ def let_go(config: PreTrainedConfig) -> None:
     """Let a config that nobody told to name ours name again what it did before."""
     _patches().give_back(config, _FIELD)
     _choices().taken.pop(id(config), None)
+
+
+def refuse(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Let a config name again what it did before ours, and say that ours was asked for and is not for its model."""
+    default = model.get_correct_attn_implementation(None)
+    let_go(config)
+    if names_it(config):
+        setattr(config, _FIELD, default)
+    _choices().named.pop(id(config), None)
+    keeps_its_own(type(model), config._attn_implementation)
+
+
+def keeps_its_own(cls: type[PreTrainedModel], implementation: str | None) -> None:
+    """Warn that the models of a class do not call attention by the name that was asked for."""
+    warnings.warn(
+        f"{NAME}: {cls.__name__} does not call its attention by name, and keeps {implementation}", stacklevel=5
+    )
 
 
 def can_take_it(cls: type[PreTrainedModel]) -> bool:

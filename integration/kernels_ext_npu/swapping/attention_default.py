@@ -22,7 +22,7 @@ from kernels_ext_npu.swapping.patches import Patches
 def install(patches: Patches) -> None:
     """Look at models when they are moved, and when one is made."""
     patches.method(PreTrainedModel, "_apply", _settled_after, is_installed)
-    patches.method(PreTrainedModel, "post_init", _settled_after, is_installed)
+    patches.method(PreTrainedModel, "post_init", _made, is_installed)
 
 
 def is_installed() -> bool:
@@ -56,9 +56,11 @@ def reasons(model: nn.Module) -> dict[int, str | None]:
     A config is that of all modules of a transformers model, so that ours is for all of them or for none. Models that
     hold other models have no attention of their own: they make masks for those inside, and follow them.
     """
-    from kernels_ext_npu.swapping import attention_modules  # register() need not wait for references
+    from kernels_ext_npu.matching import kinds  # register() need not wait for references
+    from kernels_ext_npu.swapping import attention_modules
 
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)][::-1]  # those inside first
+    models = _models(model)
+    unnamed = {id(config): kinds.UNNAMED for config in unfit(model)}
     modules: dict[int, list[Any]] = {}
     for module in model.modules():
         if attention_modules.calls_by_name(module):
@@ -66,13 +68,43 @@ def reasons(model: nn.Module) -> dict[int, str | None]:
     found: dict[int, str | None] = {}
     for owner in models:
         for key in {_config_of(module) for module in owner.modules()} & modules.keys() - found.keys():
-            found[key] = _reason(modules[key][0].config, owner, modules[key])
+            found[key] = unnamed.get(key) or _reason(modules[key][0].config, owner, modules[key])
     for owner in models:
         inside = {_config_of(module) for module in owner.modules()} & modules.keys()
         if id(owner.config) not in found and inside:
             others = next((found[key] for key in inside if found[key] is not None), None)
-            found[id(owner.config)] = _choice(owner.config, owner) or others
+            found[id(owner.config)] = unnamed.get(id(owner.config)) or _choice(owner.config, owner) or others
     return found
+
+
+def unfit(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return the configs that must not name ours, as models make masks by them for modules that compute by themselves.
+
+    For example that of Git, whose vision tower calls attention by name, and whose layers of text do not.
+    """
+    from kernels_ext_npu.matching import kinds
+
+    classes = {cls for cls in map(type, model.modules()) if kinds.attends_by_itself(cls)}
+    found: dict[int, PreTrainedConfig] = {}
+    seen: set[nn.Module] = set()
+    for owner in _models(model) if classes else ():
+        inside = [module for module in owner.modules() if type(module) in classes]
+        if not seen.issuperset(inside):
+            found[id(owner.config)] = owner.config
+            seen.update(inside)
+    return list(found.values())
+
+
+def withdraw(model: PreTrainedModel) -> None:
+    """Let configs that were told to name ours, and must not, name again what they did before."""
+    for config in unfit(model):
+        if attention_choice.names_it(config):
+            attention_choice.refuse(config, model)
+
+
+def _models(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the models inside of a model and itself, those inside first."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)][::-1]
 
 
 def _config_of(module: nn.Module) -> int:
@@ -105,6 +137,12 @@ def _choice(config: PreTrainedConfig, owner: PreTrainedModel) -> str | None:
     if id(config) in choices.named or id(config) in choices.taken or config._attn_implementation != default:
         return f"the attention implementation {config._attn_implementation} was asked for"
     return None if attention_choice.can_take_it(type(owner)) else kinds.UNNAMED
+
+
+def _made(original: Callable, self: PreTrainedModel) -> None:
+    _settled_after(original, self)
+    if any(map(attention_choice.names_it, attention_choice.configs_of([self]))):
+        withdraw(self)
 
 
 def _settled_after(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -8,16 +8,14 @@ continuous batching give them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-from transformers.utils.generic import is_flash_attention_requested
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kernels_ext_npu.swapping import attention_choice, attention_default, attention_packing
+from kernels_ext_npu.swapping import attention_choice, attention_default, attention_files, attention_packing
 from kernels_ext_npu.swapping.attention_choice import NAME
 from kernels_ext_npu.swapping.patches import Patches
 
@@ -65,9 +63,9 @@ def install(patches: Patches) -> None:
     patches.item(AttentionMaskInterface._global_mapping, NAME, npu_flash_attention_mask)
     patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_and_adjust, is_installed)
     patches.method(PreTrainedModel, "set_attn_implementation", _set, is_installed)
-    patches.attribute(masking_utils, "is_flash_attention_requested", _cannot_be_in_chunks)
     attention_choice.install(patches)
     attention_default.install(patches)
+    attention_files.install(patches)
     attention_packing.install(patches)
 
 
@@ -99,9 +97,7 @@ def _check_and_adjust(
         return implementation
     if not attention_choice.can_take_it(type(self)):
         default = original(self, None, *args, **kwargs)
-        warnings.warn(
-            f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
-        )
+        attention_choice.keeps_its_own(type(self), default)
         return default
     attention_choice.adopt(self)
     attention_choice.try_to_load()
@@ -112,8 +108,4 @@ def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args
     requested = attention_choice.meant(requested)
     with attention_choice.noted(self, requested):
         original(self, requested, *args, **kwargs)
-
-
-def _cannot_be_in_chunks(config: Any) -> bool:
-    """Tell transformers' masking_utils whether the implementation of a config refuses chunks: ours computes them."""
-    return is_flash_attention_requested(config) and not attention_choice.names_it(config)
+    attention_default.withdraw(self)

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from kernels_ext_npu.matching import kinds
 
-CAPPED = "no operator of torch_npu caps scores"
+CAPPED = "no operator: scores are capped, which none of torch_npu does"
 
 
 def calls_by_name(module: nn.Module) -> bool:
@@ -20,7 +20,7 @@ def calls_by_name(module: nn.Module) -> bool:
 def refusal(module: nn.Module) -> str | None:
     """Return why the kernel would not do better than the implementation of a module; None where it does."""
     if is_in_float64(module):
-        return "it is in float64"
+        return "device limit: it is in float64"
     return CAPPED if caps(module) else kinds.attention_refusal(type(module))
 
 

@@ -1,0 +1,136 @@
+"""Models whose files go another way for a flash attention, or have modules that compute attention by themselves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    EsmcConfig,
+    EsmcModel,
+    GitConfig,
+    GitForCausalLM,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+    PreTrainedModel,
+    Sam2MaskDecoderConfig,
+)
+from transformers.models.sam2 import modeling_sam2
+
+import kernels_ext_npu
+import softnpu
+from tests.support.zoo import randomise
+
+NAME = "npu_flash_attention"
+LAUNCH = "npu_fusion_attention_v3"
+FLOAT32 = 5e-6  # of values of size one: both are float32, with sums in another order
+TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert (found.detach().cpu() - expected).abs().max() <= FLOAT32 * max(1.0, float(expected.abs().max()))
+
+
+def eager(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        randomise(model, 0)
+    model.set_attn_implementation("eager")
+    return model.eval()
+
+
+@pytest.fixture
+def git() -> GitForCausalLM:
+    vision = {key: TEXT[key] for key in TEXT.keys() - {"vocab_size"}} | {"image_size": 8, "patch_size": 4}
+    return GitForCausalLM(GitConfig(**TEXT, vision_config=vision)).eval()
+
+
+# ---- modules that compute by themselves ------------------------------------------------------------------------------
+def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_are_served(registered, git) -> None:
+    """The text of Git adds its mask to scores; its vision tower calls attention by name."""
+    with torch.no_grad():
+        randomise(git, 0)
+    ids, pixels = torch.arange(3, 13)[None], torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = git(input_ids=ids, pixel_values=pixels).logits
+    ours = copy.deepcopy(git).to("npu")
+    assert ours.config._attn_implementation == "eager"
+    assert ours.config.vision_config._attn_implementation == NAME
+    softnpu.reset_counters()
+    with torch.no_grad():
+        assert_equal(ours(input_ids=ids.npu(), pixel_values=pixels.npu()).logits, expected)
+    assert softnpu.counters()[LAUNCH] == 2
+    kept = {
+        row.class_name: row.reason for row in kernels_ext_npu.report(ours) if row.reason and "by a name" in row.reason
+    }
+    assert set(kept) == {"GitSelfAttention"}
+
+
+def told(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_attn_implementation(NAME)
+    return model
+
+
+WAYS_TO_ASK = {
+    "set_attn_implementation": told,
+    "from_config": lambda model: AutoModelForCausalLM.from_config(model.config, attn_implementation=NAME),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_who_asks_for_it_there_is_told(registered, git, way) -> None:
+    with pytest.warns(UserWarning, match=f"{NAME}: Git.* does not call its attention by name, and keeps eager"):
+        git = WAYS_TO_ASK[way](git)
+    assert git.config._attn_implementation == "eager"
+    assert git.config.vision_config._attn_implementation == NAME
+
+
+# ---- files that refuse a flash attention, or leave it ----------------------------------------------------------------
+def test_prefixes_are_computed_where_the_file_of_the_model_refuses_them(registered) -> None:
+    """HRM: tokens of a prefix see each other. A model of it is made by name, too."""
+    model = eager(HrmTextForCausalLM(HrmTextConfig(**TEXT, head_dim=16, prefix_lm=True)))
+    inputs = {"input_ids": torch.arange(3, 13)[None], "token_type_ids": torch.tensor([[1] * 4 + [0] * 6])}
+    expected = model(**inputs).logits.detach()
+    made = HrmTextForCausalLM._from_config(copy.deepcopy(model.config), attn_implementation=NAME)
+    made.load_state_dict(model.state_dict())
+    found = made.to("npu").eval()(**{name: value.npu() for name, value in inputs.items()}).logits
+    assert_equal(found, expected)
+    causal = model(input_ids=inputs["input_ids"]).logits
+    assert (causal - expected).abs().max() > 1e-3  # the prefix is seen
+
+
+def test_chains_are_computed_where_the_file_of_the_model_refuses_them(registered) -> None:
+    """ESM C: residues of a protein see those of their own chain only."""
+    model = eager(EsmcModel(EsmcConfig(**TEXT)))
+    inputs = {"input_ids": torch.arange(3, 13)[None], "sequence_id": torch.tensor([[0] * 4 + [1] * 6])}
+    expected = model(**inputs).last_hidden_state.detach()
+    model = model.to("npu")
+    model.set_attn_implementation(NAME)
+    assert_equal(model(**{name: value.npu() for name, value in inputs.items()}).last_hidden_state, expected)
+
+
+def test_a_bias_of_sam_2_is_added_and_goes_to_no_other_implementation(registered, caplog) -> None:
+    """The file calls sdpa for it, where transformers takes it for a mask of zeros and ones on an NPU."""
+    config = Sam2MaskDecoderConfig(hidden_size=32, num_attention_heads=2, attention_downsample_rate=1)
+    config._attn_implementation = "eager"
+    module = modeling_sam2.Sam2Attention(config).eval()
+    q, k, v = (torch.randn(1, 2, 5, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    bias = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(3))
+    expected = module(q, k, v, attention_similarity=bias)[0].detach()
+    config._attn_implementation = NAME
+    with caplog.at_level(logging.WARNING):
+        found = module.to("npu")(q.npu(), k.npu(), v.npu(), attention_similarity=bias.npu())[0]
+    assert "Falling back" not in caplog.text
+    assert_equal(found, expected)
+
+
+def test_unregister_gives_files_their_question_back(registered) -> None:
+    from transformers.utils.generic import is_flash_attention_requested
+
+    assert modeling_sam2.is_flash_attention_requested is not is_flash_attention_requested
+    assert modeling_sam2.is_flash_attention_requested(requested_attention_implementation="flash_attention_2")
+    kernels_ext_npu.unregister()
+    assert modeling_sam2.is_flash_attention_requested is is_flash_attention_requested

@@ -69,7 +69,7 @@ class MaskDescription:
     def plain(self, batch: int) -> Band | Packing | None:
         """Return the description without a mask, for so many sequences; None where there is none.
 
-        Reads lengths from the device when it is asked for the first time; a graph, which cannot, gets the mask for them.
+        Reads lengths from the device when it is asked for the first time. A graph cannot: it gets the mask for them.
         """
         if torch.compiler.is_compiling():
             return self._choose(batch)

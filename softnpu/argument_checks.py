@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 from torch import Tensor, bfloat16, dtype, float16, float32
 
 FLOATING = (float16, bfloat16, float32)
@@ -11,6 +15,25 @@ def require(condition: bool, operator: str, rule: str) -> None:
     """Raise ``RuntimeError``, as torch_npu does, unless the rule holds."""
     if not condition:
         raise RuntimeError(f"{operator}: {rule}")
+
+
+def require_values(condition: bool, operator: str, rule: str) -> None:
+    """Raise as ``require`` for a rule about what tensors hold, unless that is not known: while a graph is captured."""
+    if not getattr(_thread, "values_are_unknown", False):
+        require(condition, operator, rule)
+
+
+@contextlib.contextmanager
+def unknown_values() -> Iterator[None]:
+    """Let formulas check shapes and dtypes only: their arguments hold zeros in place of what they will hold."""
+    _thread.values_are_unknown = True
+    try:
+        yield
+    finally:
+        _thread.values_are_unknown = False
+
+
+_thread = threading.local()
 
 
 def describe(tensor: Tensor) -> str:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from torch_npu import npu
 
 from softnpu import graph_capture, randomness
+from softnpu.argument_checks import unknown_values
 from softnpu.host_call import HostCall, OnHost
 
 META = torch.device("meta")
@@ -114,7 +115,8 @@ def _shapes(operator: Operator, call: HostCall, args: list, kwargs: dict) -> tup
             scratch = HostCall(operator.name, call.contiguous)
             scratch.device = call.device
             scratch.originals = {id(s): (s, s) for _, s in stand_ins.values()}
-            result = operator.run(scratch, own_args, own_kwargs)
+            with unknown_values():
+                result = operator.run(scratch, own_args, own_kwargs)
         except Exception:
             if make is makers[-1]:
                 raise

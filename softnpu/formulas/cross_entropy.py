@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, float32, int64
 from torch.nn import functional as F
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 from softnpu.host_call import needs_gradient
 
@@ -108,4 +108,4 @@ def _require(
         require(fits, operator, f"weight must be float32 [{x.shape[1]}], got {describe(weight)}")
     inside = (target == ignored) | ((target >= 0) & (target < x.shape[1]))
     rule = f"target must be below {x.shape[1]} and not negative, unless it is ignore_index ({ignored})"
-    require(bool(inside.all()), operator, f"{rule}; the device reads beyond its memory")
+    require_values(bool(inside.all()), operator, f"{rule}; the device reads beyond its memory")

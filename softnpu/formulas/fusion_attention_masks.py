@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from softnpu.argument_checks import describe, require
+from softnpu.argument_checks import describe, require, require_values
 
 UNBOUNDED = 2147483647
 COMPRESSED = 2048  # the size of the mask that the causal and band modes share
@@ -65,17 +65,19 @@ class Masking:
             expected = torch.stack([self._outside_prefix(s_q, s_k, j) for j in range(b)]).unsqueeze(1)
             rule = f"sparse_mode 5 takes its own prefix mask as atten_mask, [{b}, 1 or {n}, {s_q}, {s_k}]"
             fits = mask.dim() == 4 and mask.shape[0] == b and mask.shape[1] in (1, n) and mask.shape[2:] == (s_q, s_k)
-            require(fits and bool((mask == expected).all()), self.operator, f"{rule}, got {describe(self.atten_mask)}")
+            require_values(
+                fits and bool((mask == expected).all()), self.operator, f"{rule}, got {describe(self.atten_mask)}"
+            )
             return expected
         if mode == PREFIX_COMPRESSED:
             rule = f"sparse_mode 6 takes the upper triangle of {COMPRESSED} x {COMPRESSED} and below it"
             rule += f" {PREFIX_ROWS} rows of zeros left and ones right as atten_mask"
-            require(torch.equal(mask, _triangle_and_rectangle()), self.operator, rule)
+            require_values(torch.equal(mask, _triangle_and_rectangle()), self.operator, rule)
             if self.layout == "TND":
                 return self._outside_prefix(s_q, s_k, i)
             return torch.stack([self._outside_prefix(s_q, s_k, j) for j in range(b)]).unsqueeze(1)
         rule = f"sparse_mode {mode} takes the upper triangle of {COMPRESSED} x {COMPRESSED} as atten_mask"
-        require(torch.equal(mask, _upper_triangle()), self.operator, rule)
+        require_values(torch.equal(mask, _upper_triangle()), self.operator, rule)
         if mode == LEFT_UP_CAUSAL or (mode == BAND_LEFT_UP_CAUSAL and not is_band):
             return outside(s_q, s_k, 0, UNBOUNDED, 0)
         if mode == RIGHT_DOWN_CAUSAL or (mode == RIGHT_DOWN_CAUSAL_BAND and not is_band):
@@ -101,7 +103,7 @@ class Masking:
         if self.sparse_mode == DEFAULT_MASK and min(self.before, self.behind) < max(s_q, s_k):
             rule = "atten_mask keeps positions that pre_tockens and next_tockens leave out"
             left_out = outside(s_q, s_k, 0, self.before, self.behind)
-            require(bool((mask | ~left_out).all()), self.operator, rule)
+            require_values(bool((mask | ~left_out).all()), self.operator, rule)
         return mask
 
     def _outside_prefix(self, s_q: int, s_k: int, i: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, float32
 
 from softnpu import memory_poisoning
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas.dropout import drawn, kept
 from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.formulas.fusion_attention_masks import BAND_LEFT_UP_CAUSAL, Masking
@@ -182,7 +182,7 @@ class Attention:
             scores = scores.masked_fill(hidden, -torch.inf)
             if self.layout == "TND":
                 rule = f"sequence {i} has queries without any key to attend to, which the layout TND does not take"
-                require(not bool(hidden.all(-1).any()), self.operator, rule)
+                require_values(not bool(hidden.all(-1).any()), self.operator, rule)
         if self.sink is not None:
             sink = self.sink.view(-1, 1, 1).expand(*scores.shape[:3], 1)
             maximum = torch.cat([scores, sink], -1).amax(-1, keepdim=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, float32
 
-from softnpu.argument_checks import describe, require
+from softnpu.argument_checks import describe, require, require_values
 from softnpu.formulas.fusion_attention_masks import DEFAULT_MASK, LEFT_UP_CAUSAL, OF_SEQUENCES, RIGHT_DOWN_CAUSAL
 
 MULTIPLY_ADD, ADD_MULTIPLY, SLOPES, SLOPES_OF_ROOTS = range(4)  # pse_type
@@ -84,7 +84,9 @@ class PositionBias:
         rows, columns = pse.shape[-2:]
         seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)[:-1, :-1]
         same = (pse[..., 1:, 1:] == pse[..., :-1, :-1]) | ~seen
-        require(bool(same.all()), self.operator, f"the last {ALIBI_ROWS} rows of pse must depend on distances only")
+        require_values(
+            bool(same.all()), self.operator, f"the last {ALIBI_ROWS} rows of pse must depend on distances only"
+        )
         distance = torch.arange(s_q).unsqueeze(-1) - torch.arange(s_k)
         return pse[..., -1, :][..., (columns - 1 - distance).clamp(max=columns - 1)]
 

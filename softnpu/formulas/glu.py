@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, float16, int64
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 
 ALIGNMENT = 64  # bytes, of one half in npu_swiglu_backward
@@ -169,7 +169,7 @@ def _group_rows(operator: str, group_index: Tensor | None) -> int | None:
         f"group_index has {group_index.numel()} elements; the device takes at most {MAX_GROUPS}",
     )
     require(group_index.is_contiguous(), operator, f"group_index must be contiguous, got {_strided(group_index)}")
-    require(bool((group_index >= 0).all()), operator, "group_index has a negative element; they count rows")
+    require_values(bool((group_index >= 0).all()), operator, "group_index has a negative element; they count rows")
     return int(group_index.sum())
 
 

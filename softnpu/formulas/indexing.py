@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 
 UPDATED = (float32, float16, torch.bool, bfloat16, int64, int8)
@@ -57,12 +57,12 @@ def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = 
     if k is not None:
         require(k.dtype == int32 and k.shape == (rows,), operator, f"k must be int32 [{rows}], got {describe(k)}")
         most = min(MOST_K, words)
-        require(bool(((k >= 1) & (k <= most)).all()), operator, f"k must be in [1, {most}]")
+        require_values(bool(((k >= 1) & (k <= most)).all()), operator, f"k must be in [1, {most}]")
         values = values.masked_fill(values < values.gather(1, words - k.long().unsqueeze(-1)), -torch.inf)
     if p is not None:
         fits = p.dtype == logits.dtype and p.shape == (rows,)
         require(fits, operator, f"p must be {logits.dtype} [{rows}], got {describe(p)}")
-        require(bool(((p >= 0) & (p <= 1)).all()), operator, "p must be in [0, 1]")
+        require_values(bool(((p >= 0) & (p <= 1)).all()), operator, "p must be in [0, 1]")
         dropped = torch.softmax(values.float(), -1).cumsum(-1) <= 1 - p.float().unsqueeze(-1)
         dropped[:, -1] = False
         values = values.masked_fill(dropped, -torch.inf)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, cat, stack
 
-from softnpu.argument_checks import describe, require
+from softnpu.argument_checks import describe, require, require_values
 
 LAYOUTS = (
     "BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND", "TND_NTD",
@@ -80,7 +80,7 @@ def from_blocks(
         )
         chosen = row[:count].long()
         inside = bool(((chosen >= 0) & (chosen < len(cache))).all())
-        require(inside, operator, f"block_table must name blocks below {len(cache)}, got {chosen.tolist()}")
+        require_values(inside, operator, f"block_table must name blocks below {len(cache)}, got {chosen.tolist()}")
         parts.append(cache[chosen].transpose(0, 1).flatten(1, 2)[:, :length])
     return parts
 

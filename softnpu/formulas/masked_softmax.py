@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 
 
@@ -19,7 +19,7 @@ def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1, fixed_t
     operator = "npu_scaled_masked_softmax"
     require_dtypes(operator, {(d, torch.bool) for d in FLOATING}, x=x, mask=mask)
     mask = _require(operator, x, mask, fixed_triu_mask)
-    require(not bool(mask.all(-1).any()), operator, "the mask leaves a row nothing, which no source defines")
+    require_values(not bool(mask.all(-1).any()), operator, "the mask leaves a row nothing, which no source defines")
     y = torch.softmax((x.float() * scale).masked_fill(mask, -torch.inf), -1)
     return y.to(x.dtype).contiguous()
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, float16, float32, int32
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 
 MAX_K = 1024
@@ -152,7 +152,9 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expe
     require(experts.numel() < MAX_SORTED, operator, f"{experts.numel()} indices; the device takes fewer than 2**24")
     rule = f"num_expert is {num_expert}; the device takes 1 to {MAX_EXPERTS}"
     require(1 <= num_expert <= MAX_EXPERTS, operator, rule)
-    require(bool((experts.diff() >= 0).all()), operator, "the indices must be sorted: the device searches by halves")
+    require_values(
+        bool((experts.diff() >= 0).all()), operator, "the indices must be sorted: the device searches by halves"
+    )
     return torch.searchsorted(experts, torch.arange(num_expert, dtype=int32), right=True, out_int32=True)
 
 

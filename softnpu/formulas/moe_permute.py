@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, float32, int8, int32, int64
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 
 MAX_TOP_K = 512
@@ -249,7 +249,9 @@ def _require_unpermute(operator: str, rows: Tensor, sorted_indices: Tensor, prob
 def _require_sorted_indices(operator: str, sorted_indices: Tensor, tokens: int, top_k: int) -> None:
     given = f"got {describe(sorted_indices)} for {tokens} tokens and {top_k} slots"
     require(list(sorted_indices.shape) == [tokens * top_k], operator, f"sorted_indices must have shape [T·K], {given}")
-    require(bool((sorted_indices >= 0).all()), operator, "sorted_indices has a negative element: no row comes before 0")
+    require_values(
+        bool((sorted_indices >= 0).all()), operator, "sorted_indices has a negative element: no row comes before 0"
+    )
 
 
 def _require_top_k(operator: str, top_k: int, low: int = 1) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, float32, int8, int32
 
-from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 
 UNWRITTEN = -1  # of integers, which have no NaN
@@ -99,7 +99,9 @@ def _npu_moe_token_unpermute_with_routing_map(
     _, token, probs_of_rows = _weights(operator, x, sorted_indices, probs, routing_map, drop_and_pad)
     fits = len(restore_shape) == 2 and x.shape[1] == restore_shape[1]
     require(fits, operator, f"restore_shape must be [T, {x.shape[1]}], got {list(restore_shape)}")
-    require(int(token.max()) < restore_shape[0], operator, f"restore_shape {list(restore_shape)} has too few tokens")
+    require_values(
+        int(token.max()) < restore_shape[0], operator, f"restore_shape {list(restore_shape)} has too few tokens"
+    )
     weighted = x.float() if probs_of_rows is None else x.float() * probs_of_rows.float().unsqueeze(-1)
     total = torch.zeros(tuple(restore_shape)).index_add_(0, token, weighted).to(x.dtype)
     if not drop_and_pad:

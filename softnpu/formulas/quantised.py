@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, bfloat16, float16, float32, int8, int32
 
-from softnpu.argument_checks import describe, require, require_dtypes
+from softnpu.argument_checks import describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
 from softnpu.formulas.cast import dtype_of
 
@@ -199,7 +199,7 @@ def _smooth(operator: str, x: Tensor, scales: Tensor, ends: Tensor | None, rows:
     require(fits, operator, f"smooth_scales must be [G, {h}] and group_index int32 [G], {given}")
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     fits = bool((counts >= 0).all()) and int(ends[-1]) == rows
-    require(fits, operator, f"group_index must not fall and end with {rows}, got {ends.tolist()}")
+    require_values(fits, operator, f"group_index must not fall and end with {rows}, got {ends.tolist()}")
     return scales.float().repeat_interleave(counts.long(), 0)
 
 

@@ -209,3 +209,31 @@ def test_what_is_not_computed_is_refused(kernel: ModuleType) -> None:
         kernel.attention_forward(Module(), q, q, q, None, block_indices=torch.zeros(1))
     with pytest.raises(ValueError, match="attention_mask is for 5 queries and 5 keys, got 4 and 4"):
         kernel.attention_forward(Module(), q, q, q, kernel.attention_mask(1, 5, 5))
+
+
+def test_a_graph_reads_masks_when_it_is_replayed(kernel: ModuleType) -> None:
+    query, key, value = (torch.randn(1, 2, n, 16, device="npu") for n in (1, TOKENS, TOKENS))
+    mask, graph = torch.zeros(1, 1, 1, TOKENS, dtype=torch.bool, device="npu"), torch.npu.NPUGraph()
+
+    def attend() -> Tensor:
+        return kernel.attention_forward(Module(), query, key, value, mask)[0]
+
+    mask[..., :3] = True
+    attend()  # what is made of a mask is kept, for all layers
+    with torch.npu.graph(graph):
+        captured = attend()
+    mask[..., 5:] = True
+    graph.replay()
+    assert captured.tolist() == attend().tolist()
+
+
+def test_lengths_of_a_graph_cannot_be_read(kernel: ModuleType) -> None:
+    tokens = torch.randn(TOKENS, 2, 16, device="npu")
+    ends = torch.tensor([0, 5, TOKENS], dtype=torch.int32, device="npu")
+
+    def attend() -> Tensor:
+        return kernel.flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, TOKENS, TOKENS, causal=True)
+
+    attend()  # the lengths are read, and remembered
+    with pytest.raises(RuntimeError, match="the host waits"), torch.npu.graph(torch.npu.NPUGraph()):
+        attend()

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .captures import capturing
 from .description import MaskDescription
 from .in_torch import outside
 from .options import FULL, Band
@@ -49,7 +50,7 @@ def described(padding: Tensor, queries: int, keys: int, band: Band) -> MaskDescr
         keys: likewise.
         band: which keys a query sees of those that are no padding.
     """
-    version = None if padding.is_inference() else padding._version
+    version = None if padding.is_inference() or capturing() else padding._version
     wanted = (version, queries, keys, band)
     known = _descriptions.get(padding)
     if version is not None and known is not None and known[0] == wanted:
@@ -71,7 +72,7 @@ def _left_out(mask: Tensor) -> Tensor | None:
     """Return which keys a mask leaves out; None where it adds something else to the scores."""
     if torch.compiler.is_compiling():
         return _inverse(mask)
-    version = None if mask.is_inference() else mask._version
+    version = None if mask.is_inference() or capturing() else mask._version
     known = _inverted.get(mask)
     if version is not None and known is not None and known[0] == version:
         return known[1]

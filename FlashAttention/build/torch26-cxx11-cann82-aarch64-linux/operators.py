@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from .captures import capturing
 from .options import CAUSAL, FULL, Band, Options
 from .selective_checkpoints import unseen
 
@@ -158,7 +159,8 @@ def _triangle(query: Tensor) -> Tensor:
     if found is None:
         with unseen(), torch.inference_mode(False):  # what is made in inference mode cannot be saved for a gradient
             found = _new_triangle(device)
-        known[device] = found
+        if not capturing():
+            known[device] = found
     return found
 
 

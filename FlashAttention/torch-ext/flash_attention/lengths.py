@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .captures import capturing
 from .selective_checkpoints import unseen
 
 # the values of cumulative lengths, with the version of the tensor that they were read from
@@ -64,12 +65,13 @@ def ends_of(cumulative: Tensor) -> tuple[int, ...]:
     """Return where each sequence of a packed batch ends.
 
     What was read of a tensor is remembered as long as the tensor lives and nobody writes to it. Of tensors that were
-    made in inference mode torch does not tell whether somebody did; those are read each time.
+    made in inference mode torch does not tell whether somebody did; those are read each time. While a graph is captured
+    nothing is remembered: its lengths would stay as they were, and so reading them raises.
 
     Args:
         cumulative: ``[1 + sequences]``, integers that begin with zero.
     """
-    followed = not cumulative.is_inference()
+    followed = not cumulative.is_inference() and not capturing()
     known = _known.get(cumulative) if followed else None
     if known is not None and known[0] == cumulative._version:
         return known[1]

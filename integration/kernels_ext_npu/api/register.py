@@ -27,6 +27,7 @@ def register(
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
     So do models for their attention, as long as they are on the NPU: ``npu_flash_attention``, which can also be named.
+    ``generate`` with a static cache and ``compile_config=CompileConfig(backend="NPUGraph")`` decodes in graphs.
 
     Args:
         source: "bundled" for the copies in this package, without any network; "hub" for the repositories
@@ -63,6 +64,7 @@ def register(
 
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
+    from kernels_ext_npu.decoding import generation
     from kernels_ext_npu.swapping import attention_interface, experts_interface, lasting, state, table, waiting
 
     chosen = _chosen(kernels)
@@ -74,6 +76,7 @@ def register(
     try:
         table.install(registration)
         use_kernels.install(registration.patches)
+        generation.install(registration.patches)
         if experts_interface.is_installed():
             experts_interface.install(registration.patches)
         if attention_interface.is_installed():

@@ -1,0 +1,1 @@
+"""Decode in graphs: one launch for the forward of a token, where otherwise each operator is one of its own."""

@@ -1,0 +1,187 @@
+"""Call a model's forward by a graph: what it launches for one token is captured, and replayed from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, StaticSlidingWindowLayer
+
+from kernels_ext_npu.decoding import python_state
+
+# Steps of a shape that run as they are, at most, until one changes nothing that Python keeps: the first may prepare
+# tables, packed weights and masks.
+WARMUPS = 3
+TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+# Inputs of a value for each token. Only the last one's is for the step: generate hands on all that there were.
+OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+# Steps in a row that no graph serves, since each has other shapes: windows that become full make two kinds of steps.
+MOST_SHAPES = 4
+# of an output: what `generate` copies at once, and what is no tensor
+TAKEN_AT_ONCE = {"logits", "past_key_values"}
+
+
+class CaptureError(RuntimeError):
+    """A model's forward cannot be captured into a graph; the message says which part of it, and why."""
+
+
+class GraphedForward:
+    """Call a model as ``model(**inputs)``, by graphs where one token is decoded.
+
+    A step with other shapes than before runs once as it is, and is captured when it comes again. Inputs are copied into
+    those of the graph. What the result holds is overwritten by the next call, as its logits, or copied.
+
+    Args:
+        model: on the NPU. It must not change while this is used.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._steps: dict[object, _Step] = {}
+        self._pool: Any = None
+        self._unserved: list[dict[str, object]] = []
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the model, with a static cache as ``past_key_values``.
+
+        Raises:
+            CaptureError: the forward waits for the device or changes what Python keeps, or its inputs other shapes.
+        """
+        cache = inputs.get("past_key_values")
+        if not _decodes_one_token(inputs) or not isinstance(cache, Cache):
+            return self._model(**inputs)
+        inputs |= {name: inputs[name][..., -1:] for name in OF_TOKENS if isinstance(inputs.get(name), Tensor)}
+        leaves, tree = pytree.tree_flatten({key: value for key, value in inputs.items() if value is not cache})
+        key = id(cache), python_state.phase(cache), tree, tuple(map(_description, leaves))
+        step = self._steps.setdefault(key, _Step(self._model, cache))
+        if step.graph is None and not step.is_settled:
+            self._refuse_ever_new_shapes(inputs)
+            return step.warm_up(inputs)
+        self._unserved.clear()
+        if step.graph is None:
+            self._pool = self._pool or torch.get_device_module("npu").graph_pool_handle()
+            step.capture(leaves, tree, self._pool)
+        return step.replay(leaves)
+
+    def _refuse_ever_new_shapes(self, inputs: dict[str, Any]) -> None:
+        self._unserved.append({name: tuple(map(_description, pytree.tree_leaves(v))) for name, v in inputs.items()})
+        if len(self._unserved) > MOST_SHAPES:
+            before, now = self._unserved[-2:]
+            names = ", ".join(name for name in now if before.get(name) != now[name])
+            raise CaptureError(
+                f"{type(self._model).__name__} cannot be decoded in graphs: every step has other inputs ({names}). "
+                "Leave out compile_config"
+            )
+
+
+class _Step:
+    """Hold the graph of one token, for inputs of certain shapes."""
+
+    def __init__(self, model: nn.Module, cache: Cache) -> None:
+        self._model, self._cache = model, cache
+        self.graph: Any = None
+        self.is_settled = False
+        self._warmups = 0
+
+    def warm_up(self, inputs: dict[str, Any]) -> Any:
+        """Run a step as it is, and see whether Python keeps anything that it changes."""
+        before = python_state.snapshot(self._model, self._cache)
+        output = self._model(**inputs)
+        self._warmups += 1
+        changed = python_state.changed(before, python_state.snapshot(self._model, self._cache))
+        self.is_settled = not changed
+        if changed and self._warmups == WARMUPS:
+            raise CaptureError(
+                f"{type(self._model).__name__} cannot be decoded in graphs: every step changes what Python keeps, "
+                f"which a graph does not replay: {', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}. Leave "
+                "out compile_config"
+            )
+        return output
+
+    def capture(self, leaves: list[Any], tree: Any, pool: Any) -> None:
+        """Capture a step. Nothing of it is computed, and nothing of what Python keeps is changed."""
+        contiguous = torch.contiguous_format
+        self._inputs = [x.clone(memory_format=contiguous) if isinstance(x, Tensor) else x for x in leaves]
+        inputs = pytree.tree_unflatten(self._inputs, tree) | {"past_key_values": self._cache}
+        counts = [getattr(layer, python_state.COUNT) for layer in python_state.sliding_layers(self._cache)]
+        npu = torch.get_device_module("npu")
+        graph = npu.NPUGraph()
+        try:
+            with _steady_windows(self._cache), npu.graph(graph, pool=pool):
+                self._output = self._model(**inputs)
+        except Exception as error:
+            raise CaptureError(
+                f"{type(self._model).__name__} cannot be decoded in graphs: capturing its forward failed in "
+                f"{_place(error)}: {str(error).splitlines()[0]}. Leave out compile_config"
+            ) from error
+        finally:
+            for layer, count in zip(python_state.sliding_layers(self._cache), counts):
+                setattr(layer, python_state.COUNT, count)
+        self.graph = graph
+
+    def replay(self, leaves: list[Any]) -> Any:
+        """Run the graph for these inputs."""
+        for own, given in zip(self._inputs, leaves):
+            if isinstance(own, Tensor):
+                own.copy_(given)
+        self.graph.replay()
+        python_state.advance(self._cache)
+        return type(self._output)(
+            **{k: v if k in TAKEN_AT_ONCE else _copied(v) for k, v in self._output.items() if v is not None}
+        )
+
+
+def _decodes_one_token(inputs: dict[str, Any]) -> bool:
+    tokens = next((inputs[name] for name in TOKENS if inputs.get(name) is not None), None)
+    return tokens is not None and tokens.shape[1] == 1
+
+
+def _description(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else id(leaf)
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, value)
+
+
+@contextlib.contextmanager
+def _steady_windows(cache: Cache) -> Iterator[None]:
+    """Let full windows move on without a number from the host, which transformers makes a tensor of (``[-1]``)."""
+    full = [one for one, is_full in zip(python_state.sliding_layers(cache), python_state.phase(cache)) if is_full]
+    for layer in full:
+        layer.update = types.MethodType(_move_on, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in full:
+            del layer.update
+
+
+def _move_on(
+    self: StaticSlidingWindowLayer, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Do what ``StaticSlidingWindowLayer.update`` does with one token and a full window (cache_utils.py)."""
+    assert self.keys is not None
+    assert self.values is not None
+    self.keys.copy_(torch.cat((self.keys[:, :, 1:], keys), dim=-2))
+    self.values.copy_(torch.cat((self.values[:, :, 1:], values), dim=-2))
+    return self.keys, self.values
+
+
+def _place(error: BaseException) -> str:
+    """Say where the model is at: the innermost line outside of torch and what is below it."""
+    npu = torch.get_device_module("npu")
+    below = {Path(torch.__file__).parent, Path(npu.__file__).parent.parent}
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in below)]
+    named = [f for f in outside if "softnpu" not in Path(f.filename).parts] or outside or frames
+    return f"{Path(named[-1].filename).name}, line {named[-1].lineno}, {named[-1].name}"

@@ -148,11 +148,11 @@ CROSS_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy"}
 
 
 def mixed_devices(name: str, first: torch.device | None, second: torch.device) -> RuntimeError:
-    """Make the error that torch raises for tensors on two devices."""
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
-        f"(in the operator {name})"
-    )
+    """Make the error that torch raises for tensors on two devices, and torch_npu for one of the host among them."""
+    expected = "Expected all tensors to be on the same device"
+    if second.type == "cpu":  # NpuUtils.cpp
+        expected += ". Expected NPU tensor, please check whether the input tensor device is correct"
+    return RuntimeError(f"{expected}, but found at least two devices, {first} and {second}! (in the operator {name})")
 
 
 def needs_gradient(host: torch.Tensor) -> bool:

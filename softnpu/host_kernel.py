@@ -55,7 +55,6 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     run_host = of_lists(op, run_host) if name in LISTS else run_host
     run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
-    contiguous = name not in STRIDED
     arguments = list(enumerate(op._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written += [(i, a.name) for i, a in arguments if (name, a.name) == UNMARKED]

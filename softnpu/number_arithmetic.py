@@ -1,7 +1,7 @@
 """Round 16-bit sums, products and quotients with numbers where the device does, which is not always where the CPU does.
 
 Sources: CANN's ops-math, ``aclnn_add.cpp``, ``aclnn_sub.cpp``, ``aclnn_rsub.cpp``, ``aclnn_mul.cpp`` and
-``aclnn_div.cpp``, in their branches for a 910B; for powers it is inferred.
+``aclnn_div.cpp``, in their branches for a 910B.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softnpu.float32_arithmetic import NARROW, in_float32
 
-ARITHMETIC = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "pow", "pow_"}
+ARITHMETIC = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_"}
 
 
 def with_numbers(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,6 @@ def with_numbers(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable
     - ``add`` with ``alpha`` rounds alpha and its product if the dtype is bfloat16; float16 is added in float32.
     - ``sub`` with ``alpha`` computes in float32, ``rsub`` rounds alpha and its product.
     - ``mul`` and ``div`` round a number to float16 first, so that ``x * 70000`` is infinite. For bfloat16 they do not.
-    - ``pow`` computes in float32.
     """
     name = op._schema.name.partition("::")[2].removesuffix("_")
     wide = in_float32(op, run)
@@ -33,8 +32,6 @@ def with_numbers(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable
         dtype = dtypes.pop()
         if dtype not in NARROW or dtypes:
             return run(self, other, *args, **kwargs)
-        if name == "pow":
-            return wide(self, other, *args, **kwargs)
         if name in ("mul", "div"):
             rounded = dtype == torch.float16 and isinstance(other, (int, float))
             return run(self, _rounded(other, dtype) if rounded else other, *args, **kwargs)

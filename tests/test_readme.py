@@ -47,6 +47,7 @@ ELSEWHERE = {
     "make demo": "tests/integration/test_demo.py runs the command that it calls",
     "make test": "that is what runs this",
     "source /usr/local/Ascend": "needs CANN",
+    "kernels-ext-npu benchmark": "tests/integration/test_benchmark_command.py runs it, test_benchmark_models.py others",
     "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",
 }
 PUBLISH = """

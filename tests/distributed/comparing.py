@@ -30,7 +30,7 @@ class Trained:
         later_calls: what the last one called; between them the model was asked to evaluate, and to train again.
         sent: the collectives of the first step: operator and ranks -> calls and bytes.
         report: class, whether it is swapped, and what is said to it: what the kernels' report has to say anything to,
-            but to heads, which test_heads.py asks for.
+            but to heads, which test_sharded_heads.py asks for.
     """
 
     steps: list[Tensors]

@@ -111,6 +111,20 @@ def test_attention_sees_what_the_mask_says(kernel: ModuleType, name: str, paddin
     assert error.numel() == 0 or error.max() <= 2**-20
 
 
+@pytest.mark.parametrize("padding", ["left", "right", "between"])
+def test_one_row_of_padding_is_that_of_all_sequences(kernel: ModuleType, padding: str) -> None:
+    """As a mask of one row is for a batch of more; asked of one sequence before, too."""
+    kept = PADDING[padding][:1]
+    mask = kernel.attention_mask(1, TOKENS, TOKENS, attention_mask=kept)
+    q, k, v = (torch.randn(3, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    kernel.attention_forward(Module(), *(t[:1].npu() for t in (q, k, v)), mask)
+    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask)
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & kept[:, None, None]
+    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
+    exact = (scores.softmax(-1) @ v.double()).transpose(1, 2)
+    assert (out.cpu().double() - exact).abs()[:, kept[0]].max() <= 2**-20
+
+
 @pytest.mark.parametrize(
     ("name", "masked"),
     [("causal", 0), ("sliding", 0), ("chunked", 0), ("bidirectional", 0), ("bidirectional window", 0), ("prefix", 1)],

@@ -328,6 +328,26 @@ def test_a_check_that_fails_does_not_hide_the_others() -> None:
     assert "KeyError: 'nothing'" in finding.summary
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (
+            "KeyError: '`org/kernel` is not a valid attention implementation registered in the `AttentionInterface`'",
+            "regis",
+        ),
+        (
+            "RuntimeError: aclnnFusedScoreV3 or aclnnFusedScoreV3GetWorkspaceSize not in libopapi.so, "
+            "or libopapi.so not found.",
+            "package of operators",
+        ),
+    ],
+)
+def test_errors_of_attention_are_known(error: str, advice: str) -> None:
+    known = known_errors.explain([error])
+    assert known is not None
+    assert advice in known.advice
+
+
 def test_causes_are_explained_before_what_was_made_of_them() -> None:
     errors = (
         "RuntimeError: Failed to load the backend extension: torch_npu.",

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.utils import import_utils
 
 import kernels_ext_npu
 import softnpu
@@ -209,6 +210,11 @@ def test_what_the_pattern_does_not_show_is_refused_with_a_reason(cls, change, re
         change(block)
     swapped = kernels_ext_npu.kernelize(built.to("npu"))
     assert [(row.swapped, row.reason) for row in rows(swapped)] == [(False, reason)] * 2
+
+
+def test_the_code_that_deepseek_brings_along_does_not_start_on_this_transformers() -> None:
+    """It imports this; were it there again, its blocks would have to be served or named."""
+    assert not hasattr(import_utils, "is_torch_fx_available")
 
 
 def test_another_forward_matches_nothing() -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 
@@ -285,10 +287,68 @@ def test_logits_of_weights_that_have_changed_are_refused(optimizer: Any) -> None
     assert torch.equal(looked_at.logits, before)
 
 
-def test_a_gradient_that_would_not_come_is_refused() -> None:
-    _, ours = pair()
-    with pytest.raises(RuntimeError, match="nobody looked at"):
-        ours(**batch("qwen3", ours)).logits.retain_grad()
+def retained(outputs: Any) -> Tensor:
+    outputs.logits.retain_grad()
+    outputs.loss.backward()
+    return outputs.logits.grad
+
+
+def hooked_twice(outputs: Any) -> Tensor:
+    """What a hook sees; what it returns goes on to the weights."""
+    seen: list[Tensor] = []
+    outputs.logits.register_hook(lambda grad: seen.append(grad) or 2 * grad)
+    outputs.loss.backward()
+    return seen[0]
+
+
+def of_both(outputs: Any) -> Tensor:
+    outputs.logits.argmax(-1)
+    outputs.logits.retain_grad()
+    (outputs.loss + outputs.logits.square().mean()).backward()
+    return outputs.logits.grad
+
+
+def derived(outputs: Any) -> Tensor:
+    (found,) = torch.autograd.grad(outputs.loss, outputs.logits, create_graph=True)
+    found.square().sum().backward()
+    return found
+
+
+def changed(outputs: Any) -> Tensor:
+    logits = outputs.logits.div_(2)
+    logits.retain_grad()
+    logits.square().sum().backward()
+    return logits.grad
+
+
+def nothing(outputs: Any) -> Tensor:
+    outputs.loss.mul_(2).backward()
+    assert outputs.logits.grad is None
+    assert is_deferred(outputs.logits) or type(outputs.logits) is Tensor
+    return outputs.loss
+
+
+@pytest.mark.parametrize("ask", [retained, hooked_twice, of_both, derived, changed, nothing])
+def test_whoever_asks_for_the_gradient_of_logits_gets_it(ask: Any) -> None:
+    """Logits and their loss are then computed as the model does it: to the bit, but for sums over tokens."""
+    model, ours = pair()
+    found, expected = (ask(one(**batch("qwen3", one))) for one in (ours, model))
+    torch.testing.assert_close(found, expected, rtol=2**-18, atol=0)
+    assert_same_gradients(ours, model)
+
+
+def test_a_gradient_that_would_not_come_whole_is_refused() -> None:
+    """A softcap comes behind the head: what others make of its result takes another way than the loss."""
+    model, ours = pair("gemma2")
+    given = batch("gemma2", model)
+    found, expected = (torch.autograd.grad(*list(one(**given).values())[:2]) for one in (ours, model))
+    torch.testing.assert_close(found, expected, rtol=2**-18, atol=2**-24)
+    outputs = ours(**given)
+    with pytest.raises(RuntimeError, match="not computed at one place"):
+        outputs.logits.retain_grad()
+    outputs.logits.argmax(-1)
+    with pytest.raises(RuntimeError, match="not computed at one place"):
+        torch.autograd.grad(outputs.loss, outputs.logits)
 
 
 def test_models_without_labels_and_generation_are_untouched() -> None:
@@ -336,9 +396,26 @@ def wrapped(model: PreTrainedModel) -> None:
     model.lm_head.forward = lambda *args: original(*args) * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"), [(other_head, "Adapter"), (hooked, "hooks"), (wrapped, "another library has wrapped")]
-)
+def adapted(model: PreTrainedModel) -> None:
+    torch.manual_seed(0)
+    inject_adapter_in_model(LoraConfig(target_modules=["lm_head"], init_lora_weights=False), model)
+
+
+def quantised(model: PreTrainedModel) -> None:
+    quantize_(model, Int8WeightOnlyConfig(), lambda module, path: path == "lm_head")
+
+
+CHANGES = [
+    (other_head, "Adapter"),
+    (hooked, "hooks"),
+    (wrapped, "another library has wrapped"),
+    (adapted, "peft.tuners.lora.layer.Linear"),
+    (quantised, "Int8Tensor"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_heads_that_are_more_than_a_product_keep_their_forward(change: Any, reason: str, when: str) -> None:
     model = zoo.build("qwen3").to("npu").eval()

@@ -23,6 +23,37 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 NAMES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"]
 CONVOLUTIONS = ["lfm2", "mamba2", "jamba"]
+INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
+# with attention of a kind that no other model of the zoo has
+OTHERS = {
+    "bailing_hybrid": zoo.hybrid("BailingHybridForCausalLM", zoo.LINEAR | zoo.MHA),
+    "qwen4_exp": zoo.hybrid(
+        "Qwen4ExpForCausalLM",
+        INDEXED
+        | {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+        },
+    ),
+    "glm5_next": zoo.vision_language(
+        "Glm5NextForConditionalGeneration",
+        {
+            "text_config": zoo.MHA
+            | INDEXED
+            | {"qk_rope_head_dim": 0, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "index_kpool": 2}
+        },
+        zoo.GRID,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch) -> None:
+    for name, architecture in OTHERS.items():
+        monkeypatch.setitem(zoo.ARCHITECTURES, name, architecture)
 
 
 def kernelized(name: str) -> PreTrainedModel:
@@ -44,12 +75,13 @@ def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tor
     return [logits.detach().cpu(), torch.cat([g.flatten() for g in gradients]), tokens.cpu()]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *CONVOLUTIONS])
+@pytest.mark.parametrize("name", [*NAMES, *CONVOLUTIONS, *OTHERS])
 def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left."""
     model = kernelized(name)
     inputs = zoo.inputs(name, model)
     found = outcome(model, inputs)
+    assert any(row.swapped for row in rows(model).values())
     functions.restore(model)
     original = zoo.build(name)
     expected = outcome(original, inputs)

@@ -5,6 +5,7 @@ A read lets the host wait for all that was launched before it.
 
 from __future__ import annotations
 
+import threading
 from weakref import WeakSet
 
 import torch
@@ -16,13 +17,23 @@ from .selective_checkpoints import unseen
 
 # the values of cumulative lengths, with the version of the tensor that they were read from
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_waiting: WeakSet[HostValues] = WeakSet()
+
+
+class _Waiting(threading.local):
+    """Holds what waits in each thread: what another one has launched may be on a stream that nobody has waited for."""
+
+    def __init__(self) -> None:
+        self.values: WeakSet[HostValues] = WeakSet()
+
+
+_waiting = _Waiting()
 
 
 class HostValues:
     """Holds a tensor of integers or booleans, and its values on the host once they are wanted.
 
-    All that are waiting on a device are read together: a model with several kinds of masks lets the host wait once.
+    All of a thread that are waiting on a device are read together: a model with several kinds of masks lets the host
+    wait once.
 
     >>> padding, packed = HostValues(padding_mask), HostValues(sequence_ids)
     >>> padding.values  # reads both
@@ -31,19 +42,23 @@ class HostValues:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._values: Tensor | None = None
-        _waiting.add(self)
+        _waiting.values.add(self)
 
     @property
     def values(self) -> Tensor:
         """Return the values, int32 on the CPU, in the shape of the tensor."""
         if self._values is None:
-            _read([waiting for waiting in _waiting if waiting.tensor.device == self.tensor.device])
+            _read([self, *(other for other in _waiting.values if other is not self and self._goes_with(other))])
             assert self._values is not None
         return self._values
 
+    def _goes_with(self, other: HostValues) -> bool:
+        """Tell whether another one can be read with this one: a thread that did not make it may have read it."""
+        return other._values is None and other.tensor.device == self.tensor.device
+
     def _take(self, values: Tensor) -> None:
         self._values = values.view(self.tensor.shape)
-        _waiting.discard(self)
+        _waiting.values.discard(self)
 
 
 def ends_of(cumulative: Tensor) -> tuple[int, ...]:

@@ -61,22 +61,22 @@ class MaskDescription:
         self.queries, self.keys, self.pattern = queries, keys, pattern
         self._make = make
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
-        self._chosen: Band | Packing | None = None
-        self._is_chosen = False
+        self._chosen: dict[int, Band | Packing | None] = {}
         self._padding = None if padding is None else HostValues(padding)
         self._ids = None if pattern is None or pattern.ids is None else HostValues(pattern.ids)
 
     def plain(self, batch: int) -> Band | Packing | None:
         """Return the description without a mask, for so many sequences; None where there is none.
 
-        Reads lengths from the device when it is asked for the first time; a graph, which cannot, gets the mask for them.
+        Reads lengths from the device when it is asked for the first time for so many; a graph, which cannot, gets the
+        mask for them.
         """
         if torch.compiler.is_compiling():
             return self._choose(batch)
-        if not self._is_chosen:
+        if batch not in self._chosen:
             with unseen():
-                self._chosen, self._is_chosen = self._choose(batch), True
-        return self._chosen
+                self._chosen[batch] = self._choose(batch)
+        return self._chosen[batch]
 
     def is_band(self) -> bool:
         """Tell whether it says nothing but distances, beside which tokens are packed together."""
@@ -117,6 +117,8 @@ class MaskDescription:
         if self._padding is None and self._ids is None:
             return band
         read = self._padding or self._ids
+        if self._padding and len(self._padding.tensor) != batch:  # one row of padding can be that of all sequences
+            return None
         is_unread = isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling()
         if self.queries != self.keys or is_unread or (self._padding and self._ids):
             return None

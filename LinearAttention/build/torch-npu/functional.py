@@ -182,7 +182,7 @@ def _state_of_none(tokens: Tokens, state: Tensor | None) -> Tensor:
     if state is not None:
         return state.float().flatten(0, 1)
     batch, _, heads, size = tokens.value.shape
-    return torch.zeros(batch * heads, tokens.key.shape[-1], size, device=tokens.value.device)
+    return torch.zeros(batch * heads, tokens.key.shape[-1], size, dtype=torch.float32, device=tokens.value.device)
 
 
 def _check(tokens: Tokens, state: Tensor | None) -> None:

@@ -44,7 +44,7 @@ def scan(transitions: Tensor, left: Tensor, right: Tensor, first: Tensor | None,
     joined = torch.bmm(far, flat).unflatten(0, (pairs, rows))
     behind = torch.baddbmm(added[other].flatten(0, 1), far, added[one].flatten(0, 1)).unflatten(0, (pairs, rows))
     order = list(range(pairs))[:: -1 if backwards else 1]
-    start = torch.zeros(shape, device=right.device) if first is None else first
+    start = torch.zeros(shape, dtype=right.dtype, device=right.device) if first is None else first
     if torch.compiler.is_compiling() or is_transformed() or torch.is_grad_enabled():
         found = [start]
         for n in order:

@@ -113,13 +113,15 @@ def _segments(tokens: Tokens, numbers: Tensor | None) -> Iterator[tuple[Tokens, 
     """Give the tokens in segments of whole pairs of chunks that stay below the budget, each with the bounds in it."""
     length = tokens.value.shape[1]
     step = PAIR * max(1, BUDGET // _bytes_of_a_pair(tokens))
-    for start in range(0, length, step):
+    start = 0
+    while start < length:  # a range would tie a graph to one length
         part = tokens if step >= length else Tokens(*(x[:, start : start + step] for x in tokens))
         if numbers is None:
             yield part, None
         else:
             before = numbers[:, start - 1 : start] if start else None
             yield part, bounds(numbers[:, start : start + step], before)
+        start += step
 
 
 def _bytes_of_a_pair(tokens: Tokens) -> int:

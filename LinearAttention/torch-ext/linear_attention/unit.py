@@ -24,7 +24,7 @@ def unit(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """
     size = x.shape[-1]
     if _is_fused(x):
-        return torch.ops.npu.npu_rms_norm(x, _weight(x, scale), _EPS / size)
+        return torch.ops.npu.npu_rms_norm(x, _scale_as_weight(x, scale), _EPS / size)
     factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
     return x * factor * scale, factor
 
@@ -32,14 +32,14 @@ def unit(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def unit_gradient(grad: Tensor, x: Tensor, factor: Tensor, scale: float) -> Tensor:
     """Compute the gradient of x, ``[M, C, D]``, from what :func:`unit` returned as its factor."""
     if _is_fused(x):
-        return torch.ops.npu.npu_rms_norm_backward(grad, x, _weight(x, scale), factor)[0]
+        return torch.ops.npu.npu_rms_norm_backward(grad, x, _scale_as_weight(x, scale), factor)[0]
     direction, grad = x * factor, grad * scale
     return factor * torch.addcmul(grad, direction, (direction * grad).sum(-1, keepdim=True), value=-1)
 
 
-def _weight(x: Tensor, scale: float) -> Tensor:
+def _scale_as_weight(x: Tensor, scale: float) -> Tensor:
     size = x.shape[-1]
-    return torch.full((size,), scale * size**-0.5, device=x.device)
+    return torch.full((size,), scale * size**-0.5, dtype=x.dtype, device=x.device)
 
 
 def _is_fused(x: Tensor) -> bool:

@@ -85,7 +85,7 @@ class Call:
                 return value
             tensor = value.detach()
             if not value.requires_grad:
-                return _cast(tensor, dtype)
+                return _cast(tensor, dtype).clone()
             leaves.append(_cast(tensor, dtype).requires_grad_())
             return leaves[-1]
 
@@ -169,10 +169,12 @@ def _calls(model: PreTrainedModel) -> Iterator[Call]:
 
 
 def _kept(value: Any) -> Any:
-    """Return an argument as it was: what comes after the call changes neither a cache nor keeps a graph."""
+    """Return an argument as it was: the call, and what comes after it, change no state and keep no graph."""
     if isinstance(value, Cache):
         return _copy_of_cache(value)
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_() if value.requires_grad else value.detach().clone()
 
 
 def _copy_of_cache(cache: Cache, dtype: torch.dtype | None = None) -> Cache:

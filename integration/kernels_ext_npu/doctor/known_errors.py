@@ -131,6 +131,17 @@ KNOWN = [
         "is not available in the local cache and Hugging Face Hub is in offline mode",
     ),
     Known(
+        "is not a valid attention implementation registered in the",
+        "a model names an attention that nobody registered, and on an NPU transformers loads none from the Hub",
+        'Call register() before the model is loaded, or name another: model.set_attn_implementation("sdpa").',
+        see="is not a valid attention implementation registered in the",
+    ),
+    Known(
+        r"(?P<operator>aclnn\w+) or (?P=operator)GetWorkspaceSize not in",  # op-plugin, op_plugin/utils/op_api_common.h
+        "the operators of CANN are older than torch_npu, or those for this card are not installed",
+        "Install the package of operators (kernels) of the CANN that belongs to this torch_npu.",
+    ),
+    Known(
         r"EE8888|EE9999|E\d{5}: |507899|507008|507033|drvErr|aclInit|SetDevice|rtGetDevice",
         "the runtime of CANN or the driver could not start the device",
         "Look at what npu-smi says of it, and whether another process holds it.",

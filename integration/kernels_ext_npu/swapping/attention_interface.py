@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kernels_ext_npu.swapping import attention_choice, attention_default, attention_files, attention_packing
@@ -36,7 +37,12 @@ def npu_flash_attention(
 
     Returns:
         ``[B, S_q, N, D_v]``, and the weights ``[B, N, S_q, S_k]`` where they are asked for, otherwise None.
+
+    Raises:
+        ValueError: sequences are split between devices by torch's context parallelism.
     """
+    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:  # a comparison costs no call
+        _refuse_context_parallelism()
     if kwargs.get("output_attentions") and kwargs.get("cu_seq_lens_q") is None:
         from kernels_ext_npu.swapping import attention_weights  # register() need not wait for references
 
@@ -45,6 +51,18 @@ def npu_flash_attention(
             attention_mask = attention_weights.added(attention_mask, query, key, is_causal)
             return formula(module, query, key, value, attention_mask, *args, **kwargs)
     return attention_choice.kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _refuse_context_parallelism() -> None:
+    """Refuse a part of a sequence, which would not see the others.
+
+    torch and torch_npu exchange keys in what they put into the place of scaled_dot_product_attention for it.
+    """
+    if ".tensor.experimental." in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
+        raise ValueError(
+            f"{NAME}: context parallelism replaces torch's scaled_dot_product_attention, which is not called here: "
+            'choose attn_implementation="sdpa"'
+        )
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,8 @@ to the kernel, with the same rows of the hidden states. Everything else computes
 wrote, once, and goes on with them: it finds the tensor that it would have found. So does whoever changes them in place.
 
 It is a node of autograd: hooks, and code that is not told of subclasses, find a tensor that requires gradients, with
-a backward of its own.
+a backward of its own. The gradient of the loss takes that way when somebody asks for that of the logits
+(logits_gradients.py).
 """
 
 from __future__ import annotations
@@ -29,29 +30,34 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels_ext_npu.swapping import optimizer_steps
+from kernels_ext_npu.swapping.logits_gradients import PassBy, gradient_of, is_of_an_engine
 from kernels_ext_npu.swapping.row_steps import Step, step_of
 
 CHANGED = (
     "these logits were not computed when the model was called, and what they are computed from has changed since: look "
     "at them before the weights change, or leave the kernel CrossEntropy out: register(kernels=...)"
 )
-NOT_KEPT = "no gradient is computed for logits that nobody looked at: look at them before the loss is computed"
+NOT_KEPT = (
+    "the gradient of these logits is not computed at one place, since they were scaled, capped or rearranged without "
+    "being computed: leave the kernel CrossEntropy out: register(kernels=...)"
+)
+IN_PLACE = "these logits were changed in place, and the loss is that of what they were: ask for their gradient before"
 
 _SHOWN_METHODS = (
     "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous stride storage_offset "
-    "get_device register_hook requires_grad_ __hash__ __len__ is_signed is_conj is_neg is_inference _is_view"
+    "get_device requires_grad_ __hash__ __len__ is_signed is_conj is_neg is_inference _is_view"
 )
 _SHOWN_PROPERTIES = (
     "shape dtype device ndim layout requires_grad grad_fn is_leaf is_sparse is_cuda is_cpu is_npu is_meta is_mkldnn "
-    "is_quantized is_nested is_xla is_mps is_xpu itemsize nbytes names output_nr _base _backward_hooks "
-    "__class__"
+    "is_quantized is_nested is_xla is_mps is_xpu itemsize nbytes names output_nr _base __class__"
 )
 _SHOWN = {getattr(Tensor, name) for name in _SHOWN_METHODS.split()} | {
     getattr(Tensor, name).__get__
     for name in _SHOWN_PROPERTIES.split()
     if hasattr(getattr(Tensor, name, None), "__get__")
 }
-_GRADIENTS = {Tensor.retain_grad, getattr(Tensor, "grad").__get__}  # noqa: B009 - what mypy knows is its type
+_ASKED = {Tensor.retain_grad, Tensor.register_hook}
+_OF_GRADIENTS = _ASKED | {getattr(Tensor, name).__get__ for name in ("grad", "retains_grad", "_backward_hooks")}
 
 
 @dataclass(eq=False)
@@ -143,20 +149,28 @@ class DeferredLogits(Tensor):
         recipe: how they come about.
         compute: computes them.
         known: the tensor that they are, once somebody has looked.
+        version: that of the known tensor, before anybody changed it in place.
+        parent: what they were made of without looking; None for what the head returned.
         followers: what was made of them without looking.
     """
 
     recipe: Recipe
     compute: Callable[[str], Tensor]
     known: Tensor | None
+    version: int
+    parent: DeferredLogits | None
     followers: list[weakref.ref[DeferredLogits]]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _SHOWN:
+        if function in _ASKED and args[0].parent is not None and not is_of_an_engine(args[-1]):
+            raise RuntimeError(NOT_KEPT)
+        if function in _SHOWN or (function in _OF_GRADIENTS and not args[0].is_changed()):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if function is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         if function is F.cross_entropy and "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if args and isinstance(args[0], DeferredLogits) and args[0].known is None:
@@ -188,7 +202,23 @@ class DeferredLogits(Tensor):
         if self.known is None:
             with torch.set_grad_enabled(self.requires_grad):
                 self.known = self.compute(name)
+            self.version = self.known._version
         return self.known
+
+    def is_changed(self) -> bool:
+        """Tell whether somebody looked at the logits, and changed them in place."""
+        return self.known is not None and self.known._version != self.version
+
+    def unchanged(self) -> Tensor:
+        """Return the logits as the model computes them.
+
+        Raises:
+            RuntimeError: somebody has changed them in place.
+        """
+        logits = self.look("the gradient of logits")
+        if self.is_changed():
+            raise RuntimeError(IN_PLACE)
+        return logits
 
     def settle(self) -> None:
         """Compute what was made of these logits, before they change in place."""
@@ -208,18 +238,22 @@ def defer(product: Product) -> Tensor:
         product.on_look(name)
         return _Look.apply(reference(), product)
 
-    return _prepared(logits, recipe, compute)
+    return _prepared(logits, recipe, compute, None)
 
 
 def _follow(logits: DeferredLogits, function: Callable[[Tensor], Tensor], recipe: Recipe) -> DeferredLogits:
     """Return what a function makes of logits, without looking at them."""
-    follower = _prepared(_Follow.apply(logits, function, recipe), recipe, lambda name: function(logits.look(name)))
+    result = _Follow.apply(logits, function, recipe)
+    follower = _prepared(result, recipe, lambda name: function(logits.look(name)), logits)
     logits.followers.append(weakref.ref(follower))
     return follower
 
 
-def _prepared(logits: DeferredLogits, recipe: Recipe, compute: Callable[[str], Tensor]) -> DeferredLogits:
-    logits.recipe, logits.compute, logits.known, logits.followers = recipe, compute, None, []
+def _prepared(
+    logits: DeferredLogits, recipe: Recipe, compute: Callable[[str], Tensor], parent: DeferredLogits | None
+) -> DeferredLogits:
+    logits.recipe, logits.compute, logits.parent = recipe, compute, parent
+    logits.known, logits.version, logits.followers = None, 0, []
     return logits
 
 
@@ -230,11 +264,14 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
     ) -> DeferredLogits:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_states, weight)
         return _without_memory(shape, hidden_states.dtype, hidden_states.device)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         hidden_states, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
@@ -263,15 +300,15 @@ class _Follow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: DeferredLogits, function: Callable[[Tensor], Tensor], recipe: Recipe) -> DeferredLogits:
+        ctx.set_materialize_grads(False)
         ctx.logits, ctx.function = logits, function
         return _without_memory(recipe.shape, recipe.dtype, logits.device)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        with torch.enable_grad():
-            leaf = ctx.logits.look().detach().requires_grad_()
-            result = ctx.function(leaf)
-        return torch.autograd.grad(result, leaf, grad)[0], None, None
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        return gradient_of(ctx.function, ctx.logits, grad), None, None
 
 
 def _without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> DeferredLogits:
@@ -282,9 +319,10 @@ def _deferred(function: Any, logits: DeferredLogits, args: tuple[Any, ...], kwar
     """Return the result of a function without looking at the logits; None if it has to look."""
     recipe, name = logits.recipe, getattr(function, "__name__", "")
     if function is F.cross_entropy:
-        return _loss(recipe, *args, **kwargs)
-    if function in _GRADIENTS:
-        raise RuntimeError(NOT_KEPT)
+        loss = _loss(recipe, *args, **kwargs)
+        if loss is None or not loss.requires_grad:
+            return loss
+        return PassBy.apply(loss, logits, lambda tensor: F.cross_entropy(tensor, *args, **kwargs))
     if function not in (getattr(Tensor, name, None), getattr(torch, name, None)):
         return None
     after = _after(recipe, name, args, kwargs)
@@ -331,6 +369,22 @@ def _loss(
         return None
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     return recipe.loss(target, options)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the gradients that torch.autograd.grad returns, those of logits at their own node."""
+    for tensor in tree_leaves(inputs):
+        if isinstance(tensor, DeferredLogits) and tensor.parent is not None and tensor.known is not None:
+            raise RuntimeError(NOT_KEPT)
+    outputs = tree_map(lambda value: _looked_at(value, "grad"), outputs)
+    args, kwargs = tree_map(lambda value: _looked_at(value, "grad"), (args, kwargs))
+    inputs = tree_map(lambda value: value.known if _is_changed(value) else value, inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+
+
+def _is_changed(value: Any) -> bool:
+    return isinstance(value, DeferredLogits) and value.is_changed()
 
 
 def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -8,6 +8,7 @@ weights that nobody loads. Here the kernel goes to the place inside the wrapper 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
@@ -17,6 +18,9 @@ from torch import nn
 from kernels_ext_npu.swapping.holders import is_own, places
 from kernels_ext_npu.swapping.loaded import kernel_name
 from kernels_ext_npu.swapping.patches import Patches
+
+# what computed when a module was called before it got a kernel: a wrapper holds that, whatever its class is given later
+_before: weakref.WeakKeyDictionary[nn.Module, FunctionType] = weakref.WeakKeyDictionary()
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
@@ -47,7 +51,7 @@ def put(module: nn.Module, function: Callable) -> bool:
         return True
     if own_forward(module) is None:
         return False
-    _exchange(module, function)
+    _exchange(module, _wrapped(module) if function is type(module).forward else function)
     return True
 
 
@@ -62,7 +66,7 @@ def take_out(module: nn.Module) -> None:
     if is_own(forward, module):
         del module.forward
     elif any(kernel_name(place.held.__func__) for place in places(module)):
-        _exchange(module, type(module).forward)
+        _exchange(module, _wrapped(module))
 
 
 def wrapper(module: nn.Module) -> str | None:
@@ -111,6 +115,9 @@ def _install_replacing(patches: Patches) -> None:
 
     @functools.wraps(original)
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
+        own = own_forward(module)
+        if own is not None and kernel_name(own) is None:
+            _before[module] = own
         if wrapper(module) is None:
             original(module, layer)
             _leave_to_class(module)
@@ -144,6 +151,11 @@ def _leave_to_class(module: nn.Module) -> None:
     forward = vars(module).get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
         del module.forward
+
+
+def _wrapped(module: nn.Module) -> Callable:
+    """Return what the wrappers of a module's forward would hold without a kernel."""
+    return _before.get(module, type(module).forward)
 
 
 def _exchange(module: nn.Module, function: Callable) -> None:

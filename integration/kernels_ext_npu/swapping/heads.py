@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kernels_ext_npu import sources
@@ -101,7 +102,7 @@ def refusal(head: Head) -> str | None:
     if (reason := refusals.left_out(REPOSITORY)) is not None:
         return reason
     if type(module) is not nn.Linear:
-        return f"its head is a {type(module).__name__}: the kernel multiplies with one weight"
+        return f"its head is a {_name_of(type(module))}: the kernel multiplies with one weight"
     if head.path.rpartition(".")[2] not in kinds.names(_forward_of(head.model)):
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
@@ -110,6 +111,8 @@ def refusal(head: Head) -> str | None:
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
         return "hooks watch its calls"
+    if type(module.weight) not in (*_PLAIN, Tensor, DTensor):  # FSDP2's weights are plain while the model is called
+        return f"its weight is a {_name_of(type(module.weight))}: the kernel multiplies with numbers alone"
     if _is_view(module):
         return "its weight is a part of another tensor, as under FSDP1, whose memory may change behind the forward"
     return None
@@ -149,6 +152,10 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_inference_mode_enabled()
     )
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _is_view(head: nn.Module) -> bool:

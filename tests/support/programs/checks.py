@@ -103,6 +103,29 @@ def assert_equal_members(found: Side, expected: Side, values: bool) -> None:
             assert distance(other.detach(), tensor.detach()) <= TOLERANCES.get(tensor.dtype, 0.0), name
 
 
+def values(side: Side) -> dict[str, Tensor]:
+    """Return the values of all floating tensors of a side, on the CPU."""
+    found = side.tensors().items()
+    return {name: t.detach().cpu().double() for name, t in found if t.is_floating_point() and not t.is_meta}
+
+
+def assert_equal_steps(
+    found: Side, expected: Side, before: tuple[dict[str, Tensor], dict[str, Tensor]], limit: float
+) -> None:
+    """Compare by how much weights have changed, all of them together: to the tolerance of gradients.
+
+    A weight is rounded, too: twice, by the step of each side.
+    """
+    ours, theirs = values(found), values(expected)
+    changed = {name: theirs[name] - before[1][name] for name in theirs}
+    apart = [(ours[name] - before[0][name] - change).norm() for name, change in changed.items()]
+    rounded = [2 * torch.finfo(t.dtype).eps * theirs[n].norm() for n, t in expected.tensors().items() if n in theirs]
+    change, error, rounding = (
+        torch.stack(norms).norm() for norms in ([c.norm() for c in changed.values()], apart, rounded)
+    )
+    assert error <= 2 * limit * change + rounding, "what weights have changed by"
+
+
 def assert_equal_aliases(found: Side, expected: Side) -> None:
     """Compare which tensors share bytes: no alias may be lost, and none made."""
     assert set(_overlaps(found)) == set(_overlaps(expected))

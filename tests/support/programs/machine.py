@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ class _Base(RuleBasedStateMachine):
     """Starts with a model, with or without kernels, and ends with a process as it was."""
 
     program: Program | None = None
+    possible: AbstractSet[str] = frozenset()
 
     @initialize(variant=st.sampled_from(sorted(VARIANTS)), kernels=st.sampled_from([True, True, False]))
     def start(self, variant: str, kernels: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.program = Program(variant, Path(self.folder.name), kernels)
+        self.possible = set(self.program.possible())
 
     @precondition(lambda self: self.program is not None and self.program.is_over)
     @rule()
@@ -41,17 +44,10 @@ def _rule(name: str) -> Any:
     def run(self: _Base, seed: int) -> None:
         assert self.program is not None
         self.program.do(name, seed)
+        self.possible = set() if self.program.is_over else set(self.program.possible())
 
     run.__name__ = name
-    applies = ACTS[name].applies
-
-    def is_possible(self: _Base) -> bool:
-        program = self.program
-        if program is None or program.is_over:
-            return False
-        return applies(program.twin) and applies(program.model)
-
-    return precondition(is_possible)(rule(seed=SEEDS)(run))
+    return precondition(lambda self: name in self.possible)(rule(seed=SEEDS)(run))
 
 
 Programs = type("Programs", (_Base,), {name: _rule(name) for name in ACTS})

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.catalogue import ATTENTION, HEADS
+from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, NORMS, TABLES
 from kernels_ext_npu.swapping import forwards
 from kernels_ext_npu.swapping.attention_interface import npu_flash_attention
 from kernels_ext_npu.swapping.experts_interface import npu_grouped_mm
@@ -23,27 +27,31 @@ from tests.support.programs.side import Side
 CHANGED = "changed since it was swapped in"
 
 
-def changed(side: Side) -> bool:
-    """Tell whether the report names a kernel that no longer fits, which the next look takes out."""
-    return any(row.reason is not None and row.reason.startswith(CHANGED) for row in kernels_ext_npu.report(side.model))
+def look_again(side: Side, seed: int) -> kernels_ext_npu.Report:
+    """Return the report; where it names kernels that no longer fit, do what it says, and return the one after that.
 
-
-def look_again(side: Side, seed: int) -> None:
-    """Do what the report says of kernels that no longer fit, or change the mode, which looks at them, too."""
+    A change of the mode looks at kernels, too.
+    """
+    report = kernels_ext_npu.report(side.model)
+    reasons = [row.reason for row in report if row.reason is not None and row.reason.startswith(CHANGED)]
+    if not reasons:
+        return report
     model = side.pretrained
     if seed % 2 and model.use_kernels and stays_off_the_hub(side):
         model.train(not model.training).train(not model.training)
-        return
-    reasons = [row.reason or "" for row in kernels_ext_npu.report(side.model)]
-    advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons if reason.startswith(CHANGED)}
-    assert advised <= {"kernelize", "restore"}
-    getattr(kernels_ext_npu, max(advised))(side.model)  # what restores needs no device
+    else:
+        advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons}
+        assert advised <= {"kernelize", "restore"}
+        getattr(kernels_ext_npu, max(advised))(side.model)  # what restores needs no device
+    return kernels_ext_npu.report(side.model)
 
 
-def assert_report_is_true(side: Side, seed: int, limits: dict[torch.dtype, float]) -> None:
+def assert_report_is_true(
+    report: kernels_ext_npu.Report, side: Side, seed: int, limits: dict[torch.dtype, float]
+) -> None:
     """Compare every row with what is in place, and the values of one kernel with those of the module's own forward."""
     served = []
-    for row in kernels_ext_npu.report(side.model):
+    for row in report:
         module = side.model.get_submodule(row.module)
         if row.swapped and row.kind != HEADS.in_models:  # the loss of the whole model shows what a head gives
             served.append((row, module))
@@ -56,12 +64,16 @@ def assert_report_is_true(side: Side, seed: int, limits: dict[torch.dtype, float
         return  # some change when they are called
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     with torch.no_grad():
-        args = _arguments(row, module, side, dtype)
+        called = _arguments(row, module, side, dtype)
+        if called is None:
+            return
         own, kernel = _forwards(row, module)
-        expected = own(*args)
+        args, kwargs = copy.deepcopy(called)  # some are written to
+        expected = own(*args, **kwargs)
         softnpu.reset_counters()
-        found = kernel(*args)
-    if row.kind == "norms" and side.device.type == "npu":
+        args, kwargs = called
+        found = kernel(*args, **kwargs)
+    if row.kind == NORMS.in_models and side.device.type == "npu":
         assert any(name.startswith("npu_") for name, count in softnpu.counters().items() if count), row
     for a, b in zip(_tensors(found), _tensors(expected), strict=True):
         assert a.dtype == b.dtype, row
@@ -72,8 +84,8 @@ def assert_report_is_true(side: Side, seed: int, limits: dict[torch.dtype, float
 def _forwards(row: Any, module: nn.Module) -> tuple[Any, Any]:
     """Return the forward of a class, and that of the kernel in its place."""
     if row.function is not None:
-        function = vars(sys.modules[type(module).__module__])[row.function]
-        return lambda *args: type(function).forward(function, *args), function.forward
+        function = _function(row, module)
+        return partial(type(function).forward, function), function.forward
     if row.kind == ATTENTION.in_models:
         options = {"scaling": module.scaling, "s_aux": getattr(module, "sinks", None)}
         eager = sys.modules[type(module).__module__].eager_attention_forward
@@ -81,41 +93,90 @@ def _forwards(row: Any, module: nn.Module) -> tuple[Any, Any]:
             module, *args, **options
         )[:1]
     own, kernel = inspect.unwrap(type(module).forward), forwards.kernel_forward(module) or npu_grouped_mm
-    if row.kind == "rotary tables":
+    if row.kind == TABLES.in_models:
         own = type(module).forward  # what it wraps switches gradients off
-    return lambda *args: own(module, *args), lambda *args: kernel(module, *args)
+    return partial(own, module), partial(kernel, module)
 
 
-def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _function(row: Any, module: nn.Module) -> Any:
+    return vars(sys.modules[type(module).__module__])[row.function]
+
+
+def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what to call a kernel with; None if the model does not call it."""
+    if row.function is not None or row.kind == TABLES.in_models or "Gated" in row.kernel:
+        return _given(row, module, side, dtype)
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(side.device, dtype)
 
-    config = side.pretrained.config
-    if row.function is not None:
-        (_, table), *_ = side.named("RotaryEmbedding")
-        heads = config.num_attention_heads
-        q, k = draw(2, heads, 5, _head(config)), draw(2, heads, 5, _head(config))
-        return q, k, *table(q, torch.arange(5, device=side.device)[None])
     if row.kind == ATTENTION.in_models:
-        heads, keys = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         mask = torch.full((5, 5), torch.finfo(dtype).min, dtype=dtype, device=side.device).triu(1)[None, None]
-        return draw(2, heads, 5, _head(config)), *(draw(2, keys, 5, _head(config)) for _ in range(2)), mask
-    if row.kind == "norms":
-        weight = getattr(module, "weight", None)
-        return (draw(2, 3, 32 if weight is None else weight.shape[-1]),)
-    if row.kind == "rotary tables":
-        return draw(2, 5, 32), torch.arange(5, device=side.device)[None]
-    if row.kind == "experts":
+        size = module.head_dim if hasattr(module, "head_dim") else module.head_size
+        q, k, v = (draw(2, n * 2, 5, size) for n in (getattr(module, "num_key_value_groups", 1), 1, 1))
+        return (q, k, v, mask), {}
+    if row.kind == EXPERTS.in_models:
         index = torch.tensor([[0, 1], [2, 3], [3, 0]], device=side.device)
-        return draw(3, 32), index, draw(3, 2).abs()
-    return (draw(3, 32),)
+        return (draw(3, 32), index, draw(3, 2).abs()), {}
+    weight = getattr(module, "weight", None)
+    return (draw(2, 3, 32 if weight is None or row.kind != NORMS.in_models else weight.shape[-1]),), {}
 
 
-def _head(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+# on the CPU: what kernels were called with, of which the model makes the arguments
+_calls: dict[tuple[str, str, str, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+
+def _given(
+    row: Any, module: nn.Module, side: Side, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what the model called a function or a module with when this was first asked."""
+    key = side.variant, row.path, type(module).__name__, dtype
+    if key not in _calls:
+        called = _noted(row, module, side)
+        if called is None:
+            return None
+        _calls[key] = tree_map_only(Tensor, Tensor.cpu, called)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(side.device, copy=True), _calls[key])
+
+
+def _noted(row: Any, module: nn.Module, side: Side) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call the model, and return what it calls a function or a module with."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
+
+    if row.function is None:
+        handle = module.register_forward_pre_hook(lambda _, args, kwargs: note(args, kwargs), with_kwargs=True)
+        side.run()
+        handle.remove()
+    else:
+        function = _function(row, module)
+        kernel = function.forward
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            note(args, kwargs)
+            return kernel(*args, **kwargs)
+
+        function.forward = noting
+        try:
+            side.run()
+            if not found:
+                _decode(side)
+        finally:
+            function.forward = kernel
+    return found[0] if found else None
+
+
+def _decode(side: Side) -> None:
+    """Call the model for a token, with the cache of others."""
+    ids = side.inputs["input_ids"]
+    with suppress(Exception):  # a model that cannot is not called so
+        cache = side.model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        side.model(input_ids=ids[:, -1:], past_key_values=cache)
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [t for t in result if t.is_floating_point()]
+    tensors = [result] if isinstance(result, Tensor) else result
+    return [t for t in tensors if t is not None and t.is_floating_point()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.function_uses import uses
 from tests.support.programs import variants
 
 
@@ -43,6 +45,7 @@ class Side:
         self.held: dict[str, Any] = {}
         self.shown: list[tuple[Tensor, torch.dtype]] = []
         self.cleanups: list[Callable[[], object]] = []
+        self._modules: list[tuple[str, nn.Module]] | None = None
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -78,13 +81,48 @@ class Side:
         """Keep a result of an act, to be compared with the other side's to the rounding of a dtype."""
         self.shown.append((tensor.detach().clone(), dtype))
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the model is called with: text with labels, and pictures where it sees some."""
+        given = variants.inputs(self.device)
+        if self.variant != "pictures":
+            return given
+        return given | variants.picture(self.device, self.parameters()[0][1].dtype)
+
     def run(self, **options: Any) -> Any:
         """Call the model."""
+        return self.model(**self.inputs | options)
+
+    def run_text(self, **options: Any) -> Any:
+        """Call the model with text alone."""
         return self.model(**variants.inputs(self.device) | options)
+
+    @contextmanager
+    def by_original_functions(self) -> Iterator[None]:
+        """Let functions, of which there is one for the process, compute as transformers wrote them."""
+        found = {use.function for module in self.model.modules() for use in uses(type(module))}
+        held = {function: vars(function)["forward"] for function in found if "forward" in vars(function)}
+        for function in held:
+            del function.forward
+        try:
+            yield
+        finally:
+            for function, forward in held.items():
+                function.forward = forward
 
     def named(self, *endings: str) -> list[tuple[str, Any]]:
         """Return the modules whose class names end in one of these, with their paths, in order."""
-        return [(path, m) for path, m in self.model.named_modules() if type(m).__name__.endswith(endings)]
+        modules = self.model.named_modules() if self._modules is None else self._modules
+        return [(path, m) for path, m in modules if type(m).__name__.endswith(endings)]
+
+    @contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """Go through the modules once, while nothing changes."""
+        self._modules = list(self.model.named_modules())
+        try:
+            yield
+        finally:
+            self._modules = None
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the names and parameters of the model that are of floating dtype."""

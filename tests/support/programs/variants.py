@@ -24,20 +24,47 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# prefix of the classes, and what their config has beyond SIZES
+EXPERTS = SIZES | {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = SIZES | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+PICTURE = 61  # the token in whose place a picture is
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+PICTURES = {
+    "text_config": SIZES
+    | {"num_hidden_layers": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+    "image_token_id": PICTURE,
+    "video_token_id": 62,
+    "vision_start_token_id": 63,
+    "tie_word_embeddings": False,
+}
+# Granite's factors, and a softcap, are what a loss has to know of logits
+FACTORS = {"logits_scaling": 0.5, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+SOFTCAP = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
+# class, and arguments of its config
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("Qwen3", {}),
-    "dense with biases": ("Llama", {"mlp_bias": True, "attention_bias": True}),
-    "tied embeddings": ("Llama", {"num_hidden_layers": 1, "tie_word_embeddings": True}),
-    "gate and up in one projection": ("Phi3", {"num_hidden_layers": 1}),
-    "GeGLU, norms around one": ("Gemma", {"num_hidden_layers": 1}),
-    "experts": ("Qwen3Moe", EXPERTS | {"num_experts": 4}),
-    "experts with clipped SwiGLU": ("GptOss", EXPERTS | {"num_local_experts": 4, "intermediate_size": 32}),
-    "partial rotation": ("GPTNeoX", {"num_hidden_layers": 1, "rotary_pct": 0.5}),
-    "interleaved rotation": ("Glm", {"num_hidden_layers": 1, "partial_rotary_factor": 0.5}),
+    "dense": ("Qwen3ForCausalLM", SIZES),
+    "dense with biases": ("GraniteForCausalLM", SIZES | FACTORS | {"mlp_bias": True, "attention_bias": True}),
+    "tied embeddings": ("LlamaForCausalLM", SIZES | {"num_hidden_layers": 1, "tie_word_embeddings": True}),
+    "gate and up in one projection": ("Phi3ForCausalLM", SIZES | {"num_hidden_layers": 1}),
+    "GeGLU, norms around one": ("Gemma2ForCausalLM", SIZES | SOFTCAP | {"num_hidden_layers": 1}),
+    "experts": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
+    "experts with clipped SwiGLU": ("GptOssForCausalLM", EXPERTS | {"num_local_experts": 4, "intermediate_size": 32}),
+    "partial rotation": (
+        "GPTNeoXForCausalLM",
+        SIZES | {"num_hidden_layers": 1, "rotary_pct": 0.5, "hidden_act": "gelu_fast"},
+    ),
+    "interleaved rotation": ("GlmForCausalLM", SIZES | {"num_hidden_layers": 1, "partial_rotary_factor": 0.5}),
+    "linear attention": ("Qwen3_5ForCausalLM", LINEAR),
+    "pictures": ("Qwen2VLForConditionalGeneration", PICTURES),
 }
 IDS = torch.randint(2, 60, (2, 5), generator=torch.Generator().manual_seed(0))
+PATCHES = torch.randn(8, 96, generator=torch.Generator().manual_seed(2))
 
 
 def make(variant: str) -> PreTrainedModel:
@@ -45,21 +72,36 @@ def make(variant: str) -> PreTrainedModel:
     return copy.deepcopy(_made(variant))
 
 
-def inputs(device: torch.device | str) -> dict[str, Tensor]:
+def inputs(device: torch.device | str) -> dict[str, Any]:
     """Return the arguments of a forward: ids ``[2, 5]``, and labels so that there is a loss."""
     ids = IDS.to(device)
-    return {"input_ids": ids, "labels": ids, "use_cache": False}  # type: ignore[dict-item]
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def picture(device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what a forward takes beside: a picture of four patches in the place of the second token of each row."""
+    ids = IDS.to(device, copy=True)
+    ids[:, 1] = PICTURE
+    return {
+        "input_ids": ids,
+        "pixel_values": PATCHES.to(device, dtype),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2, device=device),
+        "mm_token_type_ids": (ids == PICTURE).long(),
+    }
 
 
 @cache
 def _made(variant: str) -> PreTrainedModel:
     """Build a model whose weights are all of some size: initial ones and zeros would hide what is left out."""
-    prefix, options = VARIANTS[variant]
-    config = getattr(transformers, f"{prefix}Config")(**SIZES | options)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    name, options = VARIANTS[variant]
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**copy.deepcopy(options))).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + drawn / 4 if "norm" in name and name.endswith("weight") else drawn / 6)
+            if "norm" in name and name.endswith("weight"):
+                parameter.copy_(1 + drawn / 4)
+            else:  # of convolutions more: what is divided by a small norm would differ by more than rounding
+                parameter.copy_(drawn / (2 if "conv1d" in name else 6))
     return model

@@ -66,8 +66,7 @@ def change_the_scale_of_scores(side: Side, choice: Random) -> None:
 @act()
 def call_with_padding(side: Side, choice: Random) -> None:
     """What stands at padding is nobody's business."""
-    ids = variants.IDS.to(side.device)
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(side.inputs["input_ids"])
     if choice.random() < 0.5:
         mask[0, :2] = 0
     else:
@@ -84,7 +83,7 @@ def call_with_a_mask_of_four_dimensions(side: Side, choice: Random) -> None:
     seen[:, 0] = True
     dtype = next(p.dtype for _, p in side.parameters())
     mask = torch.zeros(size, size, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-    side.show(side.run(attention_mask=mask[None, None].expand(2, 1, -1, -1).to(side.device)).logits)
+    side.show(side.run_text(attention_mask=mask[None, None].expand(2, 1, -1, -1).to(side.device)).logits)
 
 
 @act()
@@ -92,7 +91,7 @@ def call_with_packed_sequences(side: Side, choice: Random) -> None:
     """Two sequences in a row, which the positions tell apart."""
     positions = torch.tensor([[0, 1, 2, 0, 1]], device=side.device)
     options: dict[str, Any] = {"input_ids": variants.IDS[:1].to(side.device), "labels": None}
-    side.show(side.run(position_ids=positions, **options).logits)
+    side.show(side.run_text(position_ids=positions, **options).logits)
 
 
 @act()

@@ -45,7 +45,7 @@ def move_home(side: Side, choice: Random) -> None:
 
 @act(is_home)
 def move_a_part_to_the_cpu_and_back(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Linear", "Norm", "Experts"))
+    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Linear", "Norm", "Experts", "DeltaNet", "Mlp"))
     move(side, module, "cpu")
     if choice.random() < 0.5 and side.home == "npu":
         side.model.to(side.home)

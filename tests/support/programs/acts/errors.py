@@ -36,7 +36,7 @@ def fail_in_a_forward(side: Side, choice: Random) -> None:
 
 @act(can_train)
 def fail_in_a_backward(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("Linear", "Norm", "MLP", "Experts", "Attention"))
+    _, module = choice.choice(side.named("Linear", "Norm", "MLP", "Experts", "Attention", "DeltaNet", "Mlp"))
     handle = module.register_full_backward_hook(stop)
     with suppress(StoppedError):
         side.run().loss.backward()

@@ -10,10 +10,25 @@ from torch import nn
 from torch.nn.modules import module as of_all
 from transformers.activations import SiLUActivation
 
+from tests.support.programs.acts.activations import activations, has_activations
+from tests.support.programs.acts.linear_attention import has_mixers
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
-HOOKED = ("Linear", "Norm", "MLP", "Experts", "Attention", "DecoderLayer", "RotaryEmbedding", "SiLU", "SiLUActivation")
+HOOKED = (
+    "Linear",
+    "Norm",
+    "MLP",
+    "Experts",
+    "Attention",
+    "DecoderLayer",
+    "RotaryEmbedding",
+    "SiLU",
+    "SiLUActivation",
+    "Mlp",
+    "DeltaNet",
+    "GELUActivation",
+)
 
 
 def scale_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -73,23 +88,12 @@ def hook_a_projection(side: Side, choice: Random) -> None:
     keep(side, choice.choice(linears).register_forward_hook(scale_output))
 
 
-def activations(side: Side) -> list[nn.Module]:
-    """Return the activations of MLPs and experts that are modules."""
-    names = ("act_fn", "activation_fn")
-    members = [getattr(m, n, None) for m in side.model.modules() for n in names]
-    return [m for m in members if isinstance(m, nn.Module)]
-
-
-def _has_activations(side: Side) -> bool:
-    return bool(activations(side))
-
-
-@act(_has_activations)
+@act(has_activations)
 def hook_an_activation(side: Side, choice: Random) -> None:
     keep(side, choice.choice(activations(side)).register_forward_hook(scale_output))
 
 
-@act(_has_activations)
+@act(has_activations)
 def hook_the_gradient_of_an_activation(side: Side, choice: Random) -> None:
     keep(side, choice.choice(activations(side)).register_full_backward_hook(scale_gradient))
 
@@ -114,6 +118,11 @@ def hook_the_gradient_of_a_parameter(side: Side, choice: Random) -> None:
 @act()
 def hook_the_state_dict(side: Side, choice: Random) -> None:
     keep(side, side.model.register_state_dict_post_hook(scale_state))
+
+
+def has_no_mixers(side: Side) -> bool:
+    """Tell whether no activation is called by a function that a kernel serves, which does not make a module for it."""
+    return not has_mixers(side)
 
 
 # products and activations, which kernels compute without a call of the module
@@ -141,17 +150,17 @@ def _hook_all(side: Side, hooks: dict, register: Any, hook: Any) -> None:
         side.cleanups.append(register(hook).remove)
 
 
-@act()
+@act(has_no_mixers)
 def hook_all_modules(side: Side, choice: Random) -> None:
     _hook_all(side, of_all._global_forward_hooks, of_all.register_module_forward_hook, of_fused)
 
 
-@act()
+@act(has_no_mixers)
 def hook_before_all_modules(side: Side, choice: Random) -> None:
     _hook_all(side, of_all._global_forward_pre_hooks, of_all.register_module_forward_pre_hook, before_fused)
 
 
-@act()
+@act(has_no_mixers)
 def hook_the_gradients_of_all_modules(side: Side, choice: Random) -> None:
     register = of_all.register_module_full_backward_hook
     _hook_all(side, of_all._global_backward_hooks, register, gradient_of_fused)

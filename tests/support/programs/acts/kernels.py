@@ -13,6 +13,8 @@ from kernels_ext_npu.swapping import state
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
+PARTS = ("DecoderLayer", "Block", "MLP", "Mlp", "Norm", "Model", "Attention", "DeltaNet", "GELUActivation")
+
 
 def on_npu(side: Side) -> bool:
     """Tell whether kernels can be swapped in, so that the act is no refusal."""
@@ -45,7 +47,7 @@ def kernelize(side: Side, choice: Random) -> None:
 
 @act(on_npu)
 def kernelize_a_part(side: Side, choice: Random) -> None:
-    parts = side.named("DecoderLayer", "MLP", "Norm", "Model", "Attention")
+    parts = side.named(*PARTS)
     # a norm that parametrizes a weight has none, and is on no device
     _, module = choice.choice([(path, part) for path, part in parts if any(True for _ in part.parameters())])
     if side.has_kernels:
@@ -60,7 +62,7 @@ def restore(side: Side, choice: Random) -> None:
 
 @act()
 def restore_a_part(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Norm", "Model", "Attention"))
+    _, module = choice.choice(side.named(*PARTS))
     if side.has_kernels:
         kernels_ext_npu.restore(module)
 

@@ -28,7 +28,7 @@ def evaluate(side: Side, choice: Random) -> None:
 
 @act()
 def train_a_part(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Norm", "Layer"))
+    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Norm", "Layer", "Block", "Mlp", "DeltaNet"))
     module.train(choice.random() < 0.5)
 
 
@@ -54,7 +54,7 @@ def call_with_autocast(side: Side, choice: Random) -> None:
 def call_with_other_weights(side: Side, choice: Random) -> None:
     """torch.func.functional_call with weights that the model does not have."""
     weights = {name: p.detach() * 1.125 for name, p in side.parameters()}
-    called = torch.func.functional_call(side.model, weights, (), variants.inputs(side.device))
+    called = torch.func.functional_call(side.model, weights, (), side.inputs)
     side.show(called.logits)
 
 

@@ -9,23 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 import kernels_ext_npu
+from tests.support.programs.acts.linear_attention import has_mixers
 from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
-
-
-def _activated(side: Side) -> list:
-    names = ("act_fn", "activation_fn")
-    return [(m, n) for _, m in side.named("MLP", "Experts") for n in names if hasattr(m, n)]
-
-
-@act(lambda side: bool(_activated(side)))
-def change_an_activation(side: Side, choice: Random) -> None:
-    module, name = choice.choice(_activated(side))
-    setattr(module, name, ACT2FN[choice.choice(["relu", "gelu_pytorch_tanh", "silu", "gelu"])])
 
 
 @act()
@@ -95,14 +84,14 @@ def __getattr__(name: str) -> type:
 
 @act()
 def change_a_class(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("MLP", "Norm"))
+    _, module = choice.choice(side.named("MLP", "Norm", "GELUActivation"))
     module.__class__ = _Scaled.of(type(module))
 
 
 @act()
 def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
     """For all its instances, as patches of frameworks do; both sides have one class, which is changed once."""
-    _, module = choice.choice(side.named("MLP", "Norm"))
+    _, module = choice.choice(side.named("MLP", "Norm", "GELUActivation"))
     cls = type(module)
     original = cls.forward
     if "scaled" in original.__name__ or cls in _Scaled.made.values():
@@ -117,7 +106,7 @@ def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
 
 @act()
 def wrap_a_forward(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("MLP", "Norm", "Linear"))
+    _, module = choice.choice(side.named("MLP", "Norm", "Linear", "DeltaNet", "GELUActivation"))
     original = module.forward
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +123,9 @@ def replace_a_forward(side: Side, choice: Random) -> None:
 
 @act()
 def replace_a_module_by_a_copy(side: Side, choice: Random) -> None:
-    path, module = choice.choice(side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer"))
+    path, module = choice.choice(
+        side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer", "DeltaNet", "Conv1d", "GELUActivation")
+    )
     side.put(path, copy.deepcopy(module))
 
 
@@ -161,19 +152,24 @@ def replace_a_norm_by_another_kind(side: Side, choice: Random) -> None:
         side.put(path, nn.RMSNorm(size.shape[0], eps=1e-5).to(size.device, size.dtype))
 
 
+def _has_equal_layers(side: Side) -> bool:
+    """Tell whether there are layers that can stand in each other's places: none that get another mask there."""
+    return len(side.named("DecoderLayer")) > 1 and not has_mixers(side)
+
+
 @act(lambda side: len(side.named("MLP")) > 1)
 def share_an_mlp(side: Side, choice: Random) -> None:
     (_, first), (path, _) = side.named("MLP")[:2]
     side.put(path, first)
 
 
-@act(lambda side: len(side.named("DecoderLayer")) > 1)
+@act(_has_equal_layers)
 def share_a_layer(side: Side, choice: Random) -> None:
     (_, first), (path, _) = side.named("DecoderLayer")[:2]
     side.put(path, first)
 
 
-@act(lambda side: len(side.named("DecoderLayer")) > 1)
+@act(_has_equal_layers)
 def exchange_layers(side: Side, choice: Random) -> None:
     (first, a), (second, b) = side.named("DecoderLayer")[:2]
     side.put(first, b)

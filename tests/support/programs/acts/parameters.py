@@ -72,7 +72,7 @@ def freeze_a_parameter(side: Side, choice: Random) -> None:
 
 @act()
 def freeze_a_module(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("Linear", "Norm", "MLP", "Experts", "Embedding"))
+    _, module = choice.choice(side.named("Linear", "Norm", "MLP", "Experts", "Embedding", "DeltaNet"))
     module.requires_grad_(False)
 
 

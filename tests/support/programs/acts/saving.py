@@ -11,6 +11,7 @@ import accelerate
 import torch
 from huggingface_hub import load_torch_model, save_torch_model
 from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
 
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
@@ -28,13 +29,22 @@ def is_plain(side: Side) -> bool:
 
 @act()
 def save_and_load_the_whole_model(side: Side, choice: Random) -> None:
-    """The twin is copied: see pickle_it."""
+    """The twin is copied: see pickle_it. Its tensors share memory afterwards as they do in a file."""
     path = _path(side, ".pt")
     if side.home == "cpu":
+        torch.save(_tensors(side.model), path)
         side.model = copy.deepcopy(side.model)
+        loaded = torch.load(path)
+        for name, tensor in _tensors(side.model).items():
+            tensor.data = loaded[name].data
     else:
         torch.save(side.model, path)
         side.model = torch.load(path, weights_only=False)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers under all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 @act()

@@ -11,7 +11,7 @@ import torch
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
-RATE = 1e-2
+RATE = 2e-3
 
 
 def can_train(side: Side) -> bool:

@@ -14,7 +14,7 @@ from tests.distributed.models import Tensors
 
 WRAPPED = "another library has wrapped its forward, and the wrapper must see logits"
 FLAT = "its weight is a part of another tensor, as under FSDP1, whose memory may change behind the forward"
-OWN_UNIT = "its head is a FSDPLinear: the kernel multiplies with one weight"
+OWN_UNIT = "FSDPLinear: the kernel multiplies with one weight"
 # why a head computes its logits; whether its head is tied makes a difference to transformers' own FSDP
 REASONS: dict[tuple[str, bool], str | None] = {
     ("DDP", False): None,

@@ -1,0 +1,123 @@
+"""Every class that calls attention by name: ours on the NPU against eager attention in float32 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kernels_ext_npu.matching import kinds
+from tests.support import attention_types as types
+from tests.support import zoo
+from tests.support.attention_models import on_npu
+
+NAME = "npu_flash_attention"
+# Both are float32, with sums in another order, through layers whose weights are drawn without a scale.
+FLOAT32 = 3e-5
+# the views of outputs, logits that are scaled, an encoder, an encoder with a decoder, a decoder with cross attention
+SAMPLE = ["JetMoeForCausalLM", "HyperCLOVAXForCausalLM", "GteForMaskedLM", "M2M100ForConditionalGeneration"]
+ALL = [
+    name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long)
+    for name in [*types.CLASSES, *sorted(zoo.ARCHITECTURES)]
+]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    error = (found.detach().cpu().float() - expected.detach()).abs()
+    return float(error.max() / max(1.0, float(expected.detach().abs().max()))) if error.numel() else 0.0
+
+
+def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    model = types.build(name)
+    ours = copy.deepcopy(model).to("npu")
+    if not types.served(model) or not any(kinds.attention_refusal(type(m)) is None for m in types.served(model)):
+        pytest.skip("it has no attention that is served")
+    model.set_attn_implementation("eager")
+    ours.set_attn_implementation(NAME)
+    return model, ours
+
+
+def differences(name: str, model: PreTrainedModel, ours: PreTrainedModel) -> Iterator[tuple[str, float]]:
+    """Compare outputs and all gradients of each batch."""
+    for batch, inputs, mask in types.batches(name, model):
+        outputs = []
+        for each, given in ((model, inputs), (ours, on_npu(inputs))):
+            each.zero_grad()
+            output = types.kept(types.main_output(each, given), mask)
+            outputs.append(output)
+            if output.requires_grad:
+                weights = torch.linspace(-9, 9, output.numel()).sin().view(output.shape)
+                (output * weights.to(output.device)).sum().backward()
+        yield batch, difference(outputs[1], outputs[0])
+        found = dict(ours.named_parameters())
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                yield f"{batch}: {key}", difference(found[key].grad, parameter.grad)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_outputs_and_gradients_are_those_of_eager_attention(registered, name) -> None:
+    model, ours = pair(name)
+    assert {what: apart for what, apart in differences(name, model, ours) if not apart <= FLOAT32} == {}
+
+
+def in_steps(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Run sequences in a prefill of two steps, one of a token, and one of several."""
+    found, cache = [], DynamicCache(config=model.config)
+    for start, end in ((0, 4), (4, 7), (7, 8), (8, 11)):
+        with torch.no_grad():
+            outputs = model(tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        found.append(outputs.logits)
+    return torch.cat(found, 1)
+
+
+def decodes(name: str) -> bool:
+    return name in types.CLASSES and name.endswith(("ForCausalLM", "LMHeadModel")) and name not in NO_DECODERS
+
+
+# their configs say that they are encoders, unless they are told otherwise
+NO_DECODERS = {
+    "BertLMHeadModel", "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM",
+    "RoCBertForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM",
+    "XLMRobertaXLForCausalLM",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [param for param in ALL if decodes(getattr(param, "values", [param])[0])])
+def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(registered, name) -> None:
+    model, ours = pair(name)
+    _, inputs, mask = list(types.batches(name, model))[1]  # padded on the left
+    tokens = inputs["input_ids"]
+    expected, found = in_steps(model, tokens, mask), in_steps(ours, tokens.npu(), mask.npu())
+    assert difference(types.kept(found, mask), types.kept(expected, mask)) <= FLOAT32
+    for cache in ("dynamic", "static") if model._can_compile_fullgraph else ("dynamic",):  # not all take static ones
+        options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+        expected = model.generate(tokens, attention_mask=mask, **options)
+        assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
+
+
+# chooses keys by scores that are rounded, so that an error is as large as chance has it
+CHOOSING = {"HYV4ForCausalLM"}
+
+
+@pytest.mark.parametrize("name", [param for param in ALL if getattr(param, "values", [param])[0] not in CHOOSING])
+def test_in_bfloat16_it_is_no_further_from_float32_than_others_are(registered, name) -> None:
+    """Than eager or sdpa, whichever is further; the roots of mean squares differ by chance by some percent."""
+    model, ours = pair(name)
+    _, inputs, mask = next(iter(types.batches(name, model)))
+    errors = {}
+    with torch.no_grad():
+        expected = types.kept(types.main_output(model, inputs), mask)
+        given = {key: value.bfloat16() if value.is_floating_point() else value for key, value in on_npu(inputs).items()}
+        for implementation in ("eager", "sdpa", NAME):
+            try:
+                ours.to(torch.bfloat16).set_attn_implementation(implementation)
+            except ValueError:  # not all classes have sdpa
+                continue
+            found = types.kept(types.main_output(ours, given), mask).cpu().float()
+            errors[implementation] = float((found - expected).square().mean().sqrt())
+    assert errors.pop(NAME) <= 1.2 * max(errors.values())

@@ -1,0 +1,113 @@
+"""Tiny models of every class of transformers that calls attention by name and can be made of small sizes alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Generator, Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kernels_ext_npu.matching import kinds
+from tests.support import zoo
+from tests.support.zoo import Inputs
+
+ROWS, TOKENS = 2, 11
+# beside those of the zoo
+CLASSES = (Path(__file__).resolve().parents[1] / "data" / "attention_types.txt").read_text().split()
+
+
+def build(name: str) -> PreTrainedModel:
+    """Make a model of the zoo by its key, or of a class by its name, which drops nothing where it is trained."""
+    if name in zoo.ARCHITECTURES:
+        model = zoo.build(name)
+    else:
+        cls = getattr(transformers, name, None) or _inside(name)
+        small = zoo.VISION if "vision" in cls.config_class.__name__.lower() else zoo.SMALL
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = cls._from_config(zoo.configure(cls.config_class, {}, small))
+            zoo.randomise(model, 0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for attribute in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
+            setattr(module, attribute, 0.0)
+    return model.eval()
+
+
+def served(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that call attention by name."""
+    return [module for module in model.modules() if kinds.calls_attention_by_name(type(module))]
+
+
+def batches(name: str, model: PreTrainedModel) -> Iterator[tuple[str, Inputs, Tensor | None]]:
+    """Make the inputs of a model, each with its name and with what of it is no padding, None for all."""
+    if name in zoo.ARCHITECTURES:
+        inputs = zoo.inputs(name, model)
+        yield "of the zoo", inputs, inputs.get("attention_mask")
+        return
+    inputs = _inputs(model)
+    yield "plain", inputs, None
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in inputs or "attention_mask" not in accepted:
+        return
+    for side, place in (("left", slice(4)), ("right", slice(-4, None))):
+        mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+        mask[0, place] = 0
+        yield f"{side} padding", inputs | {"attention_mask": mask}, mask
+    if model.can_generate() and "position_ids" in accepted and "decoder_input_ids" not in inputs:
+        positions = torch.cat([torch.arange(length) for length in (5, 4, 2)])[None]
+        yield "packed", {"input_ids": inputs["input_ids"][:1], "position_ids": positions}, None
+
+
+def kept(output: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what of an output is compared: tokens that are no padding; of pooled ones the rows without padding."""
+    if mask is None or len(output) != len(mask):
+        return output
+    if output.shape[:2] == mask.shape:
+        return output[mask.to(output.device).bool()]
+    return output[mask.to(output.device).bool().all(-1)]
+
+
+def main_output(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """Call a model without a cache, and return its logits or its last hidden states."""
+    accepted = inspect.signature(model.forward).parameters
+    outputs = model(**inputs, **({"use_cache": False} if "use_cache" in accepted else {}))
+    found = (getattr(outputs, name, None) for name in ("logits", "last_hidden_state"))
+    return next(tensor for tensor in (*found, *zoo.tensors(outputs)) if isinstance(tensor, Tensor))
+
+
+def _inside(name: str) -> type[PreTrainedModel]:
+    """Return a class that only its own file names, such as one inside of a larger model."""
+    from kernels_ext_npu.coverage.survey import module_classes
+
+    return next(cls for cls in module_classes() if cls.__name__ == name)
+
+
+def _inputs(model: PreTrainedModel) -> Inputs:
+    accepted, generator = inspect.signature(model.forward).parameters, Generator().manual_seed(0)
+    made: Inputs = {}
+    if "input_ids" in accepted:
+        made["input_ids"] = torch.randint(2, 90, (ROWS, TOKENS), generator=generator)
+    if "input_ids" in accepted and "decoder_input_ids" in accepted:
+        made["decoder_input_ids"] = torch.randint(2, 90, (ROWS, 6), generator=generator)
+    main = model.main_input_name
+    if main in ("input_features", "input_values") and "input_ids" not in accepted:
+        shape = (_size(model.config, "num_mel_bins", 8), 16) if main == "input_features" else (400,)
+        made[main] = torch.randn(ROWS, *shape, generator=generator)
+    elif "pixel_values" in accepted and "input_ids" not in accepted:
+        side, channels = _size(model.config, "image_size", 16), _size(model.config, "num_channels", 3)
+        made["pixel_values"] = torch.randn(ROWS, channels, side, side, generator=generator)
+    elif main == "pixel_values_videos":
+        frames, side = _size(model.config, "frames_per_clip", 4), _size(model.config, "image_size", 16)
+        made[main] = torch.randn(ROWS, frames, 3, side, side, generator=generator)
+    return made
+
+
+def _size(config: PreTrainedConfig, name: str, default: int) -> int:
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) else default

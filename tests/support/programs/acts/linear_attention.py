@@ -1,0 +1,100 @@
+"""Acts on linear attention: its functions, its convolution, and what a cache carries on."""
+
+from __future__ import annotations
+
+import sys
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels_ext_npu.references.fingerprints import original_function
+from tests.support.programs import variants
+from tests.support.programs.registry import act
+from tests.support.programs.side import Side
+
+
+def mixers(side: Side) -> list[Any]:
+    """Return the modules that compute linear attention."""
+    return [module for _, module in side.named("GatedDeltaNet")]
+
+
+def has_mixers(side: Side) -> bool:
+    """Tell whether there is linear attention."""
+    return bool(mixers(side))
+
+
+@act(has_mixers)
+def change_the_activation_of_a_convolution(side: Side, choice: Random) -> None:
+    choice.choice(mixers(side)).activation = choice.choice(["silu", "swish", None])
+
+
+@act(has_mixers)
+def replace_a_convolution(side: Side, choice: Random) -> None:
+    """By another one, perhaps with a bias."""
+    mixer, generator = choice.choice(mixers(side)), torch.Generator().manual_seed(9)
+    old = mixer.conv1d
+    new = nn.Conv1d(
+        old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
+        bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    mixer.conv1d = new
+
+
+@act(has_mixers)
+def change_how_fast_states_fade(side: Side, choice: Random) -> None:
+    mixer = choice.choice(mixers(side))
+    with torch.no_grad():
+        mixer.A_log.fill_(choice.choice([-2.0, 0.5, 3.0]))
+        mixer.dt_bias.add_(choice.choice([-1.0, 2.0]))
+
+
+FUNCTIONS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
+
+
+@act(has_mixers)
+def replace_a_function_of_linear_attention(side: Side, choice: Random) -> None:
+    """In its file, as patches of frameworks do; both sides have one file, which is changed once."""
+    name = choice.choice(FUNCTIONS)
+    module = sys.modules[type(mixers(side)[0]).__module__]
+    before = vars(module)[name]
+    own = original_function(before)
+    if own is None or own.__name__ != name:
+        return
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        return 1.25 * result if isinstance(result, torch.Tensor) else (1.25 * result[0], *result[1:])
+
+    setattr(module, name, replaced)
+    side.cleanups.append(lambda: setattr(module, name, before))
+
+
+@act()
+def decode_some_tokens(side: Side, choice: Random) -> None:
+    """One after the other, and two at once, with one cache."""
+    ids = variants.IDS.to(side.device)
+    with torch.no_grad():
+        cache = side.model(input_ids=ids[:, :2], use_cache=True).past_key_values
+        for start, end in ((2, 3), (3, 5), (0, 1)):
+            logits = side.model(input_ids=ids[:, start:end], past_key_values=cache).logits
+        side.show(logits)
+
+
+@act(has_mixers)
+def decode_a_token_that_is_trained(side: Side, choice: Random) -> None:
+    """With the cache of earlier ones, which takes no gradients."""
+    ids = variants.IDS.to(side.device)
+    with torch.no_grad():
+        cache = side.model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+    logits = side.model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    side.show(logits)

@@ -37,7 +37,8 @@ for name in models.MODELS:
 hub_kernels.register_kernel_mapping_transformers()
 lasting.install()
 # names that transformers looks up when they are asked for
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 """
 
 EVERY_MODEL = """

@@ -64,7 +64,8 @@ def test_register_looks_at_no_model(registered) -> None:
         kernels_ext_npu.unregister()
         kernels_ext_npu.register()
 
-    model = qwen3_235b_a22b(2)  # its file is asked whether it knows our attention
+    model = kernels_ext_npu.kernelize(qwen3_235b_a22b(2))
+    kernels_ext_npu.restore(model)  # what it has imported stays
     again()
     before = function_calls(again)
     kernels_ext_npu.kernelize(model)

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
 }
+LONG = {"bfloat16", "checkpointing"}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,9 @@ def train(model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in OPTIONS]
+)
 def test_ten_steps_are_those_without_the_kernel(name: str, tmp_path: Path, monkeypatch) -> None:
     """Losses to 1e-5 in float32, since AdamW divides by a root of squares; with bfloat16 to 2^-6, a few of its steps.
 

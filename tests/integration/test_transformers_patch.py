@@ -188,6 +188,7 @@ def test_generated_classes_have_the_decorators_that_the_modular_file_gives_them(
     assert len(checked) >= 25
 
 
+@pytest.mark.long
 def test_no_mark_gives_a_class_or_function_a_kernel_that_computes_something_else(run_patched) -> None:
     """Of all models; what they compute is told by matching.py."""
     found = json.loads(run_patched(EVERY_MARK, str(ROOT / "integration")))

@@ -51,8 +51,7 @@ def test_the_list_is_complete(kernel: ModuleType) -> None:
         assert getattr(kernel.layers, layer).has_backward
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "dynamic"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, dtype, dynamic) -> None:
     torch._dynamo.reset()

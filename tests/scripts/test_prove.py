@@ -146,6 +146,7 @@ def test_a_run_reports_what_it_compared_and_each_repository_that_takes_another_v
     ]
 
 
+@pytest.mark.long
 def test_a_run_takes_a_variant_that_the_tree_leaves_out(clone: Path) -> None:
     """On a machine that says to be the one of its name."""
     machine = """
@@ -181,6 +182,7 @@ def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) 
     assert "nowhere.py" in failure
 
 
+@pytest.mark.long
 def test_a_run_of_no_test_is_a_failure_that_says_so() -> None:
     outcome = run(build.ROOT, "tests/variants/test_layers.py", "-k", "no_test_has_this_name")
     (failure,) = outcome.failures

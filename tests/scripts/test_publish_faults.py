@@ -74,7 +74,7 @@ def scenario(request: pytest.FixtureRequest, publisher, clone, localhub):
 SCENARIOS = pytest.mark.parametrize("scenario", ["empty hub", "beside others"], indirect=True)
 
 
-@SCENARIOS
+@pytest.mark.parametrize("scenario", ["beside others"], indirect=True)
 def test_every_request_may_fail(scenario, localhub, capsys) -> None:
     """The ways to fail take turns."""
     kinds = list(KINDS)

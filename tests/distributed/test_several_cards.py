@@ -35,6 +35,7 @@ def test_the_example_swaps_all_and_agrees_with_one_process(two_ranks, tmp_path):
     for summary, logits in two_ranks.run(run_example, code, ids):
         counts = {kind: (swapped, found) for swapped, found, kind in re.findall(r"(\d+) of (\d+) ([\w ]+)", summary)}
         assert {"norms", "experts", "routers", "rotary calls"} <= counts.keys()
+        assert counts.pop("heads") == ("0", "1")  # tensor parallelism wraps it, and the wrapper must see logits
         assert all(swapped == found != "0" for swapped, found in counts.values()), summary
         # as the differences of docs/parallel.md
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

@@ -170,3 +170,12 @@ def test_few_values_may_differ_as_the_worst_of_the_original_does() -> None:
     far = agreement.distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.03}, exact)
     with pytest.raises(DisagreementError, match="gradient of sinks"):
         agreement.check(far, original, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "times"), [("gradient of weight", 2), ("gradient of k_proj.bias", 4)])
+def test_a_bias_may_differ_by_more_times(name: str, times: int) -> None:
+    """What is a sum over all tokens can nearly cancel, and keeps the roundings of its terms."""
+    original = {name: agreement.Distance(norm=0.01, largest=1.0, values=agreement.FEW)}
+    agreement.check({name: agreement.Distance(0.0099 * times, 1.0, agreement.FEW)}, original, torch.bfloat16)
+    with pytest.raises(DisagreementError, match="is allowed"):
+        agreement.check({name: agreement.Distance(0.0101 * times, 1.0, agreement.FEW)}, original, torch.bfloat16)

@@ -21,8 +21,8 @@ FEW = 64
 RULE = (
     "Outputs and gradients are compared with the original in float32, by the norm of the difference and by the largest "
     f"single one: {FACTOR} and {FACTOR_OF_LARGEST} times what the original differs are allowed, or one rounding of the "
-    f"dtype where that is more; a tensor of fewer than {FEW} values may differ as the original's worst does, the "
-    f"gradient of a bias {FACTOR_OF_LARGEST} times as much. What differs by more is refused and has no figures."
+    f"dtype where that is more; the norm of a bias's gradient may differ by {FACTOR_OF_LARGEST} times, and a "
+    f"tensor of fewer than {FEW} values as the original's worst does. What differs by more is refused."
 )
 
 
@@ -80,10 +80,10 @@ def check(found: Distances, original: Distances, dtype: torch.dtype) -> None:
     """Raise DisagreementError if a result is further away than it may be."""
     rounding = torch.finfo(dtype).eps / 2
     for name, distance in found.items():
-        # a sum over all tokens: of a key's bias it nearly cancels, and what remains are roundings of the softmax
-        is_bias = name.endswith("bias")
-        measures = original.values() if is_bias or distance.values < FEW else [original[name]]
-        for what, factor in ("norm", FACTOR_OF_LARGEST if is_bias else FACTOR), ("largest", FACTOR_OF_LARGEST):
+        measures = original.values() if distance.values < FEW else [original[name]]
+        # a sum over all tokens: of a key's bias it nearly cancels, and what remains are the roundings of its terms
+        factor_of_norm = FACTOR_OF_LARGEST if name.endswith("bias") else FACTOR
+        for what, factor in ("norm", factor_of_norm), ("largest", FACTOR_OF_LARGEST):
             value = getattr(distance, what)
             allowed = max(rounding, *(factor * getattr(measure, what) for measure in measures))
             if not value <= allowed:  # NaN is not

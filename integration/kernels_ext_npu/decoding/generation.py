@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import CompileConfig, GenerationConfig
 
 from kernels_ext_npu.decoding.graphed_forward import GraphedForward
+from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.patches import Patches
 
 GRAPHS = "NPUGraph"  # the backend of a CompileConfig that asks for graphs: the name of their class in torch.npu
@@ -18,8 +19,12 @@ GRAPHS = "NPUGraph"  # the backend of a CompileConfig that asks for graphs: the 
 
 def install(patches: Patches) -> None:
     """Let ``compile_config=CompileConfig(backend="NPUGraph")`` mean graphs."""
-    patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, lambda: True)
-    patches.method(PreTrainedModel, "get_compiled_call", _call, lambda: True)
+    patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, _is_installed)
+    patches.method(PreTrainedModel, "get_compiled_call", _call, _is_installed)
+
+
+def _is_installed() -> bool:
+    return state.current is not None
 
 
 def _decides(

@@ -109,4 +109,3 @@ def test_loss_and_gradients_are_those_without_the_kernel(name: str, tied: bool) 
         assert (parameter.grad is None) == (gradients[path] is None), path
         if parameter.grad is not None:
             assert float((parameter.grad - gradients[path]).abs().max()) <= 2**-17 * largest, path
-    kernels_ext_npu.unregister()

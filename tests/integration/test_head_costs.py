@@ -98,9 +98,3 @@ def test_no_operator_of_a_step_gives_an_element_for_each_token_and_word(checkpoi
             optimizer.step()
         found.append(largest.elements)
     assert found[0] < ids.numel() * 512 <= found[1]
-
-
-@pytest.fixture(autouse=True)
-def _unregistered():
-    yield
-    kernels_ext_npu.unregister()

@@ -32,10 +32,8 @@ LONG = {"bfloat16", "checkpointing"}
 
 
 @pytest.fixture(autouse=True)
-def _registered():
+def _registered() -> None:
     kernels_ext_npu.register(kernels=["CrossEntropy"])
-    yield
-    kernels_ext_npu.unregister()
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

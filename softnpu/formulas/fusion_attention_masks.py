@@ -65,19 +65,19 @@ class Masking:
             expected = torch.stack([self._outside_prefix(s_q, s_k, j) for j in range(b)]).unsqueeze(1)
             rule = f"sparse_mode 5 takes its own prefix mask as atten_mask, [{b}, 1 or {n}, {s_q}, {s_k}]"
             fits = mask.dim() == 4 and mask.shape[0] == b and mask.shape[1] in (1, n) and mask.shape[2:] == (s_q, s_k)
-            require_values(
-                fits and bool((mask == expected).all()), self.operator, f"{rule}, got {describe(self.atten_mask)}"
-            )
+            rule += f", got {describe(self.atten_mask)}"
+            require(fits, self.operator, rule)
+            require_values(bool((mask == expected).all()), self.operator, rule)
             return expected
         if mode == PREFIX_COMPRESSED:
             rule = f"sparse_mode 6 takes the upper triangle of {COMPRESSED} x {COMPRESSED} and below it"
             rule += f" {PREFIX_ROWS} rows of zeros left and ones right as atten_mask"
-            require_values(torch.equal(mask, _triangle_and_rectangle()), self.operator, rule)
+            self._require_constant(_triangle_and_rectangle(), rule)
             if self.layout == "TND":
                 return self._outside_prefix(s_q, s_k, i)
             return torch.stack([self._outside_prefix(s_q, s_k, j) for j in range(b)]).unsqueeze(1)
         rule = f"sparse_mode {mode} takes the upper triangle of {COMPRESSED} x {COMPRESSED} as atten_mask"
-        require_values(torch.equal(mask, _upper_triangle()), self.operator, rule)
+        self._require_constant(_upper_triangle(), rule)
         if mode == LEFT_UP_CAUSAL or (mode == BAND_LEFT_UP_CAUSAL and not is_band):
             return outside(s_q, s_k, 0, UNBOUNDED, 0)
         if mode == RIGHT_DOWN_CAUSAL or (mode == RIGHT_DOWN_CAUSAL_BAND and not is_band):
@@ -93,6 +93,12 @@ class Masking:
         """Tell whether the operator knows by itself that a row may have nothing to attend to."""
         by_prefix = self.sparse_mode in (PREFIX, PREFIX_COMPRESSED) and s_q > s_k
         return by_prefix or self.sparse_mode == RIGHT_DOWN_CAUSAL
+
+    def _require_constant(self, constant: Tensor, rule: str) -> None:
+        """Refuse another mask than the one that a mode takes."""
+        assert self.atten_mask is not None
+        require(self.atten_mask.shape == constant.shape, self.operator, rule)
+        require_values(torch.equal(self.atten_mask.bool(), constant), self.operator, rule)
 
     def _given(self, mask: Tensor, shape: list[int]) -> Tensor:
         b, _, s_q, s_k = shape

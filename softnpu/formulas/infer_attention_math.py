@@ -226,9 +226,8 @@ class InferAttention:
             square = mask.dim() in (2, 3, 4) and mask.numel() == COMPRESSED**2 == mask.shape[-1] ** 2
             rule = f"sparse_mode {mode} takes the upper triangle of {COMPRESSED} x {COMPRESSED} as atten_mask"
             triangle = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
-            require_values(
-                square and torch.equal(mask.view(COMPRESSED, COMPRESSED).bool(), triangle), self.operator, rule
-            )
+            require(square, self.operator, rule)
+            require_values(torch.equal(mask.view(COMPRESSED, COMPRESSED).bool(), triangle), self.operator, rule)
             if mode == BAND:
                 return outside(valid, s_k, s_k - valid, self.before, self.behind)
             return outside(valid, s_k, 0 if mode == LEFT_UP_CAUSAL else s_k - valid, UNBOUNDED, 0)

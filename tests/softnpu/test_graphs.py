@@ -84,6 +84,13 @@ def test_an_operator_refuses_its_arguments_while_it_is_captured(graph: torch.npu
         torch_npu.npu_swiglu(torch.ones(2, 5, device="npu"))
 
 
+def test_a_mask_of_another_size_is_refused_while_it_is_captured(graph: torch.npu.NPUGraph) -> None:
+    """What it holds is known at the replay only, its shape before."""
+    x, mask = torch.zeros(1, 1, 4, 16, dtype=torch.float16, device="npu"), torch.ones(8, 8, dtype=torch.bool).npu()
+    with pytest.raises(RuntimeError, match="takes the upper triangle of 2048 x 2048"), torch.npu.graph(graph):
+        torch_npu.npu_fusion_attention(x, x, x, 1, "BNSD", atten_mask=mask, sparse_mode=2)
+
+
 def test_random_numbers_go_on_from_replay_to_replay(graph: torch.npu.NPUGraph) -> None:
     torch.npu.manual_seed(7)
     wanted = [torch.rand(8, device="npu").tolist() for _ in range(5)]

@@ -133,6 +133,11 @@ def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub,
             assert ("npu_grouped_matmul" in calls) == (name in ("qwen3_moe", "gpt_oss", "qwen3_next")), name
 
 
+def test_transformers_own_tests_learn_which_device_they_run_on(run_patched) -> None:
+    code = "import softnpu; from transformers.testing_utils import get_device_properties; print(get_device_properties())"
+    assert run_patched(code) == "('npu', None, None)"
+
+
 def test_the_mappings_of_other_devices_are_what_they_were(run_patched) -> None:
     code = f"import softnpu, json\n{inspect.getsource(mapping)}\nprint(json.dumps(mapping()))"
     before, after = mapping(), json.loads(run_patched(code))

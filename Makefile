@@ -10,7 +10,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow test-distributed test-variants benchmark lint build docs publish clean
+.PHONY: help demo test test-fast test-slow test-distributed test-variants benchmark lint build docs publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
@@ -23,6 +23,7 @@ help:
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make docs        write the generated parts of the documents anew"
 	@echo "make publish     publish the kernel repositories to the Hub [KERNELS=RMSNorm ARGS=--dry-run]"
+	@echo "make release     build the package twice, and try both files in empty environments [PYTHONS=\"python3.10 python3.12\"]"
 	@echo "make clean       remove .venv"
 
 demo: build
@@ -63,6 +64,9 @@ docs: $(READY)
 
 publish: build
 	@for kernel in $(KERNELS); do $(BIN)/python scripts/publish.py $$kernel $(ARGS) || exit; done
+
+release: $(READY)
+	@$(BIN)/python scripts/release.py --pythons "$(or $(PYTHONS),$(PYTHON))" $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -134,7 +134,9 @@ def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub,
 
 
 def test_transformers_own_tests_learn_which_device_they_run_on(run_patched) -> None:
-    code = "import softnpu; from transformers.testing_utils import get_device_properties; print(get_device_properties())"
+    code = (
+        "import softnpu; from transformers.testing_utils import get_device_properties; print(get_device_properties())"
+    )
     assert run_patched(code) == "('npu', None, None)"
 
 

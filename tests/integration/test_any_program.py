@@ -51,6 +51,16 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
+    (
+        "tied embeddings",
+        [
+            ("train", 64734),
+            ("parametrize_by_spectral_norm", 19146),
+            ("cast_to_bfloat16_and_back", 22863),
+            ("kernelize_for_training", 48054),
+            ("copy_deeply_and_drop_the_kernels_of_the_first", 17079),
+        ],
+    ),
 ]
 
 

@@ -140,10 +140,12 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
 
 def _defers(head: Any, hidden_states: Tensor) -> bool:
     """Tell whether the logits of a call can wait: the weight has to be there until backward, as a tensor of its own."""
-    weight, bias = head.weight, head.bias
+    parameters = head._parameters
+    if type(head) is not nn.Linear or "weight" not in parameters or "bias" not in parameters:
+        return False  # one that was parametrized since is not read here: that would compute its weight
+    weight, bias = parameters["weight"], parameters["bias"]
     return (
-        type(head) is nn.Linear
-        and type(weight) in _PLAIN
+        type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
         and not _is_view(head)
         and hidden_states.numel() > 0

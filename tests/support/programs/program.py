@@ -105,7 +105,7 @@ class Program:
         called: list[checks.Computed] = []
         refused = {}
         for side in (self.model, self.twin):
-            if side is self.twin and self.truth is not None:
+            if side is self.twin and self.truth is not None and not side.has_steps:
                 called.append(self.truth)
                 continue
             with nullcontext() if side.has_kernels else side.by_original_functions():

@@ -116,7 +116,7 @@ def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple
 
 
 def test_a_program_ends_where_a_weight_of_zeros_is_divided_by_its_norm(tmp_path: Path) -> None:
-    """That of queries: torch's attention on the CPU makes zeros of what is no number, and a plain model here does not."""
+    """That of queries: torch's attention on the CPU makes zeros of what is no number, a plain model here does not."""
     program = Program("tied embeddings", tmp_path)
     try:
         for act, number in (("parametrize_by_spectral_norm", 19), ("zero", 589)):

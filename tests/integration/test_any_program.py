@@ -51,6 +51,16 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
+    (
+        "tied embeddings",
+        [
+            ("train", 64734),
+            ("parametrize_by_spectral_norm", 19146),
+            ("cast_to_bfloat16_and_back", 22863),
+            ("kernelize_for_training", 48054),
+            ("copy_deeply_and_drop_the_kernels_of_the_first", 17079),
+        ],
+    ),
 ]
 
 
@@ -103,6 +113,17 @@ def test_each_model_is_served(tmp_path: Path, variant: str) -> None:
 )
 def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
     live_through(tmp_path, variant, acts)
+
+
+def test_a_program_ends_where_a_weight_of_zeros_is_divided_by_its_norm(tmp_path: Path) -> None:
+    """That of queries: torch's attention on the CPU makes zeros of what is no number, a plain model here does not."""
+    program = Program("tied embeddings", tmp_path)
+    try:
+        for act, number in (("parametrize_by_spectral_norm", 19), ("zero", 589)):
+            program.do(act, number)
+        assert program.is_over
+    finally:
+        program.close()
 
 
 def test_there_are_many_acts() -> None:

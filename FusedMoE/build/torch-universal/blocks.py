@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
+from torch.nn.modules import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
@@ -22,6 +23,8 @@ from .neighbours import are_neighbours
 from .transforms import is_transformed
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
+# torch's own: somebody may have put another in its place, before or since
+_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
 
 # the activations that were looked at; nothing is left on a module that may be saved
 _silu: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -154,6 +157,8 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
 
 def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list[Tensor]] | str:
     """Return the weights and the biases of one projection of all experts, or why they cannot be taken together."""
+    if nn.Linear.forward is not _FORWARD:
+        return "the forward of all linear layers was replaced"
     for projection in projections:
         if type(projection) is not nn.Linear:
             kind = type(projection)

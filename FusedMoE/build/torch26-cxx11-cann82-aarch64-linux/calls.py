@@ -12,16 +12,22 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+_CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
+
 
 def is_watched(module: nn.Module) -> bool:
-    """Tell whether a module, or all modules, have hooks, or a wrapped forward. `kernels` binds forwards as methods."""
+    """Tell whether a module, or all modules, have hooks, or a wrapped forward or call.
+
+    `kernels` binds forwards as methods.
+    """
     members = module.__dict__
     forward = members.get("forward")
     if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
         return True
     # one after the other: this runs for every projection in every forward
     return bool(
-        members["_forward_hooks"]
+        type(module).__call__ is not _CALL
+        or members["_forward_hooks"]
         or members["_forward_pre_hooks"]
         or members["_backward_hooks"]
         or members["_backward_pre_hooks"]

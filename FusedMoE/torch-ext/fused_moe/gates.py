@@ -24,6 +24,7 @@ from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipp
 from .derivatives import gradients
 from .geglu import geglu_gradient, launch_geglu
 
+_CALL = nn.Module._wrapped_call_impl
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
 _UP_OFFSETS = (0.0, 1.0)
@@ -140,7 +141,8 @@ def activation_of(experts: nn.Module) -> Activation:
         kind = cls.__qualname__, cls.forward.__qualname__  # somebody may have replaced it
         members = activation.__dict__
         if (  # what is_watched tells of hooks, without the call: every forward asks
-            members["_forward_hooks"]
+            cls.__call__ is not _CALL
+            or members["_forward_hooks"]
             or members["_forward_pre_hooks"]
             or members["_backward_hooks"]
             or members["_backward_pre_hooks"]
@@ -157,11 +159,13 @@ def activation_of(experts: nn.Module) -> Activation:
     elif "act_fn" in experts.__dict__:  # somebody has made it a function
         kind = repr(experts.__dict__["act_fn"])
     known = getattr(experts, _KNOWN, None)
-    if (known is None or known[2] != kind) and not torch.compiler.is_compiling():
+    if known is None or known[2] != kind:
+        if torch.compiler.is_compiling():
+            return experts._apply_gate
         # the module may be saved as a whole: no class
         known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind
         setattr(experts, _KNOWN, known)
-    return Gate(*known[1]) if known and known[1] else experts._apply_gate
+    return Gate(*known[1]) if known[1] else experts._apply_gate
 
 
 def is_current(experts: nn.Module) -> bool:

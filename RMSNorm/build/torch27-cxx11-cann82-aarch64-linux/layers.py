@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import normalization
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -20,6 +21,9 @@ from torch.nn.modules.module import (
 from .functional import norm
 from .layer_norm import add_layer_norm, layer_norm
 
+# torch's own: somebody may have put something in their places, before or since
+_CALL = nn.Module._wrapped_call_impl
+_NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
 _EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
 _ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
@@ -164,6 +168,8 @@ def _is_plain(norm: nn.Module) -> bool:
     members = norm.__dict__
     return (
         type(norm) is nn.LayerNorm
+        and nn.LayerNorm.forward is _NORMED
+        and nn.LayerNorm.__call__ is _CALL
         and "forward" not in members
         and norm._parameters.get("weight") is not None
         and norm._parameters.get("bias") is not None

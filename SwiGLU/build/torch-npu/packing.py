@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules import linear
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -28,9 +29,11 @@ from .projecting import project
 __all__ = ["meet", "obstacle", "pack", "project", "projections", "separate"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
-_FORWARD = nn.Linear.forward
 OF_MLPS = (*THREE_PROJECTIONS, ("wi_0", "wi_1", "wo"))
 # gate and up in one, down
+# torch's own: somebody may have put something in their places, before or since
+_CALL = nn.Module._wrapped_call_impl
+_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
 TWO_PROJECTIONS = (
     ("gate_up_proj", "down_proj"),
     ("input_linear", "output_linear"),
@@ -122,7 +125,7 @@ def unfit(module: nn.Module) -> str | None:
     """
     if type(module) is not nn.Linear:
         return f"a projection is a {type(module).__module__}.{type(module).__name__}"
-    if nn.Linear.forward is not _FORWARD:
+    if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not _CALL:
         return "the forward of all linear layers was replaced"
     members = vars(module)
     if (

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit
 
+_CALL = nn.Module._wrapped_call_impl
 _NAMES = ("act_fn", "activation_fn", "activation", "act")  # what transformers calls it
 
 
@@ -46,10 +47,12 @@ def passed_over(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Tensor] |
         kind = forward = own.__func__ if type(own) is MethodType else own
     elif kind is nn.GELU:
         kind = members["approximate"]
-    if kind not in kinds and not torch.compiler.is_compiling():
+    if kind not in kinds and not torch.compiler.is_compiling():  # then one that was not met before is called
         kinds[kind] = forward if _has_values_of(unit, activation) else None
     if (
-        (kind in kinds and kinds[kind] is not forward)
+        kind not in kinds
+        or kinds[kind] is not forward
+        or type(activation).__call__ is not _CALL
         or members["_forward_hooks"]
         or members["_forward_pre_hooks"]
         or members["_backward_hooks"]

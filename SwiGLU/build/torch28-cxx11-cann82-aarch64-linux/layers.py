@@ -6,6 +6,7 @@ other; the rest take whichever of SiLU and GELU the MLP has.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .computing import (
@@ -107,15 +108,14 @@ class DropoutMLP(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         down, dropout = projections(self)[2], self._modules["dropout"]
-        weight = getattr(down, "weight", None)
-        casts = "wi_0" in self._modules and isinstance(weight, Tensor) and weight.is_floating_point()
-        if not drops(dropout) and not (casts and weight.dtype != hidden_states.dtype):
+        dtype = _dtype_of(down) if "wi_0" in self._modules else None
+        if not drops(dropout) and (dtype is None or dtype == hidden_states.dtype):
             unit = unit_of(self)
             if unit is not None:
                 return computed(self, unit, hidden_states)
         hidden_states = dropout(activated(self, hidden_states))
-        if casts and hidden_states.dtype != weight.dtype:
-            hidden_states = hidden_states.to(weight.dtype)
+        if dtype is not None and hidden_states.dtype != dtype:
+            hidden_states = hidden_states.to(dtype)
         return down(hidden_states)
 
 
@@ -162,6 +162,17 @@ class FusedAdaptedMLP(_Layer):
         adapter = self.gate_up_proj_adapter_list[self.layer_dic[layer_idx]]
         gate_up = self.gate_up_proj(hidden_state) + adapter(hidden_state)
         return self.down_proj(activated_product(self, gate_up))
+
+
+def _dtype_of(linear: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a weight if it is a floating one. One that is parametrized is not computed for that."""
+    for held in (linear._parameters, linear._buffers, linear.__dict__):
+        if "weight" in held:
+            weight = held["weight"]
+            break
+    else:
+        weight = next(linear.parameters(), None)  # what it is computed from
+    return weight.dtype if weight is not None and weight.is_floating_point() else None
 
 
 def _with_its_unit(mlp: nn.Module, x: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ _WORTH_A_REMARK = 0.01  # of all parameters
 def remark_idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
     """Remark the larger parts of a model that were not called meanwhile."""
     called: set[nn.Module] = set()
-    original = nn.Module.__call__
+    original = nn.Module._call_impl
 
     def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         called.add(module)
         return original(module, *args, **kwargs)
 
-    patches = Patches()  # no hook: kernels step aside for those that watch all modules
-    patches.attribute(nn.Module, "__call__", noted)
+    patches = Patches()  # no hook, nor another __call__: kernels step aside for those that watch all modules
+    patches.attribute(nn.Module, "_call_impl", noted)
     try:
         yield
     finally:

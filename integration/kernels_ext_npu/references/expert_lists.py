@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
 from kernels_ext_npu.references.fingerprints import computes_as
+from kernels_ext_npu.references.held import COMPUTED, held
 from kernels_ext_npu.references.mlps import LlamaMLP, MixtralBlockSparseTop2MLP, Qwen2_5_VLMLP
 from kernels_ext_npu.references.reference import Reference
 
@@ -155,9 +156,9 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 def _refuse(block: Any) -> str | None:
     """What changes later, and what only the weights show, the kernel sees in every forward, and the report says."""
     experts = list(block.experts)
-    choices = block.gate.weight.shape[0]
-    if len(experts) != choices:
-        return f"its gate chooses among {choices} experts, and it has {len(experts)}"
+    weight = held(block.gate, "weight")
+    if weight is not COMPUTED and len(experts) != weight.shape[0]:
+        return f"its gate chooses among {weight.shape[0]} experts, and it has {len(experts)}"
     for expert in experts:
         if not computes_as(type(expert), *_EXPERTS):
             return f"an expert is a {type(expert).__name__}, whose forward is not that of a gated MLP"

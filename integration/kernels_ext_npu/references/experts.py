@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
+from kernels_ext_npu.references.held import COMPUTED, held
 from kernels_ext_npu.references.reference import Reference
 
 
@@ -45,8 +46,8 @@ class Experts(nn.Module):
 def _refuse(module: nn.Module) -> str | None:
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for name in (first, "down_proj"):
-        weight = getattr(module, name, None)
-        if type(weight) not in (nn.Parameter, Tensor, FakeTensor, DTensor):
+        weight = held(module, name)
+        if weight is not COMPUTED and type(weight) not in (nn.Parameter, Tensor, FakeTensor, DTensor):
             return f"its {name} is a {type(weight).__name__}"
     return None
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels_ext_npu.references.held import COMPUTED, held
 from kernels_ext_npu.references.reference import Reference
 
 
@@ -62,8 +63,9 @@ class BertSelfOutput(nn.Module):
 def _refuse_weight(module: CohereLayerNorm) -> str | None:
     if not isinstance(module.variance_epsilon, (float, int)):
         return f"its eps is {module.variance_epsilon!r}, not a number"
-    if not module.weight.is_floating_point():
-        return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
+    weight = held(module, "weight")
+    if weight is not COMPUTED and not weight.is_floating_point():
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     return None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from kernels_ext_npu.references.held import COMPUTED, held
 from kernels_ext_npu.references.reference import Reference
 
 
@@ -218,20 +219,20 @@ def _refuse_eps(module: nn.Module) -> str | None:
 
 
 def _refuse_weighted(module: nn.Module) -> str | None:
-    weight = getattr(module, "weight", None)
+    weight = held(module, "weight")
     if weight is None:
         return "it has no weight"
-    if weight.dim() != 1 or not weight.is_floating_point():
+    if weight is not COMPUTED and (weight.dim() != 1 or not weight.is_floating_point()):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, not a vector of floats"
     return _refuse_eps(module)
 
 
 def _refuse_optional_weight(module: nn.Module) -> str | None:
-    return _refuse_eps(module) if getattr(module, "weight", None) is None else _refuse_weighted(module)
+    return _refuse_eps(module) if held(module, "weight") is None else _refuse_weighted(module)
 
 
 def _refuse_gemma4(module: nn.Module) -> str | None:
-    if module.with_scale != (getattr(module, "weight", None) is not None):
+    if module.with_scale != (held(module, "weight") is not None):
         return f"with_scale is {module.with_scale}, which its weight contradicts"
     return _refuse_optional_weight(module)
 

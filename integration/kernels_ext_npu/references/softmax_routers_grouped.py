@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.references.fingerprints import computes_as
+from kernels_ext_npu.references.held import COMPUTED, held
 from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.references.reference import always, unless
 
@@ -167,10 +168,10 @@ def _refuse_method(router: nn.Module) -> str | None:
 
 
 def _refuse_narrow(router: nn.Module) -> str | None:
-    dtype = router.weight.dtype
-    if dtype is torch.float32:
+    weight = held(router, "weight")
+    if weight is COMPUTED or weight.dtype is torch.float32:
         return None
-    return f"it compares probabilities that are rounded to {dtype}, and the operator compares them in float32"
+    return f"it compares probabilities that are rounded to {weight.dtype}, and the operator compares them in float32"
 
 
 def _refuse_statics(router: nn.Module) -> str | None:

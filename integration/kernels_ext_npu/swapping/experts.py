@@ -132,8 +132,8 @@ def _experts_of(model: nn.Module) -> list[Any]:
 
 
 def _weights(module: Any) -> list[nn.Parameter]:
-    weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj"))
-    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
+    weights = (module._parameters.get(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
+    return [weight for weight in weights if weight is not None]
 
 
 def _kernel(module: nn.Module) -> Any:

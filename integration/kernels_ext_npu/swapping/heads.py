@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import linear
 from transformers import PreTrainedModel
 
 from kernels_ext_npu import sources
@@ -34,6 +35,8 @@ NAME = "linear_cross_entropy"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _FRAMES = 8  # of calls between the forward of a model and that of its head
 _PLAIN = (nn.Parameter, FakeTensor)
+# torch's own: somebody may have put another in its place, before or since
+_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
 
 _looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
@@ -111,6 +114,8 @@ def refusal(head: Head) -> str | None:
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
         return "hooks watch its calls"
+    if nn.Linear.forward is not _FORWARD:
+        return "the forward of all linear layers was replaced, and must see logits"
     if type(module.weight) not in (*_PLAIN, Tensor, DTensor):  # FSDP2's weights are plain while the model is called
         return f"its weight is a {_name_of(type(module.weight))}: the kernel multiplies with numbers alone"
     if _is_view(module):
@@ -140,14 +145,17 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
 
 def _defers(head: Any, hidden_states: Tensor) -> bool:
     """Tell whether the logits of a call can wait: the weight has to be there until backward, as a tensor of its own."""
-    weight, bias = head.weight, head.bias
+    parameters = head._parameters
+    if type(head) is not nn.Linear or "weight" not in parameters or "bias" not in parameters:
+        return False  # one that was parametrized since is not read here: that would compute its weight
+    weight, bias = parameters["weight"], parameters["bias"]
     return (
-        type(head) is nn.Linear
-        and type(weight) in _PLAIN
+        type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
         and not _is_view(head)
         and hidden_states.numel() > 0
         and weight.device == hidden_states.device
+        and nn.Linear.forward is _FORWARD
         and not has_hooks(head)
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_inference_mode_enabled()

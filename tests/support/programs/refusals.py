@@ -49,7 +49,7 @@ def judge(program: Program, name: str, seed: int, refused: dict[str, Exception])
         program.model.shown, program.twin.shown = [], []
         return
     program.is_over = True
-    if _on_a_plain_npu(program, name, seed) is None:
+    if on_a_plain_npu(program, _repeated(name, seed)) is None:
         raise error
 
 
@@ -62,8 +62,8 @@ def raised(what: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _on_a_plain_npu(program: Program, name: str, seed: int) -> Exception | None:
-    """Live through a program once more without kernels on the NPU, and return what the act raises there."""
+def on_a_plain_npu(program: Program, what: Callable[[Side], object]) -> Exception | None:
+    """Live through a program once more without kernels on the NPU, do something there, and return what it raises."""
     kernels_ext_npu.unregister()
     side = Side(program.variant, "npu", False, program.folder / "plain")
     side.folder.mkdir(exist_ok=True)
@@ -71,8 +71,12 @@ def _on_a_plain_npu(program: Program, name: str, seed: int) -> Exception | None:
         for done, number in program.done:
             with suppress(Exception):  # a refusal that was accepted
                 ACTS[done].run(side, Random(number))
-        if name == "call":
-            return raised(lambda: side.run().loss.backward())
-        return raised(lambda: ACTS[name].run(side, Random(seed)))
+        return raised(lambda: what(side))
     finally:
         side.close()
+
+
+def _repeated(name: str, seed: int) -> Callable[[Side], object]:
+    if name == "call":
+        return lambda side: side.run().loss.backward()
+    return lambda side: ACTS[name].run(side, Random(seed))

@@ -133,6 +133,8 @@ def _given(
     """Return what the model called a function or a module with when this was first asked."""
     key = side.variant, row.path, type(module).__name__, dtype
     if key not in _calls:
+        if side.has_steps:
+            return None  # the twin is not called for it
         called = _noted(row, module, side)
         if called is None:
             return None

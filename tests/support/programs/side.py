@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.swapping import state
@@ -72,6 +73,11 @@ class Side:
     def device(self) -> torch.device:
         """Where the model is now."""
         return next(self.model.parameters()).device
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a call may change a weight: a spectral norm comes nearer to it with each that is in training."""
+        return any(parametrize.is_parametrized(module) for module in self.model.modules())
 
     def count_places(self) -> int:
         """Return at how many places in memory the weights are: fewer than names where some are shared."""

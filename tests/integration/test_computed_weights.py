@@ -1,0 +1,107 @@
+"""Weights that are computed when they are read, as spectral norms and observers do: only a forward computes them.
+
+Whoever looks at a model, to swap, to report or to put back, must not: in training a read takes a step of the user's
+state, such as the power iteration of a spectral norm.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
+
+import kernels_ext_npu
+from tests.support import router_classes, zoo
+from tests.support.programs import variants
+
+
+class Counting(nn.Module):
+    """A parametrization that counts how often its weight is read."""
+
+    def __init__(self, reads: Counter[str], name: str) -> None:
+        super().__init__()
+        self.reads, self.name = reads, name
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads[self.name] += 1
+        return weight * 1.0
+
+
+def count_reads(module: nn.Module) -> Counter[str]:
+    """Parametrize everything that a module has; return the counter of reads."""
+    reads: Counter[str] = Counter()
+    for name, _ in list(module.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        parametrize.register_parametrization(module.get_submodule(path), leaf, Counting(reads, name))
+    reads.clear()
+    return reads
+
+
+def look(model: nn.Module) -> None:
+    """Do all that looks at a model, and calls nothing."""
+    kernels_ext_npu.kernelize(model)
+    str(kernels_ext_npu.report(model))
+    model.eval()
+    model.train()
+    kernels_ext_npu.restore(model)
+    kernels_ext_npu.kernelize(model)
+
+
+@pytest.mark.parametrize("name", ["t5", "mixtral", "cohere", "bamba", "gemma4_text", "bitnet", "dbrx", "llama4_text"])
+def test_no_look_computes_a_weight(registered, name: str) -> None:
+    """Of norms, MLPs, routers, experts and heads, among them those that read a dtype or a size of a weight."""
+    model = zoo.build(name).train().to("npu")
+    reads = count_reads(model)
+    look(model)
+    assert not reads
+
+
+def test_no_look_computes_the_weight_of_a_router_that_is_served_in_one_dtype(registered) -> None:
+    model = nn.ModuleDict({"router": router_classes.instance(Mistral4TopkRouter)}).to("npu")
+    reads = count_reads(model)
+    look(model)
+    assert not reads
+
+
+@pytest.mark.parametrize("name", ["dense with biases", "experts", "linear attention"])
+@pytest.mark.parametrize("is_swapped_first", [True, False], ids=["swapped first", "parametrized first"])
+def test_a_model_computes_its_weights_as_often_as_without_kernels(
+    registered, name: str, is_swapped_first: bool
+) -> None:
+    plain = variants.make(name).train()
+    model = copy.deepcopy(plain).to("npu")
+    expected = count_reads(plain)
+    call(plain)
+    if is_swapped_first:
+        kernels_ext_npu.kernelize(model)
+    found = count_reads(model)
+    look(model)
+    assert not found
+    call(model)
+    assert found == expected
+
+
+def call(model: Any) -> None:
+    with torch.no_grad():
+        model(**variants.inputs(model.device))
+
+
+def test_a_spectral_norm_of_a_head_steps_as_without_kernels(registered) -> None:
+    plain = variants.make("dense").train()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    for each in (plain, model):
+        torch.manual_seed(0)
+        parametrizations.spectral_norm(each.lm_head)
+        (norm,) = each.lm_head.parametrizations.weight
+        with torch.no_grad():
+            norm._u.copy_(nn.functional.normalize(torch.linspace(1, 2, len(norm._u)), dim=0))
+            norm._v.copy_(nn.functional.normalize(torch.linspace(1, 2, len(norm._v)), dim=0))
+        call(each)
+    found, expected = (each.lm_head.parametrizations.weight[0]._u.cpu() for each in (model, plain))
+    assert (found - expected).norm() <= 1e-6  # of a vector of norm one, in float32: two products and a quotient

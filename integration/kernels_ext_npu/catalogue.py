@@ -53,7 +53,7 @@ NORMS = Kind(
         "T5LayerNorm",
     ),
 )
-LAYER_NORMS = Kind("layer norms", ("AddLayerNorm", "LayerNormFloat32"))
+LAYER_NORMS = Kind("layer norms", ("AddLayerNorm", "LayerNorm", "LayerNormFloat32"))
 MLPS = Kind(
     "gated MLPs",
     (

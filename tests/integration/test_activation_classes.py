@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.activations import AccurateGELUActivation
+from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 
 import kernels_ext_npu
 import softnpu
@@ -23,6 +24,7 @@ SERVED = [cls for cls in classes(ACTIVATIONS) if find_reference(cls)]
 # what each takes of transformers' own forward: launches, and launches with the backward
 BEFORE = {
     "AccurateGELUActivation": (8, 19),
+    "BloomGelu": (9, 27),
     "FastGELUActivation": (9, 22),
     "NewGELUActivation": (8, 19),
     "QuickGELUActivation": (3, 8),
@@ -128,3 +130,25 @@ def test_restored_and_left_out_activations_are_transformers_own() -> None:
     assert {row.reason for row in rows if row.kind == ACTIVATIONS.name} == {
         "register(kernels=['RMSNorm']) leaves Activation out"
     }
+
+
+class GeLUFunction(torch.autograd.Function):
+    """Bloom's, by its name and its forward, with another gradient."""
+
+    @staticmethod
+    def forward(ctx, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return bloom_gelu_forward(input)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+class StraightThroughGelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return GeLUFunction.apply(x)
+
+
+def test_a_node_with_another_gradient_keeps_its_forward() -> None:
+    assert find_reference(StraightThroughGelu) is None

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 
 import kernels_ext_npu
 import softnpu
@@ -63,7 +64,7 @@ def exact(module: nn.Module):
     if hasattr(module, "dense"):
         return module
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", 1e-5)
-    return lambda x: nn.functional.layer_norm(x, (SIZE,), weight, None, eps)
+    return lambda x: nn.functional.layer_norm(x, (SIZE,), weight, getattr(module, "bias", None), eps)
 
 
 @counted
@@ -71,6 +72,7 @@ def test_the_families_are_served() -> None:
     assert Counter(module.__name__ for module in MADE.values()) == {
         "BertSelfOutput": 87,
         "CohereLayerNorm": 4,
+        "DebertaLayerNorm": 1,
         "OlmoLayerNorm": 1,
     }
 
@@ -109,6 +111,24 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(subtests) -> None
                 for side in (found, own)
             ]
             assert errors[0] <= errors[1] * (1 + 1e-2)  # the gradient of torch's operator is the same on both sides
+
+
+@pytest.mark.parametrize(("dtype", "weight"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_weight_widens_the_result_as_it_does_in_deberta(dtype, weight) -> None:
+    """To a rounding of the normed values to the input's dtype, which the original multiplies by the weight."""
+    original = instance(DebertaLayerNorm).to(weight)
+    x = torch.randn(2, 6, SIZE).to(dtype)
+    found, expected = swapped(original)(x.npu()), original(x)
+    assert found.dtype == expected.dtype == torch.float32
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    assert (found.cpu() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_weight_and_a_bias_of_two_dtypes_keep_the_forward() -> None:
+    module = instance(DebertaLayerNorm)
+    module.bias.data = module.bias.data.bfloat16()
+    row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"norm": module}).to("npu")))
+    assert (row.swapped, row.reason) == (False, "its weight is torch.float32 and its bias torch.bfloat16")
 
 
 @pytest.mark.parametrize("size", [(SIZE,), (4, 8)], ids=["a vector", "for each head"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
 import kernels_ext_npu
 import softnpu
@@ -81,6 +82,7 @@ def test_the_undecorated_families_are_served() -> None:
         "MuseSparkTextCenteredRMSNorm": 1,
         "Qwen4ExpTextRMSNorm": 1,
         "TimestepRMSNorm": 1,
+        "XLSTMRMSNorm": 1,
     }
 
 
@@ -127,3 +129,17 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(subtests, dtypes)
                     assert a.dtype == b.dtype
                     error, limit = (a.cpu().double() - c).norm(), (b.double() - c).norm()
                     assert error <= limit * (1 + 1e-3) + 1e-6 * c.norm()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"use_bias": True}, "it adds a bias"),
+        ({"use_weight": False}, "it has no weight"),
+        ({"force_float32_reductions": False}, "it squares in the dtype of its input, the kernel in float32"),
+    ],
+)
+def test_the_norm_of_xlstm_is_kept_where_it_does_more(values, reason) -> None:
+    norm = xLSTMRMSNorm(32, **values)
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"norm": norm, "o": nn.Linear(1, 1)}).npu()))
+    assert (row.swapped, row.reason) == (False, reason)

@@ -19,10 +19,15 @@ LAYERS = [
     "T5LayerNorm",
     "RMSNormGated",
     "MambaRMSNormGated",
+    "LayerNorm",
     "LayerNormFloat32",
     "AddLayerNorm",
 ]
-OPERATORS = {"LayerNormFloat32": "native_layer_norm", "AddLayerNorm": "npu_add_layer_norm"}  # the others: npu_rms_norm
+OPERATORS = {  # the others: npu_rms_norm
+    "LayerNorm": "native_layer_norm",
+    "LayerNormFloat32": "native_layer_norm",
+    "AddLayerNorm": "npu_add_layer_norm",
+}
 
 
 def module(kernel: ModuleType, layer: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -33,6 +38,8 @@ def module(kernel: ModuleType, layer: str, dtype: torch.dtype = torch.float32) -
         made.LayerNorm = nn.LayerNorm(16, dtype=dtype)
     elif layer != "RMSNormWeightless":
         made.weight = nn.Parameter(torch.randn(16, dtype=dtype))
+        if layer == "LayerNorm":
+            made.bias = nn.Parameter(torch.randn(16, dtype=dtype))
     made.variance_epsilon = 1e-6
     return made if torch.get_default_device().type == "npu" else made.to("npu")
 

@@ -15,7 +15,7 @@ SIZE = 32
 
 def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
     """Make a small one with weights that are neither one nor zero."""
-    values = {"hidden_size": SIZE, "dim": SIZE, "hidden_dim": SIZE, "group_size": None}
+    values = {"hidden_size": SIZE, "dim": SIZE, "hidden_dim": SIZE, "num_features": SIZE, "group_size": None}
     required = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if name in values:

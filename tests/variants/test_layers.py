@@ -99,6 +99,7 @@ def block(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
 MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     **{layer: [partial(norm, layer)] for layer in NORMS.layers},
     "AddLayerNorm": [output],
+    "LayerNorm": [partial(layer_norm, layer_norms.DebertaLayerNorm)],
     "LayerNormFloat32": [
         partial(layer_norm, layer_norms.CohereLayerNorm),
         partial(layer_norm, layer_norms.OlmoLayerNorm),

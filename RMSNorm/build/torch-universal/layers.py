@@ -77,6 +77,17 @@ class LayerNormFloat32(_Layer):
         return layer_norm(hidden_states, getattr(self, "weight", None), None, eps)
 
 
+class LayerNorm(_Layer):
+    """Computes ``weight * (x - mean) / std + bias``, as DeBERTa does: a wider weight widens the result.
+
+    Reads ``weight``, ``bias`` and eps.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = _weight(self)
+        return layer_norm(_widened(hidden_states, weight), weight, self.bias, _eps(self))
+
+
 class AddLayerNorm(_Layer):
     """Computes ``LayerNorm(dropout(dense(x)) + input_tensor)``, as BERT does behind attention and MLP.
 

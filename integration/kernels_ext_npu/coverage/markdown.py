@@ -35,7 +35,7 @@ that a kernel does not have, is in `report(model)`.
 which it is: a row is a folder, and its numbers are about the classes and functions that its modeling files define. A
 model type whose folder has no modeling file is in the row of the class that transformers makes for it. Many models are
 made of models in other folders: *with* names those that it takes unless a config names others.
-Activations are in `activations.py` of transformers, for models of all types: they are in the sums only.
+Activations are in the sums only: all but Bloom's are in `activations.py` of transformers, for models of all types.
 """
 
 

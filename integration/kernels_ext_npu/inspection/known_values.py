@@ -143,7 +143,7 @@ class KnownValues:
             return operator(*args, **kwargs)
 
     def _sized_by_values(self, operator: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
-        if name not in _SIZED_BY or any(self._value(fake) is None for fake in _tensors(args[_SIZED_BY[name]])):
+        if name not in _SIZED_BY or any(self._value(fake) is None for fake in _tensors(_sizing(name, args))):
             raise UnknownValueError(operator)
         known = all(self._value(fake) is not None for fake in _tensors((args, kwargs)))
         device = args[0].device
@@ -185,4 +185,11 @@ def _tensors(values: Any) -> list[Tensor]:
 def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
     if name == "index":  # by a mask, of which torch makes indices
         return host_waits.has_mask(args[1])
+    if name == "repeat_interleave" and len(args) > 1:  # an operator of its own on the NPU, and elsewhere two
+        return isinstance(args[1], Tensor)
     return torch.Tag.dynamic_output_shape in operator.tags
+
+
+def _sizing(name: str, args: tuple) -> Any:
+    """Return the argument whose values tell how large a result is."""
+    return args[1] if name == "repeat_interleave" and len(args) > 1 else args[_SIZED_BY[name]]

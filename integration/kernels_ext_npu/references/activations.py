@@ -30,6 +30,37 @@ class FastGELUActivation(nn.Module):
         return 0.5 * input * (1.0 + torch.tanh(input * 0.7978845608 * (1.0 + 0.044715 * input * input)))
 
 
+def gelu_in_a_node(x):
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def gelu_gradient(g, x):
+    x = x[0]
+    tanh_out = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+    ff = 0.5 * x * ((1 - tanh_out * tanh_out) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh_out)
+    return ff * g
+
+
+class GeLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return gelu_in_a_node(input)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        input = ctx.saved_tensors
+        tmp = gelu_gradient(grad_output, input)
+        return tmp  # noqa: RET504  as transformers writes it
+
+
+class BloomGelu(nn.Module):
+    """FastGELUActivation's formula, with a gradient that is written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return GeLUFunction.apply(x)
+
+
 class QuickGELUActivation(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         return input * torch.sigmoid(1.702 * input)
@@ -49,5 +80,6 @@ ACTIVATIONS = (
     _activation(NewGELUActivation, "NewGELU"),
     _activation(AccurateGELUActivation, "NewGELU", _refuse_constant),
     _activation(FastGELUActivation, "FastGELU"),
+    _activation(BloomGelu, "FastGELU"),
     _activation(QuickGELUActivation, "QuickGELU"),
 )

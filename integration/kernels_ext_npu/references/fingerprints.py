@@ -2,7 +2,7 @@
 
 Compared is the forward together with the methods of the class and the functions of its file that it calls, after
 docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
-operations and the objects behind global names all count. A decorated or wrapped function never matches: what the
+operations and the objects behind global names all count; of a torch.autograd.Function its forward and backward do. A decorated or wrapped function never matches: what the
 wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
 module that calls the function; transformers' decorator of functions that a package may compute in their place; the two
 decorators of its rotary embeddings, and torch.no_grad on a method that a forward calls, which the reference then has
@@ -147,7 +147,7 @@ def _is_fallback(function: FunctionType) -> bool:
 def _decorators(function: object) -> tuple[str, ...]:
     """Return the decorators that may stand above a function in its source."""
     if not is_kernel_function(function):
-        return ()
+        return ("staticmethod",)  # those of a torch.autograd.Function are
     wrapped = _wrapped(function)
     return _FALLBACK_DECORATORS if wrapped is not None and _is_fallback(wrapped) else _KERNEL_DECORATORS
 
@@ -239,6 +239,8 @@ def _describe(value: object, user: FunctionType) -> str:
         return value.__name__
     if isinstance(value, FunctionType):  # those of the same file are compared themselves
         return "here" if value.__module__ == user.__module__ else f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return " ".join(str(function_fingerprint(part)) for part in (value.forward, value.backward))
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -30,6 +30,26 @@ class CohereLayerNorm(nn.Module):
         return hidden_states.to(input_dtype)
 
 
+class DebertaLayerNorm(nn.Module):
+    """The layer norm that rounds before it multiplies by the weight, and has a bias."""
+
+    def __init__(self, size: int, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_type = hidden_states.dtype
+        hidden_states = hidden_states.float()
+        mean = hidden_states.mean(-1, keepdim=True)
+        variance = (hidden_states - mean).pow(2).mean(-1, keepdim=True)
+        hidden_states = (hidden_states - mean) / torch.sqrt(variance + self.variance_epsilon)
+        hidden_states = hidden_states.to(input_type)
+        y = self.weight * hidden_states + self.bias
+        return y  # noqa: RET504  as transformers writes it
+
+
 class OlmoLayerNorm(nn.Module):
     """The layer norm without weight and bias, whose eps is in its forward."""
 
@@ -60,13 +80,19 @@ class BertSelfOutput(nn.Module):
         return hidden_states  # noqa: RET504  as transformers writes it
 
 
-def _refuse_weight(module: CohereLayerNorm) -> str | None:
+def _refuse_weight(module: CohereLayerNorm | DebertaLayerNorm) -> str | None:
     if not isinstance(module.variance_epsilon, (float, int)):
         return f"its eps is {module.variance_epsilon!r}, not a number"
     weight = held(module, "weight")
     if weight is not COMPUTED and not weight.is_floating_point():
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     return None
+
+
+def _refuse_affine(module: DebertaLayerNorm) -> str | None:
+    if module.weight.dtype is not module.bias.dtype:
+        return f"its weight is {module.weight.dtype} and its bias {module.bias.dtype}"
+    return _refuse_weight(module)
 
 
 def _refuse_shape(module: OlmoLayerNorm) -> str | None:
@@ -89,6 +115,7 @@ def _norm(module: type[nn.Module], layer: str, refuse: Callable) -> Reference:
 
 LAYER_NORMS = (
     _norm(CohereLayerNorm, "LayerNormFloat32", _refuse_weight),
+    _norm(DebertaLayerNorm, "LayerNorm", _refuse_affine),
     _norm(OlmoLayerNorm, "LayerNormFloat32", _refuse_shape),
     _norm(BertSelfOutput, "AddLayerNorm", _refuse_norm),
 )

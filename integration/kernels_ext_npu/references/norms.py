@@ -172,6 +172,43 @@ class TorchRMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
+class XLSTMRMSNorm(nn.Module):
+    """The norm that may have a weight and a bias, and may square in the dtype of its input."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-6,
+        use_weight: bool = True,
+        use_bias: bool = False,
+        force_float32_reductions: bool = True,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.force_float32_reductions = force_float32_reductions
+        self.weight = nn.Parameter(torch.ones(num_features)) if use_weight else None
+        self.bias = nn.Parameter(torch.zeros(num_features)) if use_bias else None
+
+    def _apply_weight_bias(self, x: Tensor) -> Tensor:
+        if self.weight is not None:
+            x = x * self.weight
+        if self.bias is not None:
+            x = x + self.bias
+        return x
+
+    def _rms_normalize(self, x: Tensor) -> Tensor:
+        in_dtype = x.dtype
+        if self.force_float32_reductions:
+            x = x.float()
+        x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.eps)
+        return x.to(in_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._rms_normalize(x)
+        x = self._apply_weight_bias(x)
+        return x  # noqa: RET504  as transformers writes it
+
+
 class Qwen3NextRMSNormGated(LlamaRMSNorm):
     """The gated norm that norms first and then multiplies by the gate."""
 
@@ -248,6 +285,14 @@ def _refuse_grouped(module: nn.Module) -> str | None:
     return "it norms groups of the last dimension" if module.group_size is not None else _refuse_weighted(module)
 
 
+def _refuse_xlstm(module: nn.Module) -> str | None:
+    if module.bias is not None:
+        return "it adds a bias"
+    if not module.force_float32_reductions:
+        return "it squares in the dtype of its input, the kernel in float32"
+    return _refuse_weighted(module)
+
+
 def _refuse_gated(module: nn.Module) -> str | None:
     if module.activation not in ("silu", "swish", "sigmoid"):
         return f"its activation is {module.activation!r}, the kernel has silu and sigmoid"
@@ -268,6 +313,7 @@ NORMS = (
     _norm(MoshiRMSNorm, "RMSNormCastLast"),
     _norm(Gemma4RMSNorm, "RMSNormCastLast", _refuse_gemma4),
     _norm(TorchRMSNorm, "RMSNormCastLast", _refuse_torch),
+    _norm(XLSTMRMSNorm, "RMSNorm", _refuse_xlstm),
     _norm(GemmaRMSNorm, "RMSNormZeroCentered"),
     _norm(MuseSparkTextCenteredRMSNorm, "RMSNormZeroCentered"),
     _norm(Qwen4ExpTextRMSNorm, "RMSNormZeroCentered", _refuse_grouped),

@@ -166,11 +166,13 @@ LINEAR_ATTENTION = Kind(
     "linear attention functions",
     (
         "CausalConv1d",
+        "CausalConv1dBeforeScan",
         "CausalConv1dUpdate",
         "ChunkGatedDeltaRule",
         "ChunkKDA",
         "FusedRecurrentGatedDeltaRule",
         "FusedRecurrentKDA",
+        "SelectiveScan",
     ),
     in_models="linear attention calls",
 )

@@ -139,11 +139,16 @@ OTHERS = [reference for reference in FUNCTION_REFERENCES if reference.repository
 # layer -> arguments
 LINEAR: dict[str, Callable[[], list[torch.Tensor]]] = {
     "CausalConv1d": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
+    "CausalConv1dBeforeScan": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
     "CausalConv1dUpdate": lambda: [torch.randn(2, 8, 1), torch.randn(2, 8, 4), torch.randn(8, 4), torch.randn(8)],
     "ChunkGatedDeltaRule": partial(delta_rule_truth.draw, 0, (1, 70, 2, 2, 8, 8), False),
     "ChunkKDA": partial(delta_rule_truth.draw, 0, (1, 70, 2, 2, 8, 8), True),
     "FusedRecurrentGatedDeltaRule": partial(delta_rule_truth.draw, 0, (3, 1, 2, 2, 8, 8), False),
     "FusedRecurrentKDA": partial(delta_rule_truth.draw, 0, (3, 1, 2, 2, 8, 8), True),
+    "SelectiveScan": lambda: [
+        *(torch.randn(2, 8, 40), torch.randn(2, 8, 40).sigmoid(), -torch.rand(8, 4)),
+        *(torch.randn(2, 4, 40), torch.randn(2, 4, 40)),
+    ],
 }
 
 
@@ -151,8 +156,10 @@ def called(function: Callable, layer: str, *tensors: torch.Tensor) -> object:
     """Call a function of linear attention as models do."""
     if layer == "CausalConv1dUpdate":  # which writes to the state
         return function(tensors[0], tensors[1].clone(), *tensors[2:], "silu")
-    if layer == "CausalConv1d":
+    if layer in ("CausalConv1d", "CausalConv1dBeforeScan"):
         return function(*tensors, "silu")
+    if layer == "SelectiveScan":
+        return function(*tensors, return_last_state=True)
     return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 

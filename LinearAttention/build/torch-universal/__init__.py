@@ -8,6 +8,7 @@ from .functional import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
 )
+from .selective_scan import selective_scan_fn
 
 __all__ = [
     "causal_conv1d_fn",
@@ -17,4 +18,5 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "layers",
+    "selective_scan_fn",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import convolution, functional
+from . import convolution, functional, selective_scan
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -155,6 +155,25 @@ class CausalConv1d(_Layer):
         return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **_bounds(kwargs))
 
 
+class CausalConv1dBeforeScan(_Layer):
+    """Computes the same before a scan that keeps no packed sequences apart, and refuses these for both."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if any(bounds is not None for bounds in _bounds(kwargs).values()):
+            raise ValueError(
+                "the scan behind this convolution carries the state of a packed sequence into the next one: pass one "
+                "sequence a row, padded, without seq_idx and cu_seq_lens_q"
+            )
+        return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation)
+
+
 class CausalConv1dUpdate(_Layer):
     """Computes the causal convolution of new tokens behind a state, which takes them in."""
 
@@ -169,6 +188,30 @@ class CausalConv1dUpdate(_Layer):
         return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
 
 
+class SelectiveScan(_Layer):
+    """Computes the selective scan of Mamba's models, also where another way to it in torch was asked for."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return selective_scan.selective_scan_fn(
+            hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
+        )
+
+
 def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
     """Take the bounds of packed sequences from the keywords of a model."""
     cu_seqlens = kwargs.get("cu_seqlens")
@@ -180,9 +223,11 @@ def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
 
 __all__ = [
     "CausalConv1d",
+    "CausalConv1dBeforeScan",
     "CausalConv1dUpdate",
     "ChunkGatedDeltaRule",
     "ChunkKDA",
     "FusedRecurrentGatedDeltaRule",
     "FusedRecurrentKDA",
+    "SelectiveScan",
 ]

@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, layer_norms, mlp_forms
+from kernels_ext_npu.references.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
@@ -51,6 +52,14 @@ def normed_mlp() -> tuple[nn.Module, tuple]:
     """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
     module, (x,) = mlp(mlp_forms.BitNetMLP, "silu")
     return module, (4 * x,)
+
+
+def recurrent_unit() -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    module = RecurrentGemmaRglru(2, 16)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
 
 
 def activation(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
@@ -121,6 +130,7 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     "FastGELU": [partial(activation, FastGELUActivation)],
     "NewGELU": [partial(activation, NewGELUActivation)],
     "QuickGELU": [partial(activation, QuickGELUActivation)],
+    "RGLRU": [recurrent_unit],
     "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
     **{layer: [partial(router, layer)] for layer in ROUTERS.layers},
     **{

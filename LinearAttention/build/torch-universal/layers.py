@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from . import convolution, functional, selective_scan
+from . import convolution, functional, linear_recurrence, selective_scan
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -188,6 +189,27 @@ class CausalConv1dUpdate(_Layer):
         return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
 
 
+class RGLRU(_Layer):
+    """Computes the real-gated linear recurrent unit of RecurrentGemma, with all chunks of tokens at once."""
+
+    def forward(self, activations: Tensor, position_ids: Tensor) -> Tensor:
+        reset = position_ids[:, :, None] == 0
+        heads = activations.flatten(0, 1).unflatten(1, (self.num_attention_heads, self.block_width)).transpose(0, 1)
+        input_gate, recurrent_gate = (
+            torch.baddbmm(bias[:, None, :], heads, weight).transpose(0, 1).reshape(activations.shape).sigmoid()
+            for bias, weight in (
+                (self.input_gate_bias, self.input_gate_weight),
+                (self.recurrent_gate_bias, self.recurrent_gate_weight),
+            )
+        )
+        exponents = -8.0 * recurrent_gate * nn.functional.softplus(self.recurrent_param)
+        decays = exponents.exp() * ~reset
+        multiplier = reset + ~reset * linear_recurrence.bounded_sqrt(1 - (2 * exponents).exp())
+        added = activations * input_gate * multiplier.type(activations.dtype)
+        found, self.recurrent_states = linear_recurrence.linear_recurrence(decays, added, self.recurrent_states)
+        return found
+
+
 class SelectiveScan(_Layer):
     """Computes the selective scan of Mamba's models, also where another way to it in torch was asked for."""
 
@@ -222,6 +244,7 @@ def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
 
 
 __all__ = [
+    "RGLRU",
     "CausalConv1d",
     "CausalConv1dBeforeScan",
     "CausalConv1dUpdate",

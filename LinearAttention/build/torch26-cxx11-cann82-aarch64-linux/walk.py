@@ -16,10 +16,10 @@ from .transforms import is_transformed
 CHUNK = 32  # tokens: a gradient keeps one state of each chunk
 
 
-def in_steps(x: Tensor) -> Tensor:
-    """Copy ``[B, T, D]`` into steps in float32, ``[CHUNK, N, B, D]``; the last chunk is filled up with zeros."""
+def in_steps(x: Tensor, filling: float = 0.0) -> Tensor:
+    """Copy ``[B, T, D]`` into steps in float32, ``[CHUNK, N, B, D]``; the last chunk is filled up."""
     missing = -x.shape[1] % CHUNK
-    x = nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    x = nn.functional.pad(x, (0, 0, 0, missing), value=filling) if missing else x
     x = x.unflatten(1, (-1, CHUNK)).permute(2, 1, 0, 3)
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 

@@ -1,4 +1,4 @@
-"""The linear layers of Qwen3-Next and Kimi Linear: ``kernels benchmark ./LinearAttention``.
+"""The linear layers of Qwen3-Next, Kimi Linear and Mamba: ``kernels benchmark ./LinearAttention``.
 
 Each is timed against transformers' own function, in bfloat16. `kernels` does not wait for an NPU before it stops the
 clock, so every workload waits itself.
@@ -8,7 +8,7 @@ import torch
 from kernels.benchmark import Benchmark
 from torch import Tensor
 
-PREFILL, MIXER_HEADS, MIXER_SIZE, MIXED, DECODED = 4096, 32, 128, 8192, 8
+PREFILL, MIXER_HEADS, MIXER_SIZE, MIXED, DECODED, SCANNED = 4096, 32, 128, 8192, 8, 5120
 
 
 class LinearAttentionBenchmark(Benchmark):
@@ -78,6 +78,25 @@ class LinearAttentionBenchmark(Benchmark):
         from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 
         return self._wait(causal_conv1d_fn(self.x, self.weight, activation="silu"))
+
+    def setup_scan(self) -> None:
+        """The scan of Mamba-2.8B, prefill."""
+        u, delta, z = (self._channels_first(SCANNED) for _ in range(3))
+        self.tensors = [u, delta, -torch.rand(SCANNED, 16, device=self.device)]
+        self.tensors += [self._channels_first(16), self._channels_first(16)]
+        self.others = {"z": z, "D": torch.rand(SCANNED, device=self.device), "delta_softplus": True}
+
+    def benchmark_scan(self) -> None:
+        self.out = self._wait(self.kernel.selective_scan_fn(*self.tensors, **self.others))
+
+    def verify_scan(self) -> Tensor:
+        from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+        return self._wait(mamba_selective_scan(*self.tensors, **self.others).to(self.out.dtype))
+
+    def _channels_first(self, channels: int) -> Tensor:
+        """As projections leave the tokens; small, so that results stay below one."""
+        return 0.2 * torch.randn(1, PREFILL, channels, dtype=torch.bfloat16, device=self.device).transpose(1, 2)
 
     def _draw(self, rows: int, length: int, by_channel: bool = False) -> None:
         """Results stay below one: `kernels` compares with atol=1e-2, and bfloat16 has steps of 2^-8 there."""

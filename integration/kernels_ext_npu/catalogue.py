@@ -166,14 +166,17 @@ LINEAR_ATTENTION = Kind(
     "linear attention functions",
     (
         "CausalConv1d",
+        "CausalConv1dBeforeScan",
         "CausalConv1dUpdate",
         "ChunkGatedDeltaRule",
         "ChunkKDA",
         "FusedRecurrentGatedDeltaRule",
         "FusedRecurrentKDA",
+        "SelectiveScan",
     ),
     in_models="linear attention calls",
 )
+RECURRENCES = Kind("gated recurrences", ("RGLRU",))
 ATTENTION = Kind("attention", ())
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
 HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
@@ -186,7 +189,7 @@ CATALOGUE = (
     Repository("FlashAttention", "flash-attention", (ATTENTION,)),
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
-    Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION,)),
+    Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION, RECURRENCES)),
 )
 
 FUNCTIONS = (ROTARY, LINEAR_ATTENTION)  # served by functions, not by modules

@@ -22,10 +22,16 @@ from tests.support.agreement import TOLERANCE
 pytestmark = pytest.mark.usefixtures("registered")
 
 NAMES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"]
-CONVOLUTIONS = ["lfm2", "mamba2", "jamba"]
+CONVOLUTIONS = ["lfm2", "mamba2"]
+SCANS = ["mamba", "falcon_mamba", "jamba", "zamba"]
 INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
-# with attention of a kind that no other model of the zoo has
+DELTA_RULES = [*NAMES, "bailing_hybrid", "qwen4_exp", "glm5_next"]
+# with attention of a kind that no other model of the zoo has, or scans of several heads
 OTHERS = {
+    "zamba": zoo.hybrid(
+        "ZambaForCausalLM",
+        {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2},
+    ),
     "bailing_hybrid": zoo.hybrid("BailingHybridForCausalLM", zoo.LINEAR | zoo.MHA),
     "qwen4_exp": zoo.hybrid(
         "Qwen4ExpForCausalLM",
@@ -75,7 +81,7 @@ def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tor
     return [logits.detach().cpu(), torch.cat([g.flatten() for g in gradients]), tokens.cpu()]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *CONVOLUTIONS, *OTHERS])
+@pytest.mark.parametrize("name", [*DELTA_RULES, *CONVOLUTIONS, *SCANS])
 def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left."""
     model = kernelized(name)
@@ -119,10 +125,40 @@ def test_the_functions_of_other_architectures_are_recognised(model_type: str) ->
 def test_scans_keep_their_functions_and_say_why() -> None:
     found = rows(kernelized("mamba2"))
     assert {name for name, row in found.items() if row.swapped} == {"causal_conv1d_fn", "causal_conv1d_update"}
-    for name, row in found.items():
+    for row in found.values():
         if not row.swapped:
-            assert "scan" in row.reason, name
+            assert "products of chunks" in row.reason or "one step of a scan" in row.reason or "mamba-ssm" in row.reason
             assert not row.is_candidate
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_selective_scans_are_swapped_and_take_no_token_by_itself(name: str) -> None:
+    """A chunk of 32 tokens more is one launch more, of each layer and head."""
+    model = kernelized(name).eval()
+    assert rows(model)["mamba_selective_scan"].kernel == "SelectiveScan"
+    launches = []
+    for tokens in (32, 64, 128):
+        softnpu.reset_counters()
+        with torch.no_grad():
+            model(torch.ones(1, tokens, dtype=torch.long, device="npu"), use_cache=False)
+        launches.append(softnpu.counters()["addcmul"])
+    scans = launches[1] - launches[0]
+    assert launches[2] - launches[1] == 2 * scans
+    assert 0 < scans <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [*((name, "seq_idx") for name in (*SCANS, "mamba2")), ("mamba", "cu_seq_lens_q"), ("mamba2", "cu_seq_lens_q")],
+)
+def test_packed_sequences_are_refused_before_scans_that_would_mix_them(name: str, bounds: str) -> None:
+    """transformers refuses the first of the two, in the convolution, which our kernel could keep apart by itself."""
+    model = kernelized(name).eval()
+    mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    hidden = torch.randn(1, 12, model.config.hidden_size).npu()
+    given = {"seq_idx": torch.tensor([[0] * 5 + [1] * 7]), "cu_seq_lens_q": torch.tensor([0, 5, 12])}[bounds].npu()
+    with pytest.raises(ValueError, match="carries the state of a packed sequence into the next one"):
+        mixer(hidden, **{bounds: given})
 
 
 def test_restored_a_model_has_the_functions_of_transformers_again() -> None:
@@ -181,8 +217,10 @@ def test_packed_sequences_give_what_they_give_alone(name: str) -> None:
     assert (packed - alone).norm() <= TOLERANCE * alone.norm()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [*((name, False) for name in (*DELTA_RULES, "mamba")), ("qwen3_next", True), ("kimi_linear", True)],
+)
 def test_checkpointed_it_trains_as_without(name: str, reentrant: bool) -> None:
     gradients = []
     for again in (False, True):

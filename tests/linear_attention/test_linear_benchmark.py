@@ -8,7 +8,7 @@ import pytest
 from kernels.cli import benchmark
 
 REPOSITORY = Path(__file__).parents[2] / "LinearAttention"
-WORKLOADS = {"delta_rule", "kda", "decode", "training", "convolution"}
+WORKLOADS = {"delta_rule", "kda", "decode", "training", "convolution", "scan"}
 (CLASS,) = benchmark.discover_benchmark_classes(REPOSITORY / "benchmarks" / "benchmark.py", REPOSITORY)
 
 
@@ -19,7 +19,14 @@ def run(benchmark_class: type) -> dict:
 @pytest.fixture(autouse=True)
 def _smaller(monkeypatch) -> None:
     """The host is slower than what it stands for."""
-    for name, size in {"PREFILL": 80, "MIXER_HEADS": 2, "MIXER_SIZE": 16, "MIXED": 8, "DECODED": 2}.items():
+    for name, size in {
+        "PREFILL": 80,
+        "MIXER_HEADS": 2,
+        "MIXER_SIZE": 16,
+        "MIXED": 8,
+        "DECODED": 2,
+        "SCANNED": 8,
+    }.items():
         monkeypatch.setitem(CLASS.setup_kda.__globals__, name, size)
 
 
@@ -31,7 +38,7 @@ def test_every_workload_agrees_with_transformers_functions() -> None:
 
 def test_a_wrong_result_is_noticed() -> None:
     class Wrong(CLASS):
-        benchmark_delta_rule = benchmark_kda = benchmark_training = benchmark_convolution = None
+        benchmark_delta_rule = benchmark_kda = benchmark_training = benchmark_convolution = benchmark_scan = None
 
         def benchmark_decode(self) -> None:
             super().benchmark_decode()

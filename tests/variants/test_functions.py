@@ -184,6 +184,28 @@ def convolution_behind(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -
     return convolution(torch.cat([state, x], -1), weight, bias)[..., -x.shape[-1] :]
 
 
+def selective_scan(function: Callable, *tensors: Tensor) -> Tensor:
+    """With decays as models have them, of any numbers."""
+    u, delta, decays, b, c, skipped, z, bias = tensors
+    return function(u, delta, -decays.abs(), b, c, skipped, z, bias, delta_softplus=True)
+
+
+def exact_selective_scan(u, delta, decays, b, c, skipped, z, bias, delta_softplus: bool) -> Tensor:
+    delta, state, results = F.softplus(delta + bias.unsqueeze(-1)), 0.0, []
+    for t in range(u.shape[-1]):
+        state = (delta[..., t, None] * decays).exp() * state + (delta * u)[..., t, None] * b[:, None, :, t]
+        results.append((state * c[:, None, :, t]).sum(-1))
+    return (torch.stack(results, -1) + skipped.unsqueeze(-1) * u) * F.silu(z)
+
+
+def linear_recurrence(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    results = []
+    for a, b in zip(decays.unbind(1), added.unbind(1)):
+        state = a * state + b
+        results.append(state)
+    return torch.stack(results, 1)
+
+
 RULED = (1, 70, 2, 8), (1, 70, 2, 8), (1, 70, 2, 8), (1, 70, 2), (1, 70, 2)
 RULED_BY_CHANNEL = *RULED[:3], (1, 70, 2, 8), RULED[4]
 STEP, STEP_BY_CHANNEL = ([(3, 1, *shape[2:]) for shape in shapes] for shapes in (RULED, RULED_BY_CHANNEL))
@@ -246,6 +268,16 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
         lambda f, x, s, w, b: f(x, s.clone(), w, b, "silu"),
         convolution_behind,
         draw((2, 8, 1), (2, 8, 4), (8, 4), (8,)),
+    ),
+    ("LinearAttention", "selective_scan_fn"): (
+        selective_scan,
+        lambda *t: selective_scan(exact_selective_scan, *t),
+        draw((2, 8, 40), (2, 8, 40), (8, 4), (2, 4, 40), (2, 4, 40), (8,), (2, 8, 40), (8,)),
+    ),
+    ("LinearAttention", "linear_recurrence"): (
+        lambda f, a, b, s: f(a.sigmoid(), b, s)[0],
+        lambda a, b, s: linear_recurrence(a.sigmoid(), b, s),
+        draw((2, 40, 8), (2, 40, 8), (2, 8)),
     ),
     ("FusedMoE", "grouped_matmul"): (
         lambda f, x, w, b: f(x, w, COUNTS.to(x.device), b),

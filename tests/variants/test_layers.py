@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, layer_norms, mlp_forms
+from kernels_ext_npu.references.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
@@ -51,6 +52,14 @@ def normed_mlp() -> tuple[nn.Module, tuple]:
     """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
     module, (x,) = mlp(mlp_forms.BitNetMLP, "silu")
     return module, (4 * x,)
+
+
+def recurrent_unit() -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    module = RecurrentGemmaRglru(2, 16)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
 
 
 def activation(cls: type[nn.Module]) -> tuple[nn.Module, tuple]:
@@ -122,6 +131,7 @@ MODULES: dict[str, list[Callable[[], tuple[nn.Module, tuple]]]] = {
     "FastGELU": [partial(activation, FastGELUActivation)],
     "NewGELU": [partial(activation, NewGELUActivation)],
     "QuickGELU": [partial(activation, QuickGELUActivation)],
+    "RGLRU": [recurrent_unit],
     "MoEExperts": [partial(experts, Qwen3MoeExperts), partial(experts, GptOssExperts)],
     **{layer: [partial(router, layer)] for layer in ROUTERS.layers},
     **{
@@ -140,11 +150,16 @@ OTHERS = [reference for reference in FUNCTION_REFERENCES if reference.repository
 # layer -> arguments
 LINEAR: dict[str, Callable[[], list[torch.Tensor]]] = {
     "CausalConv1d": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
+    "CausalConv1dBeforeScan": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
     "CausalConv1dUpdate": lambda: [torch.randn(2, 8, 1), torch.randn(2, 8, 4), torch.randn(8, 4), torch.randn(8)],
     "ChunkGatedDeltaRule": partial(delta_rule_truth.draw, 0, (1, 70, 2, 2, 8, 8), False),
     "ChunkKDA": partial(delta_rule_truth.draw, 0, (1, 70, 2, 2, 8, 8), True),
     "FusedRecurrentGatedDeltaRule": partial(delta_rule_truth.draw, 0, (3, 1, 2, 2, 8, 8), False),
     "FusedRecurrentKDA": partial(delta_rule_truth.draw, 0, (3, 1, 2, 2, 8, 8), True),
+    "SelectiveScan": lambda: [
+        *(torch.randn(2, 8, 40), torch.randn(2, 8, 40).sigmoid(), -torch.rand(8, 4)),
+        *(torch.randn(2, 4, 40), torch.randn(2, 4, 40)),
+    ],
 }
 
 
@@ -152,8 +167,10 @@ def called(function: Callable, layer: str, *tensors: torch.Tensor) -> object:
     """Call a function of linear attention as models do."""
     if layer == "CausalConv1dUpdate":  # which writes to the state
         return function(tensors[0], tensors[1].clone(), *tensors[2:], "silu")
-    if layer == "CausalConv1d":
+    if layer in ("CausalConv1d", "CausalConv1dBeforeScan"):
         return function(*tensors, "silu")
+    if layer == "SelectiveScan":
+        return function(*tensors, return_last_state=True)
     return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 

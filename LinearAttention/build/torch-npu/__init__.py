@@ -8,6 +8,8 @@ from .functional import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
 )
+from .linear_recurrence import linear_recurrence
+from .selective_scan import selective_scan_fn
 
 __all__ = [
     "causal_conv1d_fn",
@@ -17,4 +19,6 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "layers",
+    "linear_recurrence",
+    "selective_scan_fn",
 ]

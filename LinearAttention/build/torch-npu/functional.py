@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
+from .autocast import in_float32
 from .delta_rule import delta_rule
 from .packed_states import final_states
 from .recurrence import step
@@ -126,7 +125,7 @@ def _step(tokens: Tokens, scale: float | None, state: Tensor | None, wants_state
     if tokens.value.shape[1] != 1 or cu_seqlens is not None or seq_idx is not None:
         return _in_chunks(tokens, scale, state, wants_state, *rest)  # type: ignore[arg-type]
     _check(tokens, state)
-    with _in_float32(tokens.value):
+    with in_float32(tokens.value):
         out, state = step(tokens, _flat(state), _rule_options(tokens, scale, bool(normalised)))
     return out, _by_head(state, tokens) if wants_state else None
 
@@ -149,20 +148,13 @@ def _in_chunks(
     if length == 0:
         out = tokens.value.new_empty(tokens.value.shape, dtype=tokens.query.dtype)
         return out, _by_head(_state_of_none(tokens, state), tokens) if wants_state else None
-    with _in_float32(tokens.value):
+    with in_float32(tokens.value):
         out, last, between = delta_rule(tokens, _flat(state), numbers, options, wants_state and cu_seqlens is not None)
         if not wants_state:
             return out, None
         if cu_seqlens is None:
             return out, _by_head(last, tokens)
         return out, final_states(tokens, between, cu_seqlens, options)
-
-
-def _in_float32(x: Tensor) -> AbstractContextManager:
-    """Keep products as they are written: autocast would round what they take, and a state between two tokens."""
-    kind = x.device.type
-    is_rounding = not x.is_meta and torch.is_autocast_enabled(kind)  # which knows no meta device
-    return torch.autocast(kind, enabled=False) if is_rounding else nullcontext()
 
 
 def _rule_options(tokens: Tokens, scale: float | None, normalised: bool) -> RuleOptions:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from . import convolution, functional
+from . import convolution, functional, linear_recurrence, selective_scan
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -155,6 +156,25 @@ class CausalConv1d(_Layer):
         return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **_bounds(kwargs))
 
 
+class CausalConv1dBeforeScan(_Layer):
+    """Computes the same before a scan that keeps no packed sequences apart, and refuses these for both."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if any(bounds is not None for bounds in _bounds(kwargs).values()):
+            raise ValueError(
+                "the scan behind this convolution carries the state of a packed sequence into the next one: pass one "
+                "sequence a row, padded, without seq_idx and cu_seq_lens_q"
+            )
+        return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation)
+
+
 class CausalConv1dUpdate(_Layer):
     """Computes the causal convolution of new tokens behind a state, which takes them in."""
 
@@ -169,6 +189,51 @@ class CausalConv1dUpdate(_Layer):
         return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
 
 
+class RGLRU(_Layer):
+    """Computes the real-gated linear recurrent unit of RecurrentGemma, with all chunks of tokens at once."""
+
+    def forward(self, activations: Tensor, position_ids: Tensor) -> Tensor:
+        reset = position_ids[:, :, None] == 0
+        heads = activations.flatten(0, 1).unflatten(1, (self.num_attention_heads, self.block_width)).transpose(0, 1)
+        input_gate, recurrent_gate = (
+            torch.baddbmm(bias[:, None, :], heads, weight).transpose(0, 1).reshape(activations.shape).sigmoid()
+            for bias, weight in (
+                (self.input_gate_bias, self.input_gate_weight),
+                (self.recurrent_gate_bias, self.recurrent_gate_weight),
+            )
+        )
+        exponents = -8.0 * recurrent_gate * nn.functional.softplus(self.recurrent_param)
+        decays = exponents.exp() * ~reset
+        multiplier = reset + ~reset * linear_recurrence.bounded_sqrt(1 - (2 * exponents).exp())
+        added = activations * input_gate * multiplier.type(activations.dtype)
+        found, self.recurrent_states = linear_recurrence.linear_recurrence(decays, added, self.recurrent_states)
+        return found
+
+
+class SelectiveScan(_Layer):
+    """Computes the selective scan of Mamba's models, also where another way to it in torch was asked for."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return selective_scan.selective_scan_fn(
+            hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
+        )
+
+
 def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
     """Take the bounds of packed sequences from the keywords of a model."""
     cu_seqlens = kwargs.get("cu_seqlens")
@@ -179,10 +244,13 @@ def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
 
 
 __all__ = [
+    "RGLRU",
     "CausalConv1d",
+    "CausalConv1dBeforeScan",
     "CausalConv1dUpdate",
     "ChunkGatedDeltaRule",
     "ChunkKDA",
     "FusedRecurrentGatedDeltaRule",
     "FusedRecurrentKDA",
+    "SelectiveScan",
 ]

@@ -37,7 +37,8 @@ def find_function_reference(function: object) -> FunctionReference | None:
         return None
     if original not in _found_functions:
         known = function_words(original) in _words_of_function_references()
-        _found_functions[original] = _function_patterns().get(function_fingerprint(function)) if known else None
+        found = _function_patterns().get(function_fingerprint(function), ()) if known else ()
+        _found_functions[original] = next((reference for reference in found if reference.fits(original)), None)
     return _found_functions[original]
 
 
@@ -58,5 +59,8 @@ def _patterns() -> dict[str | None, Reference]:
 
 
 @cache
-def _function_patterns() -> dict[str | None, FunctionReference]:
-    return {function_fingerprint(reference.function): reference for reference in FUNCTION_REFERENCES}
+def _function_patterns() -> dict[str | None, list[FunctionReference]]:
+    found: dict[str | None, list[FunctionReference]] = {}
+    for reference in FUNCTION_REFERENCES:
+        found.setdefault(function_fingerprint(reference.function), []).append(reference)
+    return found

@@ -7,11 +7,16 @@ hidden_states are ``[B, C, T]``, weights ``[C, K]``, the state ``[B, C, W]``.
 
 from __future__ import annotations
 
+from types import FunctionType
+
 import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
+from kernels_ext_npu.references.fingerprints import package_function
 from kernels_ext_npu.references.reference import FunctionReference
+
+_SCANS = ("mamba2_chunk_scan", "mamba_selective_scan")
 
 
 def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
@@ -39,7 +44,14 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs
     return out.to(hidden_states.dtype)
 
 
+def _comes_before_a_scan(function: FunctionType) -> bool:
+    """Tell whether a scan of transformers follows, which keeps no packed sequences apart; mamba-ssm's may."""
+    scans = [function.__globals__[name] for name in _SCANS if name in function.__globals__]
+    return any(package_function(scan) is None for scan in scans)
+
+
 CAUSAL_CONVOLUTIONS = (
+    FunctionReference(causal_conv1d_fn, "CausalConv1dBeforeScan", _comes_before_a_scan),
     FunctionReference(causal_conv1d_fn, "CausalConv1d"),
     FunctionReference(causal_conv1d_update, "CausalConv1dUpdate"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 
 from torch import nn
 
@@ -62,10 +63,12 @@ class FunctionReference:
     Attributes:
         function: the function that is compared, by its body and the names of its parameters.
         layer: the layer of the kernel repository, and its entry in transformers' mapping.
+        fits: whether the layer is for a function that computes this, by what else is in its file.
     """
 
     function: Callable
     layer: str
+    fits: Callable[[FunctionType], bool] = lambda _: True
 
     @property
     def repository(self) -> str:

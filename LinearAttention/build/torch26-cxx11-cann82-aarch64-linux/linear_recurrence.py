@@ -1,0 +1,113 @@
+"""The recurrence ``h⁺ = a h + b`` of every channel by itself, as in Griffin's real-gated linear recurrent unit.
+
+"Griffin" (arXiv 2402.19427), equation 4, without its gates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autocast import in_float32
+from .transforms import is_transformed
+from .walk import before_chunks, behind_chunks, from_steps, gradients, in_steps, states
+
+
+def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute ``h⁺ = a h + b`` for all tokens, in float32.
+
+    It is the loop of RecurrentGemmaRglru of transformers, models/recurrent_gemma/modeling_recurrent_gemma.py, with all
+    chunks of tokens at once. Differentiable once, as one node that keeps its arguments and one state a chunk. Under
+    torch.func it is differentiable as often as torch's own operators are.
+
+    Args:
+        decays: a, ``[B, T, D]``, of a floating dtype; 0 where a sequence begins.
+        added: b, likewise.
+        initial_state: the state before the first token, ``[B, D]``; None for zeros.
+
+    Returns:
+        All states, ``[B, T, D]`` in the dtype of ``added``, and the last one, ``[B, D]`` in float32.
+
+    Raises:
+        ValueError: shapes do not fit, or there is no token.
+        TypeError: an argument is not floating point.
+    """
+    _check(decays, added, initial_state)
+    if initial_state is None:
+        initial_state = added.new_zeros(added[:, 0].shape, dtype=torch.float32)
+    with in_float32(added):
+        if is_transformed():  # torch.func has rules for all that is in it
+            return _forward(decays, added, initial_state)[:2]
+        return _LinearRecurrence.apply(decays, added, initial_state)
+
+
+def bounded_sqrt(x: Tensor) -> Tensor:
+    """Compute ``sqrt(x)`` of numbers that are not negative, with a derivative of at most 1,000."""
+    return _BoundedSqrt.apply(x)
+
+
+class _BoundedSqrt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad / (4.0 * x).clip(min=1 / 1000.0**2).sqrt()
+
+
+class _LinearRecurrence(torch.autograd.Function):
+    """Keeps the arguments as they were given, and the states between chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, decays: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        found, last, around = _forward(decays, added, state)
+        ctx.save_for_backward(decays, added, around)
+        ctx.state_dtype = state.dtype
+        ctx.set_materialize_grads(False)
+        return found, last
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        decays, added, around = ctx.saved_tensors
+        own = in_steps(torch.zeros_like(added) if grad is None else grad)
+        grad_last = torch.zeros_like(around[-1]) if grad_last is None else grad_last
+        a, b, whole = _steps(decays, added)
+        behind = behind_chunks(a, own, whole, grad_last)
+        found = gradients(a, own, behind[1:])
+        of_decays = found * states(a, b, around[:-1])[:-1]
+        of_tokens = (from_steps(x, added.shape[1]) for x in (of_decays, found))
+        of_decays, of_added = (x.to(given.dtype) for x, given in zip(of_tokens, (decays, added)))
+        return of_decays, of_added, behind[0].to(ctx.state_dtype)
+
+
+def _forward(decays: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, whole = _steps(decays, added)
+    around = before_chunks(a, b, whole, state.float())
+    found = from_steps(states(a, b, around[:-1])[1:], added.shape[1])
+    return found.to(added.dtype), around[-1].clone(), around
+
+
+def _steps(decays: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring tokens into the steps of walk.py; what fills up the last chunk leaves a state as it is."""
+    a = in_steps(decays, 1.0)
+    return a, in_steps(added), a.prod(0)
+
+
+def _check(decays: Tensor, added: Tensor, state: Tensor | None) -> None:
+    """Raise what the function says of arguments that do not fit."""
+    named = {"decays": decays, "added": added} | ({} if state is None else {"initial_state": state})
+    for name, tensor in named.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+    fits = added.dim() == 3 and added.shape[1] > 0 and decays.shape == added.shape
+    if not fits or (state is not None and state.shape != added[:, 0].shape):
+        found = ", ".join(f"{name} {list(x.shape)}" for name, x in named.items())
+        raise ValueError(
+            f"decays and added [B, T, D] with T of at least 1, and initial_state [B, D] have to fit: {found}"
+        )

@@ -1,0 +1,148 @@
+"""The recurrence of every channel by itself, against one in float64, and the unit of RecurrentGemma around it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.references.gated_recurrence import RecurrentGemmaRglru
+from tests.support import zoo
+from tests.support.agreement import TOLERANCE
+
+# a rounding of float32 for every step that a state lives through, which decays of up to 1 let be many
+ROUNDINGS = 100 * 2.0**-24
+
+
+def truth(decays: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    states = []
+    for a, b in zip(decays.unbind(1), added.unbind(1)):
+        state = a * state + b
+        states.append(state)
+    return torch.stack(states, 1), state
+
+
+def draw(seed: int, batch: int, length: int) -> list[Tensor]:
+    """Decays up to 1, of which one of five is 0, as where a sequence begins; and a state before."""
+    generator = torch.Generator().manual_seed(seed)
+    decays = (1.25 * torch.rand(batch, length, 5, generator=generator) - 0.25).clamp(min=0)
+    return [decays, *(torch.randn(*size, 5, generator=generator) for size in ((batch, length), (batch,)))]
+
+
+def results_and_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, last = function(*leaves)
+    weights = [torch.linspace(-9, 9, x.numel()).sin().view(x.shape).to(x) for x in (out, last)]
+    loss = (out * weights[0]).sum() + (last * weights[1]).sum()
+    return [x.detach().cpu() for x in (out, last, *torch.autograd.grad(loss, leaves))]
+
+
+@given(
+    st.integers(0, 2**16), st.integers(1, 2), st.one_of(st.sampled_from([1, 31, 32, 33, 64, 65]), st.integers(1, 99))
+)
+@settings(max_examples=15, deadline=None)
+def test_states_and_gradients_are_those_of_float64(kernel: ModuleType, seed: int, batch: int, length: int) -> None:
+    tensors = draw(seed, batch, length)
+    exact = results_and_gradients(truth, [x.double() for x in tensors])
+    found = results_and_gradients(kernel.linear_recurrence, [x.npu() for x in tensors])
+    for ours, wanted in zip(found, exact, strict=True):
+        assert (ours.double() - wanted).norm() <= ROUNDINGS * max(float(wanted.norm()), wanted.numel() ** 0.5)
+
+
+def test_a_chunk_more_is_a_launch_more_in_each_direction_and_nothing_waits(kernel: ModuleType) -> None:
+    launches = {}
+    for chunks in (2, 5):
+        tensors = [x.npu().requires_grad_() for x in draw(1, 1, 32 * chunks)]
+        softnpu.reset_counters()
+        out, _ = kernel.linear_recurrence(*tensors)
+        forward = sum(softnpu.counters().values())
+        out.backward(torch.ones_like(out))
+        calls = softnpu.counters()
+        assert calls.get("stream_syncs", 0) == calls.get("device_to_host_copies", 0) == 0
+        launches[chunks] = forward, sum(calls.values())
+    assert launches[5][0] - launches[2][0] == 3
+    assert launches[5][1] - launches[2][1] == 6
+
+
+def test_torch_func_has_gradients_of_gradients_and_autograd_refuses_them(kernel: ModuleType) -> None:
+    decays, added, state = draw(2, 1, 40)
+
+    def norm(x: Tensor, function, *others: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda x: function(x, *others)[0].square().sum())(x)
+        return grad.square().sum()
+
+    found = torch.func.grad(norm)(decays.npu(), kernel.linear_recurrence, added.npu(), state.npu())
+    wanted = torch.func.grad(norm)(decays.double(), truth, added.double(), state.double())
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    leaf = decays.npu().requires_grad_()
+    out, _ = kernel.linear_recurrence(leaf, added.npu())
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:
+    decays, added, state = draw(3, 2, 4)
+    for wrong in ((decays[:, :3], added), (decays, added, state[:1]), (decays[:, :0], added[:, :0])):
+        with pytest.raises(ValueError, match="have to fit"):
+            kernel.linear_recurrence(*wrong)
+    with pytest.raises(TypeError, match="added must be floating point"):
+        kernel.linear_recurrence(decays, added.long())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_unit_of_recurrent_gemma_gives_what_transformers_gives(kernel: ModuleType, dtype: torch.dtype) -> None:
+    """Whole sequences, with one that begins in the middle of a row, and tokens behind their state."""
+    torch.manual_seed(0)
+    original = RecurrentGemmaRglru(2, 8).to(dtype)
+    for parameter in original.parameters():
+        torch.nn.init.normal_(parameter)
+    ours = RecurrentGemmaRglru(2, 8).to(dtype)
+    ours.load_state_dict(original.state_dict())
+    ours.npu()
+    x = torch.randn(2, 43, 8, dtype=dtype)
+    positions = torch.cat([torch.arange(12), torch.arange(31)]).expand(2, -1)
+    for start, end in ((0, 40), (40, 41), (41, 43)):
+        outs = []
+        for module, forward in (
+            (original, RecurrentGemmaRglru.forward),
+            (ours, kernel.layers.RGLRU.forward),
+        ):
+            device = module.recurrent_param.device
+            given = x[:, start:end].to(device).requires_grad_()
+            out = forward(module, given, positions[:, start:end].to(device))
+            grads = torch.autograd.grad(out.float().square().sum(), [given, *module.parameters()])
+            module.recurrent_states = module.recurrent_states.detach()
+            outs.append([x.detach().cpu().float() for x in (out, module.recurrent_states, *grads)])
+        for found, wanted in zip(*outs):
+            limit = {torch.float32: TOLERANCE, torch.bfloat16: 2.0**-6}[dtype]  # of numbers with 8 bits, several times
+            assert (found - wanted).norm() <= limit * wanted.norm().clamp(min=1)
+
+
+def test_recurrent_gemma_has_the_kernel(registered) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("recurrent_gemma").to("npu"))
+    (row,) = {
+        (row.kernel, row.swapped, row.kind)
+        for row in kernels_ext_npu.report(model)
+        if row.class_name == "RecurrentGemmaRglru"
+    }
+    assert row == ("RGLRU", True, "gated recurrences")
+    original = zoo.build("recurrent_gemma")
+    inputs = zoo.inputs("recurrent_gemma", original)
+    outs = []
+    for each in (original, model):
+        logits = each(**{key: value.to(each.device) for key, value in inputs.items()}, use_cache=False).logits
+        logits.square().mean().backward()
+        grads = torch.cat([p.grad.flatten().cpu() for p in each.parameters()])
+        tokens = each.eval().generate(inputs["input_ids"].to(each.device), max_new_tokens=4, do_sample=False)
+        outs.append((logits.detach().cpu(), grads, tokens.cpu()))
+    (expected, wanted, same), (logits, grads, tokens) = outs
+    assert (logits - expected).norm() <= TOLERANCE * expected.norm()
+    assert (grads - wanted).norm() <= TOLERANCE * wanted.norm()
+    assert torch.equal(tokens, same)

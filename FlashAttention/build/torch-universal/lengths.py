@@ -72,14 +72,35 @@ def ends_of(cumulative: Tensor) -> tuple[int, ...]:
         cumulative: ``[1 + sequences]``, integers that begin with zero.
     """
     followed = not cumulative.is_inference() and not capturing()
-    known = _known.get(cumulative) if followed else None
-    if known is not None and known[0] == cumulative._version:
-        return known[1]
+    if followed and _is_known(cumulative):
+        return _known[cumulative][1]
     with unseen():
         ends = tuple(cumulative.tolist()[1:])
     if followed:
         _known[cumulative] = (cumulative._version, ends)
     return ends
+
+
+def read_together(*cumulative: Tensor) -> None:
+    """Let the host wait once for the lengths of several tensors, which `ends_of` then knows.
+
+    Args:
+        cumulative: ``[1 + sequences]`` each, of one dtype and device. What is known already is not read again.
+    """
+    if capturing():
+        return
+    unknown = [tensor for tensor in cumulative if not tensor.is_inference() and not _is_known(tensor)]
+    if len(unknown) < 2:
+        return
+    with unseen():
+        values = torch.cat(unknown).cpu().split([len(tensor) for tensor in unknown])
+    for tensor, read in zip(unknown, values):
+        _known[tensor] = (tensor._version, tuple(read.tolist()[1:]))
+
+
+def _is_known(cumulative: Tensor) -> bool:
+    known = _known.get(cumulative)
+    return known is not None and known[0] == cumulative._version
 
 
 def _read(waiting: list[HostValues]) -> None:

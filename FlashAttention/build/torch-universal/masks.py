@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .description import MaskDescription
-from .options import CAUSAL, Band
+from .options import CAUSAL, FULL, Band
 from .patterns import Pattern, recognised
 
 
@@ -52,7 +52,14 @@ def attention_mask(
         return attention_mask
     kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
 
+    # every pattern is said with the last query at the last key; where a static cache is, only the device knows
+    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    compiling = torch.compiler.is_compiling()
+    pattern = _recognised(mask_function) if at_the_end and not compiling else None
+
     def make() -> Tensor:
+        if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):
+            return kept[:, None, None].expand(batch_size, -1, -1, -1).clone()  # the padding is the caller's
         found_on = device if kept is None else kept.device
         rows, heads = torch.arange(batch_size, device=found_on), torch.arange(1, device=found_on)
         queries = torch.arange(q_length, device=found_on) + q_offset
@@ -62,11 +69,8 @@ def attention_mask(
         mask = mask.expand(batch_size, -1, q_length, kv_length)
         return mask if kept is None else mask & kept[:, None, None]
 
-    if torch.compiler.is_compiling():  # a graph cannot hold what depends on lengths, nor on what a function closes over
+    if compiling:  # a graph cannot hold what depends on lengths, nor on what a function closes over
         return make()
-    # every pattern is said with the last query at the last key; where a static cache is, only the device knows
-    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    pattern = _recognised(mask_function) if at_the_end else None
     if pattern is not None and pattern.chunk is not None:
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
@@ -77,6 +81,13 @@ def attention_mask(
 
 def _recognised(function: Callable | None) -> Pattern | None:
     return Pattern(CAUSAL) if function is None else recognised(function)
+
+
+def _is_of_all_keys(pattern: Pattern | None, keys: int) -> bool:
+    """Tell whether the last query sees all keys that are no padding."""
+    return (
+        pattern is not None and pattern.ids is None and pattern.chunk is None and pattern.band.within(1, keys) == FULL
+    )
 
 
 def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

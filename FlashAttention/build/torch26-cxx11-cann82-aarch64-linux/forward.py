@@ -11,7 +11,7 @@ from .attention import attend, attend_packed
 from .caller_masks import described, of_the_caller
 from .description import MaskDescription, Packing
 from .in_torch import outside
-from .lengths import ends_of
+from .lengths import ends_of, read_together
 from .options import CAUSAL, FULL, Band, Options, Sequences
 
 
@@ -29,7 +29,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
     cache: Any = None,
     indices: Tensor | None = None,
     **kwargs: Any,
@@ -53,7 +53,7 @@ def attention_forward(
         s_aux: ``[N]``, sinks.
         position_bias: ``[B or 1, N, S_q, S_k]``, added to the scores.
         cu_seq_lens_q: ``[1 + sequences]``, of packed sequences in a batch of one.
-        cu_seq_lens_k: the same for the keys.
+        cu_seq_lens_k: the same for the keys; with a paged cache by type of layer.
         cache: the paged cache of continuous batching.
         indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it.
         kwargs: what other implementations take, and the paged cache.
@@ -67,6 +67,8 @@ def attention_forward(
     if kwargs.get("block_indices") is not None:
         raise ValueError("attention_forward: block_indices are not supported, choose the implementation 'sdpa'")
     if cache is not None:
+        if isinstance(cu_seq_lens_k, dict) and _says_no_more_than_distances(attention_mask):  # of all kinds of layers
+            read_together(cu_seq_lens_q, *cu_seq_lens_k.values())
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]

@@ -42,28 +42,28 @@ class RMSNorm(_Layer):
         weight = _weight(self)
         if hidden_states.dtype is not weight.dtype:
             hidden_states = _widened(hidden_states, weight)
-        return norm(hidden_states, weight, _eps(self))
+        return norm(hidden_states, weight, eps_of(self))
 
 
 class RMSNormCastLast(_Layer):
     """Computes ``(weight * x_normed).to(x.dtype)``, as Olmo 2 does. Reads eps, and ``weight`` if there is one."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, getattr(self, "weight", None), _eps(self))
+        return norm(hidden_states, getattr(self, "weight", None), eps_of(self))
 
 
 class RMSNormZeroCentered(_Layer):
     """Computes ``((1 + weight) * x_normed).to(x.dtype)``, the sum in float32, as Gemma. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, 1.0 + _weight(self).float(), _eps(self))
+        return norm(hidden_states, 1.0 + _weight(self).float(), eps_of(self))
 
 
 class RMSNormWeightless(_Layer):
     """Computes ``x_normed.to(x.dtype)``, as NanoChat does. Reads eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, None, _eps(self))
+        return norm(hidden_states, None, eps_of(self))
 
 
 class LayerNormFloat32(_Layer):
@@ -108,7 +108,7 @@ class T5LayerNorm(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = _weight(self)
-        return norm(_widened(hidden_states, weight), weight, _eps(self)).to(weight.dtype)
+        return norm(_widened(hidden_states, weight), weight, eps_of(self)).to(weight.dtype)
 
 
 class RMSNormGated(_Layer):
@@ -119,7 +119,7 @@ class RMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        normed = norm(hidden_states.float(), _weight(self).float(), _eps(self))
+        normed = norm(hidden_states.float(), _weight(self).float(), eps_of(self))
         if gate is not None:
             normed = normed * _activation(self)(gate.float())
         return normed.to(hidden_states.dtype)
@@ -135,7 +135,7 @@ class MambaRMSNormGated(_Layer):
         x, weight = hidden_states.float(), _weight(self)
         if gate is not None:
             x = x * F.silu(gate.float())
-        return norm(x, weight.float(), _eps(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
+        return norm(x, weight.float(), eps_of(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
 def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _weight(module: nn.Module) -> Tensor:
     return module.weight
 
 
-def _eps(module: nn.Module) -> float:
+def eps_of(module: nn.Module) -> float:
     """Return what is added to the mean, under either of the names that norms have for it."""
     # what _has tells, without the call: every forward asks
     named = "variance_epsilon" in module.__dict__ or hasattr(type(module), "variance_epsilon")
@@ -184,14 +184,20 @@ def _is_plain(norm: nn.Module) -> bool:
         and "forward" not in members
         and norm._parameters.get("weight") is not None
         and norm._parameters.get("bias") is not None
-        and not (
-            members["_forward_hooks"]
-            or members["_forward_pre_hooks"]
-            or members["_backward_hooks"]
-            or members["_backward_pre_hooks"]
-            or _global_forward_hooks
-            or _global_forward_pre_hooks
-            or _global_backward_hooks
-            or _global_backward_pre_hooks
-        )
+        and not is_watched(norm)
+    )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Tell whether somebody watches the calls of a module, or of all modules, by hooks."""
+    members = module.__dict__
+    return bool(
+        members["_forward_hooks"]
+        or members["_forward_pre_hooks"]
+        or members["_backward_hooks"]
+        or members["_backward_pre_hooks"]
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
     )

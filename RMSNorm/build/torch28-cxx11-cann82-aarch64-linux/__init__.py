@@ -3,8 +3,9 @@
 from . import layers, sharding
 from .functional import add_rms_norm, register_derivative_of_rms_norm, rms_norm
 from .layer_norm import add_layer_norm, layer_norm
+from .residual import add_then_norm, takes_sum
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layers", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "add_then_norm", "layer_norm", "layers", "rms_norm", "takes_sum"]
 
 register_derivative_of_rms_norm()
 sharding.register()

@@ -76,7 +76,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
             f"add_rms_norm: residual {list(residual.shape)} must have the shape of hidden_states "
             f"{list(hidden_states.shape)}"
         )
-    if _is_fused_with_add(hidden_states, residual, weight) and not _needs_grad(hidden_states, residual, weight):
+    if is_fused_with_add(hidden_states, residual, weight) and not _needs_grad(hidden_states, residual, weight):
         normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
         return normed, total
     total = hidden_states + residual
@@ -96,7 +96,7 @@ def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
+def is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """Tell whether ``npu_add_rms_norm`` takes them: it wants one dtype, and no empty tensor."""
     one_dtype = hidden_states.dtype == residual.dtype == weight.dtype
     return one_dtype and hidden_states.numel() > 0 and _is_fused(hidden_states, weight)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .frequencies import frequencies_of, scale_of
 from .layer import Layer, Pair
+from .one_token import note_equal_halves
 from .transforms import is_transformed
 
 
@@ -113,7 +114,10 @@ def _made(
         frequencies = spread(module, frequencies_of(module, x, position_ids, layer_type))
         angles = position_ids[..., None, None].float() * frequencies
         cos, sin = tables(angles, scale_of(module, layer_type), dtype)
-        return cos.flatten(-2), sin.flatten(-2)
+        cos, sin = cos.flatten(-2), sin.flatten(-2)
+        if spread in (_twice, _twice_learned) and position_ids.shape[-1] == 1:
+            note_equal_halves(cos, sin)
+        return cos, sin
 
 
 def tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave
+from .one_token import rotate_one_token
 from .rotation import check, rotate, rotate_back
 from .transforms import is_transformed
 
@@ -34,6 +35,17 @@ def rotate_both(
     if torch.compiler.is_compiling() or is_transformed():
         layout = None
     else:
+        if (
+            unsqueeze_dim in (1, 2)
+            and q.dim() == 4
+            and q.shape[3 - unsqueeze_dim] == 1
+            and not interleaved
+            and not cos.is_inference()
+        ):
+            needs_grad = enabled and any(tensor.requires_grad for tensor in (q, k, cos, sin))
+            together = None if needs_grad else rotate_one_token(q, k, cos, sin, unsqueeze_dim)
+            if together is not None:
+                return together
         layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled)
     if layout is None:
         check(cos, sin, q=q, k=k)

@@ -23,6 +23,7 @@ from kernels_ext_npu.swapping import (
     functions,
     heads,
     packing,
+    residuals,
     state,
     table,
     use,
@@ -64,6 +65,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     if attention_default.is_installed():
         attention_default.settle_anew(model)
     heads.take(model)
+    residuals.take(model)
     if registration.strict:
         _check_strictly(model)
 

@@ -64,7 +64,7 @@ def register(
 
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
-    from kernels_ext_npu.decoding import generation
+    from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
     from kernels_ext_npu.swapping import attention_interface, experts_interface, lasting, state, table, waiting
 
     chosen = _chosen(kernels)
@@ -77,6 +77,8 @@ def register(
         table.install(registration)
         use_kernels.install(registration.patches)
         generation.install(registration.patches)
+        continuous_batching.install(registration.patches)
+        static_cache.install(registration.patches)
         if experts_interface.is_installed():
             experts_interface.install(registration.patches)
         if attention_interface.is_installed():

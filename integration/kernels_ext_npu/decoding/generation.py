@@ -10,11 +10,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import CompileConfig, GenerationConfig
 
+from kernels_ext_npu.decoding.capturing import GRAPHS
 from kernels_ext_npu.decoding.graphed_forward import GraphedForward
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.patches import Patches
-
-GRAPHS = "NPUGraph"  # the backend of a CompileConfig that asks for graphs: the name of their class in torch.npu
 
 
 def install(patches: Patches) -> None:

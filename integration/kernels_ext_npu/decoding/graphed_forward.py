@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
 from kernels_ext_npu.decoding import python_state
+from kernels_ext_npu.decoding.capturing import CaptureError, place
 
 # Steps of a shape that run as they are, at most, until one changes nothing that Python keeps: the first may prepare
 # tables, packed weights and masks.
@@ -26,10 +25,6 @@ OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 MOST_SHAPES = 4
 # of an output: what `generate` copies at once, and what is no tensor
 TAKEN_AT_ONCE = {"logits", "past_key_values"}
-
-
-class CaptureError(RuntimeError):
-    """A model's forward cannot be captured into a graph; the message says which part of it, and why."""
 
 
 class GraphedForward:
@@ -119,7 +114,7 @@ class _Step:
         except Exception as error:
             raise CaptureError(
                 f"{type(self._model).__name__} cannot be decoded in graphs: capturing its forward failed in "
-                f"{_place(error)}: {str(error).splitlines()[0]}. Leave out compile_config"
+                f"{place(error)}: {str(error).splitlines()[0]}. Leave out compile_config"
             ) from error
         finally:
             for layer, count in zip(python_state.sliding_layers(self._cache), counts):
@@ -175,13 +170,3 @@ def _move_on(
     self.keys.copy_(torch.cat((self.keys[:, :, 1:], keys), dim=-2))
     self.values.copy_(torch.cat((self.values[:, :, 1:], values), dim=-2))
     return self.keys, self.values
-
-
-def _place(error: BaseException) -> str:
-    """Say where the model is at: the innermost line outside of torch and what is below it."""
-    npu = torch.get_device_module("npu")
-    below = {Path(torch.__file__).parent, Path(npu.__file__).parent.parent}
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in below)]
-    named = [f for f in outside if "softnpu" not in Path(f.filename).parts] or outside or frames
-    return f"{Path(named[-1].filename).name}, line {named[-1].lineno}, {named[-1].name}"

@@ -18,7 +18,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
 from kernels_ext_npu.reporting.rows import Row
-from kernels_ext_npu.swapping import functions, waiting
+from kernels_ext_npu.swapping import functions, residuals, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
@@ -26,10 +26,14 @@ SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, 
 
 
 class Report:
-    """The rows of a model; ``print(report)`` shows them as a table, by class, and equal layers on one line."""
+    """The rows of a model; ``print(report)`` shows them as a table, by class, and equal layers on one line.
 
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
+    Attributes:
+        remark: what there is to say of the model beside them.
+    """
+
+    def __init__(self, rows: list[Row], remark: str | None = None) -> None:
+        self.rows, self.remark = rows, remark
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -59,8 +63,10 @@ class Report:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
-        if any(row.function is not None and row.swapped for row in self.rows):
-            table.caption, table.caption_justify = functions.SHARED, "left"
+        shared = functions.SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
+        captions = [caption for caption in (shared, self.remark) if caption]
+        if captions:
+            table.caption, table.caption_justify = "\n".join(captions), "left"
         table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
@@ -108,7 +114,7 @@ def report(model: nn.Module) -> Report:
         found = [rows.passed_by(row, model) for row in _rows(model)]
         if any(map(waiting.waits, model.modules())):
             found = [rows.expected(row, model) for row in found]
-        return Report(found)
+        return Report(found, residuals.remark(model))
 
 
 def _rows(model: nn.Module) -> Iterator[Row]:

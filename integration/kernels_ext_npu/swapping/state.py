@@ -68,6 +68,7 @@ class Registration:
         attention: the configs that name an implementation of attention, by who chose it.
         loss_kernel: the package that computes losses without logits, once it is loaded.
         waiting: the models that were not called on the NPU yet.
+        sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
     """
 
     source: str | Path
@@ -84,6 +85,7 @@ class Registration:
     attention: AttentionChoices = field(default_factory=AttentionChoices)
     loss_kernel: ModuleType | None = None
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 current: Registration | None = None

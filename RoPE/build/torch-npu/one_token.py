@@ -1,0 +1,92 @@
+"""q and k of one token a sequence, as a step of decoding has them, rotated together in one launch.
+
+``npu_mrope`` takes both, and leaves them as they are, which ``npu_apply_rotary_pos_emb`` does not: it writes to them,
+and whoever has kept what a projection returned would find it rotated. It computes in float32 and rounds once, as
+``npu_rotary_mul`` does: CANN's ops-transformer, posembedding/rope_with_sin_cos_cache/op_kernel. It has no derivative.
+
+The operator looks cos and sin up in a table of halves, which is made of them once for all layers. It stays with cos, as
+a copy: so only of a cos that was made while a graph was captured, or not, as it is used, since a replay writes to what
+was captured, and to nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .captures import capturing
+from .distributed import is_distributed
+from .limits import DTYPES
+
+_WIDEST_TOGETHER, _BYTES_TOGETHER = 128, 64
+_MADE, _TABLE = "_rope_made", "_rope_table"
+
+
+def note_equal_halves(cos: Tensor, sin: Tensor) -> None:
+    """Note that cos and sin, ``[B, 1, D]``, hold each angle twice, and whether a graph makes them."""
+    if not torch.compiler.is_compiling():
+        setattr(cos, _MADE, (sin, capturing()))
+
+
+def rotate_one_token(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor] | None:
+    """Rotate q and k without a gradient; None where the operator does not take them.
+
+    Args:
+        q: ``[B, N, 1, D]``, or ``[B, 1, N, D]`` with unsqueeze_dim 2.
+        k: likewise.
+        cos: ``[B, 1, D]`` or ``[1, 1, D]``, as its maker noted it.
+        sin: likewise.
+        unsqueeze_dim: where cos and sin would get the dimension of the heads.
+    """
+    made = getattr(cos, _MADE, None)
+    if made is None or made[0] is not sin or made[1] is not capturing():
+        return None
+    key = (type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim)
+    kept = getattr(cos, _TABLE, None)
+    if kept is None or kept[0] != key or kept[1] != (cos._version, sin._version):
+        kept = (key, (cos._version, sin._version), _table(q, k, cos, sin, unsqueeze_dim))
+        setattr(cos, _TABLE, kept)
+    if kept[2] is None:
+        return None
+    positions, table = kept[2]
+    batch = q.shape[0]
+    rotated = torch.ops.npu.npu_mrope(positions, q.view(batch, -1), k.view(batch, -1), table, q.shape[-1])
+    return rotated[0].view(q.shape), rotated[1].view(k.shape)
+
+
+def _table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor] | None:
+    """Return which row of a table each sequence has, ``[B]``, and the table, ``[B or 1, D]``: halves of cos and sin."""
+    if not _fits(q, k, cos, sin, unsqueeze_dim):
+        return None
+    rows, half = cos.shape[0], cos.shape[-1] // 2
+    batch, device = q.shape[0], q.device
+    positions = torch.arange(batch, device=device) if rows == batch else torch.zeros(batch, dtype=int, device=device)
+    return positions, torch.cat((cos[:, 0, :half], sin[:, 0, :half]), -1)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+    """Tell whether ``npu_mrope`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
+    dtype, device, size = q.dtype, q.device, q.shape[-1]
+    return (
+        device.type == "npu"
+        and dtype in DTYPES
+        and dtype is k.dtype is cos.dtype is sin.dtype
+        and device == k.device == cos.device == sin.device
+        and q.dim() == k.dim() == 4
+        and size == k.shape[-1] == cos.shape[-1] <= _WIDEST_TOGETHER
+        and size * q.element_size() % _BYTES_TOGETHER == 0
+        and cos.shape == sin.shape in {(1, 1, size), (q.shape[0], 1, size)}
+        and q.shape[0] == k.shape[0]
+        and q.shape[3 - unsqueeze_dim] == k.shape[3 - unsqueeze_dim] == 1
+        and _are_rows(q, unsqueeze_dim)
+        and _are_rows(k, unsqueeze_dim)
+        and not is_distributed(q, k, cos, sin)
+    )
+
+
+def _are_rows(x: Tensor, unsqueeze_dim: int) -> bool:
+    """Tell whether the heads of each sequence lie one behind the other."""
+    heads = x.shape[unsqueeze_dim]
+    return x.numel() > 0 and x.stride(3) == 1 and (heads == 1 or x.stride(unsqueeze_dim) == x.shape[3])

@@ -1,0 +1,121 @@
+"""Let transformers' continuous batching, ``generate_batch``, capture its steps into graphs on NPUs.
+
+A captured step may not read lengths on the host, as attention of packed sequences does. It gets masks instead, which
+the device makes of the lengths: once a step and kind of layer, in the graph, so that each replay has those of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching import continuous_api, utils
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+from kernels_ext_npu.decoding.capturing import GRAPHS, CaptureError, place
+from kernels_ext_npu.swapping import attention_choice, state
+from kernels_ext_npu.swapping.patches import Patches
+
+
+def install(patches: Patches) -> None:
+    """Tell transformers the class of graphs, and let steps with our attention be captured."""
+    if "npu" not in utils.DEVICE_TYPE_TO_GRAPH_NAME:
+        patches.item(utils.DEVICE_TYPE_TO_GRAPH_NAME, "npu", GRAPHS)
+    original = continuous_api.resolve_continuous_batching_config
+
+    @functools.wraps(original)
+    def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_installed() and utils.get_accelerator_graph_name() == GRAPHS:
+            cb_config = _where_asked_for(cb_config)
+        return original(config, cb_config, *args, **kwargs)
+
+    patches.attribute(continuous_api, "resolve_continuous_batching_config", resolve)
+    patches.method(ModelRunner, "_forward_process_and_sample", _with_masks, _is_installed)
+    patches.method(ModelRunner, "_capture_graph", _capture, _is_installed)
+
+
+def _is_installed() -> bool:
+    return state.current is not None
+
+
+def _where_asked_for(cb_config: Any) -> Any:
+    """Return the settings with graphs where they are asked for only, since not every model can be captured.
+
+    Batches are prepared while others run on CUDA and XPU only (``ContinuousBatchingAsyncIOs``): who asks for it on an
+    NPU gets transformers' error, and who leaves it open does without.
+    """
+    cb_config = copy.copy(cb_config)
+    if cb_config.use_async_batching is None:
+        cb_config.use_async_batching = False
+    asks = cb_config.q_padding_interval_size or cb_config.kv_padding_interval_size
+    if cb_config.use_cuda_graph is None and not asks:
+        cb_config.use_cuda_graph = False
+    return cb_config
+
+
+def _with_masks(original: Callable, runner: ModelRunner, model: Any, batch_data: dict, *args: Any) -> None:
+    """Run a step with the masks of its sequences, if it is to be captured and its attention is ours."""
+    needs_masks = runner.use_cuda_graph_varlen and batch_data["block_table"] is None
+    if needs_masks and batch_data["attention_mask"] is None:
+        config = model.config.get_text_config()
+        if attention_choice.names_it(config):
+            batch_data = {**batch_data, "attention_mask": _masks(config, batch_data)}
+    original(runner, model, batch_data, *args)
+
+
+def _masks(config: Any, batch: dict) -> Any:
+    """Return what our attention takes as its mask, by type of layer; alone where there is one, as transformers does."""
+    queries = batch["input_ids"].shape[1]
+    made = {}
+    for layer_type, allocator in batch["cache"].cache_allocators.items():
+        keys = batch["read_index"][allocator.index].shape[0] or queries
+        window = config.sliding_window if layer_type == SLIDING_ATTENTION else None
+        seen = _seen(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][layer_type], queries, window)
+        made[layer_type] = attention_choice.kernel().attention_mask(
+            1, queries, keys, mask_function=seen, device=batch["input_ids"].device
+        )
+    return made if len(made) > 1 else next(iter(made.values()))
+
+
+def _seen(starts: Tensor, key_starts: Tensor, queries: int, window: int | None) -> Callable[..., Tensor]:
+    """Return the mask function of packed sequences whose lengths only the device knows.
+
+    Query ``i`` of the sequence ``[a, b)`` sees of its keys ``[c, d)`` those up to ``d - b + i``, where the last query
+    stands at the last key, and with a window the last of them. Queries behind all sequences fill the batch up and see
+    none.
+
+    Args:
+        starts: ``[1 + sequences]``, where the sequences begin, and where the last one ends.
+        key_starts: ``[1 + sequences]``, likewise of the keys.
+        queries: how many there are, with those that fill up.
+        window: of how many keys a query sees the last, itself included; None for all.
+    """
+    places = torch.arange(queries, device=starts.device, dtype=starts.dtype)
+    sequence = (places[:, None] >= starts[None, 1:]).sum(-1).clamp_(max=len(starts) - 2)
+    last = places + (key_starts - starts)[1:].index_select(0, sequence)
+    first = key_starts.index_select(0, sequence)
+    if window is not None:
+        first = torch.maximum(first, last - (window - 1))
+    last = torch.where(places < starts[-1], last, -1)
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first.view(query.shape)) & (key <= last.view(query.shape))
+
+    return seen
+
+
+def _capture(original: Callable, runner: ModelRunner, *args: Any) -> None:
+    try:
+        original(runner, *args)
+    except RuntimeError as error:
+        if "capture" not in str(error):
+            raise
+        raise CaptureError(
+            f"continuous batching cannot capture this model: {place(error)}: {str(error).splitlines()[0]}. Leave out "
+            "use_cuda_graph"
+        ) from error

@@ -1,0 +1,164 @@
+"""Sums that a layer norms next, in one launch with the norm, where one token is decoded.
+
+A step of decoding costs the host its launches: two thirds of those that only add belong to a norm behind them. The
+forward of a class of layers is written anew for them (matching/residual_sums.py), and computes where a layer of a
+swapped model decodes one token a sequence without gradients; everywhere else the forward is what it was. Each layer
+also norms its own result for the layer behind it, which takes that from the tensor if it is handed the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.matching.residual_sums import Sums, sums_of
+from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.swapping import loaded, state
+from kernels_ext_npu.swapping.forwards import kernel_forward
+
+REPOSITORY = "RMSNorm"
+# the layers of the kernel that one launch gives together with a sum
+_LAYERS = ("RMSNorm", "RMSNormCastLast")
+_NORMED, _ORIGINAL = "_kernels_ext_npu_normed", "_kernels_ext_npu_forward"
+
+
+@dataclass(eq=False)
+class Place:
+    """What is known of one layer of a swapped model.
+
+    Attributes:
+        kernel: the package that computes its norms.
+        sums: those of its forward.
+        behind: the layer behind it in the model, whose first norm it computes; None if there is none.
+    """
+
+    kernel: ModuleType
+    sums: Sums
+    behind: weakref.ref[nn.Module] | None = None
+
+
+def take(model: nn.Module) -> None:
+    """Let the layers of a swapped model add and norm in one launch."""
+    registration = state.current
+    if registration is None or not state.uses(REPOSITORY):
+        return
+    for module in model.modules():
+        registration.sums.pop(module, None)
+        place = _place(module)
+        if place is not None:
+            registration.sums[module] = place
+            _exchange(registration, type(module))
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            for before, behind in zip(layers, list(layers)[1:]):
+                if before in registration.sums and behind in registration.sums:
+                    registration.sums[before].behind = weakref.ref(behind)
+
+
+def restore(model: nn.Module) -> None:
+    """Let the layers of a model add and norm as they did."""
+    if state.current is not None:
+        for module in model.modules():
+            state.current.sums.pop(module, None)
+
+
+def remark(model: nn.Module) -> str | None:
+    """Say for how many layers of a model sums are computed with their norms; None if for none."""
+    if state.current is None:
+        return None
+    counted = Counter(type(m).__name__ for m in model.modules() if m in state.current.sums)
+    found = ", ".join(f"{count} × {name}" for name, count in counted.items())
+    return f"sums in one launch with the norm behind them, where one token is decoded: {found}" if found else None
+
+
+def _place(module: nn.Module) -> Place | None:
+    sums = sums_of(_original(type(module)))
+    if sums is None:
+        return None
+    for name in sums.norms:
+        forward = kernel_forward(module._modules.get(name)) if name in module._modules else None  # type: ignore[arg-type]
+        if forward is not None and loaded.layer_name(forward) in _LAYERS:
+            return Place(loaded.package(forward), sums)
+    return None
+
+
+def _original(cls: type) -> Any:
+    forward = getattr(cls, "forward", None)
+    return getattr(forward, _ORIGINAL, forward)
+
+
+def _exchange(registration: state.Registration, cls: type) -> None:
+    """Let the forward of a class choose, call by call; the class that defines it has it for all that inherit it."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    original: Any = vars(owner)["forward"]
+    sums = None if hasattr(original, _ORIGINAL) else sums_of(original)
+    if sums is None:
+        return
+    together = sums.make(_normed, _add_norm, _added)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _decodes_one_token(self, args, kwargs):
+            return original(self, *args, **kwargs)
+        return together(self, *args, **kwargs)
+
+    setattr(forward, _ORIGINAL, original)
+    registration.patches.attribute(owner, "forward", forward)
+
+
+def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a layer with a place is given ``[B, 1, H]``."""
+    given = args[0] if args else kwargs.get("hidden_states")
+    return (
+        isinstance(given, Tensor)
+        and given.dim() == 3
+        and given.shape[1] == 1
+        and state.current is not None
+        and layer in state.current.sums
+    )
+
+
+def _add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of a sum, and the sum."""
+    return _place_of(layer).kernel.add_then_norm(norm, x, residual)
+
+
+def _added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+    """Return the sum that a layer gives, and let it carry the norm with which the layer behind it begins."""
+    place = _place_of(layer)
+    behind = None if place.behind is None else place.behind()
+    norm = None if behind is None else _first_norm(behind)
+    # where torch tells of no version, nobody knows whether the sum is written to in between
+    if norm is None or x.is_inference() or not place.kernel.takes_sum(norm, x, residual):
+        return residual + x
+    normed, total = place.kernel.add_then_norm(norm, x, residual)
+    setattr(total, _NORMED, (norm, total._version, normed))
+    return total
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return the norm with which a layer begins: what the layer before has made, if this is still its result."""
+    kept = x.__dict__.pop(_NORMED, None)
+    if kept is not None and kept[0] is norm and kept[1] == x._version:
+        return kept[2]
+    return norm(x)
+
+
+def _first_norm(layer: nn.Module) -> nn.Module | None:
+    assert state.current is not None
+    place = state.current.sums.get(layer)
+    if place is None or place.sums.first is None or has_hooks(layer):
+        return None
+    return layer._modules.get(place.sums.first)
+
+
+def _place_of(layer: nn.Module) -> Place:
+    assert state.current is not None
+    return state.current.sums[layer]

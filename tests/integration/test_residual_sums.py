@@ -1,0 +1,158 @@
+"""Steps of decoding with sums in one launch with their norms: which layers, what they give, and when they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.matching.residual_sums import sums_of
+from kernels_ext_npu.swapping import state
+from tests.support import zoo
+
+LAUNCH = "npu_add_rms_norm"
+LAYERS = 36
+# Both are float32, with sums of some ten terms in another order: logits of size one differ by some 1e-6.
+FLOAT32 = 1e-5
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def qwen3(layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=128,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def step(model: nn.Module, rows: int = 1, static: bool = False, padding: int = 0) -> tuple[Tensor, dict[str, int]]:
+    """Decode one token behind ten; return the logits, and what was launched for it."""
+    device, config = model.device, model.config
+    ids = torch.arange(10 * rows).view(rows, 10).to(device) % 60
+    cache = StaticCache(config, max_cache_len=16) if static else DynamicCache(config=config)
+    mask = torch.ones(rows, 11, dtype=torch.long)
+    mask[0, :padding] = 0
+    with torch.no_grad():
+        given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        masks = [{"attention_mask": m.to(device)} if padding else {} for m in (mask[:, :10], mask)]
+        places = torch.full((rows, 1), 10, device=device)
+        model(ids, **given, **masks[0])
+        softnpu.reset_counters()
+        logits = model(ids[:, :1], position_ids=places, **given, **masks[1]).logits
+        counted = softnpu.counters()
+    return logits.cpu(), counted
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= FLOAT32 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("rows", "padding", "static", "most"), [
+    (1, 0, False, 560), (2, 4, False, 560), (1, 0, True, 680), (2, 4, True, 680),
+])  # fmt: skip
+def test_a_step_of_36_layers(rows: int, padding: int, static: bool, most: int) -> None:
+    model = kernels_ext_npu.kernelize(qwen3(LAYERS).to(torch.bfloat16).to("npu"))
+    _, counted = step(model, rows, static, padding)
+    waits = counted.pop("stream_syncs") + counted.pop("device_to_host_copies")
+    assert sum(counted.values()) <= most, counted
+    assert counted[LAUNCH] == 2 * LAYERS - 1
+    assert counted["npu_mrope"] == LAYERS
+    assert waits == 0
+    assert "clone" not in counted  # of keys and values for each head
+    assert counted.get("logical_not", 0) <= 1  # of masks
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen2", "gpt_oss", "gemma3_text", "olmo2", "granite"])
+def test_logits_are_those_on_the_cpu(name: str) -> None:
+    model = zoo.build(name).eval()
+    expected, _ = step(model)
+    ours = kernels_ext_npu.kernelize(model.to("npu"))
+    found, counted = step(ours)
+    assert_equal(found, expected)
+    layers = ours.config.get_text_config().num_hidden_layers
+    fused = {"gemma3_text": 0, "olmo2": 0, "granite": 0}.get(name, 2 * layers - 1)  # norms before sums, and factors
+    assert counted.get(LAUNCH, 0) == fused
+
+
+def test_it_is_reported_and_undone() -> None:
+    model = kernels_ext_npu.kernelize(qwen3().to("npu"))
+    assert "sums in one launch with the norm behind them" in " ".join(str(kernels_ext_npu.report(model)).split())
+    expected, counted = step(model)
+    assert counted[LAUNCH] == 5
+    kernels_ext_npu.restore(model)
+    assert "sums in one launch" not in str(kernels_ext_npu.report(model))
+    found, counted = step(model)
+    assert LAUNCH not in counted
+    assert_equal(found, expected)
+    kernels_ext_npu.kernelize(model)
+    kernels_ext_npu.unregister()
+    assert sums_of(Qwen3DecoderLayer.forward) is not None
+    assert not hasattr(Qwen3DecoderLayer.forward, "__wrapped__")
+    assert LAUNCH not in step(model)[1]
+
+
+def test_hooks_on_a_norm_and_on_a_layer_see_what_they_saw() -> None:
+    model = qwen3()
+    seen: list[Tensor] = []
+
+    def watch(watched: nn.Module) -> list[Any]:
+        norms, layers = watched.model.layers[1].input_layernorm, watched.model.layers[2]
+        return [
+            norms.register_forward_hook(lambda module, args, output: seen.append(output.cpu())),
+            layers.register_forward_pre_hook(lambda module, args: seen.append(args[0].cpu())),
+        ]
+
+    for hook in (hooks := watch(model)):
+        assert hook
+    step(model)
+    expected, seen[:] = list(seen), []
+    for hook in hooks:
+        hook.remove()
+    ours = kernels_ext_npu.kernelize(model.to("npu"))
+    hooks = watch(ours)
+    _, counted = step(ours)
+    assert counted[LAUNCH] == 3  # of five: not before the norm that is watched, nor for the layer
+    for found, other in zip(seen, expected, strict=True):
+        assert_equal(found, other)
+
+
+def test_a_layer_that_changes_its_input_is_not_given_an_old_norm() -> None:
+    """As a model does that adds what it has seen between two layers."""
+    model = qwen3()
+    ours = kernels_ext_npu.kernelize(qwen3().to("npu"))
+    for one in (model, ours):
+        first = one.model.layers[0]
+        inner = first.forward
+
+        def changed(*args: Any, _inner: Any = inner, **kwargs: Any) -> Tensor:
+            return _inner(*args, **kwargs).mul_(1.5)
+
+        first.forward = changed
+    assert_equal(step(ours)[0], step(model)[0])
+
+
+def test_training_and_prompts_are_as_they_were() -> None:
+    ours = kernels_ext_npu.kernelize(qwen3().to("npu"))
+    softnpu.reset_counters()
+    ids = torch.ones(2, 1, dtype=torch.long, device="npu")
+    ours(ids, use_cache=False, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())
+    with torch.no_grad():
+        ours(torch.ones(2, 5, dtype=torch.long, device="npu"), use_cache=False)
+    assert LAUNCH not in softnpu.counters()
+
+
+def test_without_the_kernel_of_norms_nothing_is_exchanged() -> None:
+    kernels_ext_npu.register(kernels=["RoPE", "SwiGLU"])
+    model = kernels_ext_npu.kernelize(qwen3().to("npu"))
+    assert state.current is not None
+    assert not state.current.sums
+    assert LAUNCH not in step(model)[1]

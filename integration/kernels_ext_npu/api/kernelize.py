@@ -8,7 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import attention, experts, forwards, functions, heads, state, use, waiting
+from kernels_ext_npu.swapping import attention, experts, forwards, functions, heads, projections, state, use, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def restore(model: Model) -> Model:
     experts.restore(model)
     attention.restore(model)
     heads.restore(model)
+    projections.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)

@@ -23,6 +23,7 @@ from kernels_ext_npu.swapping import (
     functions,
     heads,
     packing,
+    projections,
     state,
     table,
     use,
@@ -58,12 +59,13 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     finally:
         functions.give_back(kept)
     _take_otherwise_served(model, mode)
+    heads.take(model)
+    projections.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)
     if attention_default.is_installed():
         attention_default.settle_anew(model)
-    heads.take(model)
     if registration.strict:
         _check_strictly(model)
 

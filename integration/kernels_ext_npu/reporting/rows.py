@@ -14,6 +14,7 @@ from kernels_ext_npu.catalogue import (
     LAYER_NORMS,
     LAYERS,
     MLPS,
+    PROJECTIONS,
     ROUTERS,
     TABLES,
     Kind,
@@ -32,6 +33,7 @@ from kernels_ext_npu.swapping import (
     heads,
     loaded,
     packing,
+    projections,
     refusals,
     state,
 )
@@ -106,6 +108,24 @@ def of_heads(model: nn.Module) -> Iterator[Row]:
             yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
 
 
+def of_projections(model: nn.Module) -> Iterator[Row]:
+    """Describe every linear layer of a model that is called as one, and not read by a kernel for what it is part of."""
+    together = projections.together(model)
+    for path, module, reason in projections.projections_of(model):
+        if reason is not None and reason.startswith(projections.OF_A_KERNEL):
+            continue
+        name, swapped = type(module).__name__, projections.is_swapped(module)
+        if swapped and reason is None:
+            reason = f"one node with {together[module]}" if module in together else None
+        elif swapped:
+            reason = refusals.changed(module, reason or "")
+            swapped = False
+        elif reason is None:
+            reason = refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR
+        kernel = projections.NAME if swapped else None
+        yield Row(path, name, kernel, swapped, reason, is_candidate=False, kind=PROJECTIONS.in_models)
+
+
 def of_functions(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
@@ -127,7 +147,7 @@ def expected(row: Row, model: nn.Module) -> Row:
     if row.kind == ATTENTION.in_models:
         passes = row.reason == refusals.NOT_SETTLED or refusals.is_elsewhere(model.get_submodule(row.path))
         return replace(row, reason=refusals.AT_FIRST_CALL) if row.kernel and not row.swapped and passes else row
-    if row.kind == HEADS.in_models:
+    if row.kind in (HEADS.in_models, PROJECTIONS.in_models):
         passes = row.reason in (refusals.NOT_ASKED_FOR, refusals.elsewhere(model.get_submodule(row.path)))
         return replace(row, reason=refusals.AT_FIRST_CALL) if passes else row
     if row.swapped or row.kernel is None or refusals.left_out(LAYERS[row.kernel]) is not None:

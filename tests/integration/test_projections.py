@@ -16,7 +16,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.swapping import projections
+from kernels_ext_npu.swapping import ahead
 from kernels_ext_npu.swapping.siblings import siblings_in
 from tests.support import zoo
 from tests.support.agreement import TOLERANCE, assert_agrees
@@ -165,7 +165,7 @@ def test_layers_that_are_called_otherwise_are_computed_by_themselves() -> None:
         for each in (model, original):
             each.k_proj.weight.data.mul_(2)  # which no version counts
     torch.testing.assert_close(model.k_proj(x).cpu(), original.k_proj(X))
-    assert projections._ahead.computed is None
+    assert ahead._ahead.computed is None
 
 
 def test_a_forward_that_ends_in_between_leaves_nothing_to_the_next() -> None:
@@ -194,9 +194,8 @@ def test_threads_do_not_hand_each_other_anything() -> None:
     failures = []
 
     def run() -> None:
-        for _ in range(5):
-            if not torch.allclose(model(X.npu()).detach().cpu(), expected, atol=1e-5):
-                failures.append(threading.get_ident())
+        found = [model(X.npu()).detach().cpu() for _ in range(5)]
+        failures.extend(y for y in found if not torch.allclose(y, expected, atol=1e-5))
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:

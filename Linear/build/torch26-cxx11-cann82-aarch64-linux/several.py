@@ -19,8 +19,8 @@ from .products import of_input_and_weight, rows_of
 class Linears(torch.autograd.Function):
     """Computes ``x @ weightᵀ + bias`` for several weights.
 
-    ``apply(x, number, *weights, *biases)`` takes ``[..., H]``, how many there are, weights ``[N, H]``, each with an N of
-    its own, and their biases ``[N]`` or None. What the backward computes can be differentiated in its turn.
+    ``apply(x, number, *weights, *biases)`` takes ``[..., H]``, how many there are, weights ``[N, H]``, each with its N,
+    and their biases ``[N]`` or None. What the backward computes can be differentiated in its turn.
     """
 
     @staticmethod
@@ -41,9 +41,7 @@ class Linears(torch.autograd.Function):
         for index, grad in zip(used, rows):
             if needs[number + index]:
                 found[number + index] = grad.sum(0)
-        d_x, d_weights = gradients_of(
-            rows, rows_of(x), [weights[i] for i in used], needs_x, [needs[i] for i in used]
-        )
+        d_x, d_weights = gradients_of(rows, rows_of(x), [weights[i] for i in used], needs_x, [needs[i] for i in used])
         for index, d_weight in zip(used, d_weights):
             found[index] = d_weight
         return None if d_x is None else d_x.view(x.shape), None, *found
@@ -61,10 +59,11 @@ def gradients_of(
         needs_x: whether the gradient of ``x`` is wanted.
         needs: of which weights it is.
     """
-    if len(weights) > 1 and needs_x and all(needs) and _is_less_to_join(x, weights):
+    wanted = needs[0]
+    if len(weights) > 1 and needs_x and all(each == wanted for each in needs) and _is_less_to_join(x, weights, wanted):
         sizes = [weight.shape[0] for weight in weights]
-        d_x, d_weight = of_input_and_weight(torch.cat(tuple(grads), 1), x, torch.cat(tuple(weights)), True, True)
-        return d_x, d_weight.split(sizes)  # type: ignore[union-attr]
+        d_x, d_weight = of_input_and_weight(torch.cat(tuple(grads), 1), x, torch.cat(tuple(weights)), True, wanted)
+        return d_x, [None] * len(weights) if d_weight is None else d_weight.split(sizes)
     total, d_weights = None, []
     for grad, weight, needed in zip(grads, weights, needs):
         d_x, d_weight = of_input_and_weight(grad, x, weight, needs_x, needed)
@@ -74,12 +73,13 @@ def gradients_of(
     return total, d_weights
 
 
-def _is_less_to_join(x: Tensor, weights: Sequence[Tensor]) -> bool:
+def _is_less_to_join(x: Tensor, weights: Sequence[Tensor], wanted: bool) -> bool:
     """Tell whether laying gradients and weights side by side moves less than going one by one.
 
     In numbers: joined, every gradient and every weight is read and written once more. One by one, for every weight but
-    the first ``x`` is read again, a gradient of ``x`` is written, and both are read and their sum is written.
+    the first a gradient of ``x`` is written, both are read and their sum is written; ``x`` is read again for the
+    gradient of the weight, if that is wanted.
     """
     tokens, size = x.shape
     outputs = sum(weight.shape[0] for weight in weights)
-    return 5 * (len(weights) - 1) * tokens * size >= 2 * outputs * (tokens + size)
+    return (4 + wanted) * (len(weights) - 1) * tokens * size >= 2 * outputs * (tokens + size)

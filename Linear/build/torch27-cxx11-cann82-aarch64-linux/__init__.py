@@ -1,5 +1,6 @@
-"""Linear layers that are trained, for Huawei Ascend NPUs: alone, and several of one input."""
+"""Linear layers that are trained, for Huawei Ascend NPUs: alone, several of one input, and with low-rank adapters."""
 
-from .functional import linear, linears
+from .adapters import Adapter
+from .functional import linear, linears, lora_linear, lora_linears
 
-__all__ = ["linear", "linears"]
+__all__ = ["Adapter", "linear", "linears", "lora_linear", "lora_linears"]

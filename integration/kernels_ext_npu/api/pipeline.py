@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
+    adapters,
     attention_default,
     changes,
     classes,
@@ -60,6 +61,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         functions.give_back(kept)
     _take_otherwise_served(model, mode)
     heads.take(model)
+    adapters.take(model)
     projections.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
     if experts_interface.is_installed():

@@ -23,6 +23,8 @@ from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
+    adapters,
+    ahead,
     attention,
     attention_default,
     changes,
@@ -109,21 +111,38 @@ def of_heads(model: nn.Module) -> Iterator[Row]:
 
 
 def of_projections(model: nn.Module) -> Iterator[Row]:
-    """Describe every linear layer of a model that is called as one, and not read by a kernel for what it is part of."""
-    together = projections.together(model)
-    for path, module, reason in projections.projections_of(model):
-        if reason is not None and reason.startswith(projections.OF_A_KERNEL):
+    """Describe every linear layer of a model, and every one with adapters in place of what it adapts.
+
+    Those are left out whose weights a kernel reads for what they are part of.
+    """
+    adapted = dict.fromkeys(path for path, *_ in adapters.adapted_of(model))
+    together = _called_together(model)
+    for path, module, reason in (*adapters.adapted_of(model), *projections.projections_of(model)):
+        if reason is not None and reason.startswith(projections.PART):
             continue
-        name, swapped = type(module).__name__, projections.is_swapped(module)
+        name = adapters.NAME if path in adapted else projections.NAME
+        swapped = adapters.is_swapped(module) if path in adapted else projections.is_swapped(module)
         if swapped and reason is None:
             reason = f"one node with {together[module]}" if module in together else None
+            if path in adapted and adapters.is_paused(module):
+                reason = adapters.PAUSED
         elif swapped:
             reason = refusals.changed(module, reason or "")
-            swapped = False
         elif reason is None:
             reason = refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR
-        kernel = projections.NAME if swapped else None
-        yield Row(path, name, kernel, swapped, reason, is_candidate=False, kind=PROJECTIONS.in_models)
+        fits = swapped and not (reason or "").startswith(refusals.CHANGED)
+        kind = PROJECTIONS.in_models
+        yield Row(path, type(module).__name__, name if fits else None, fits, reason, is_candidate=False, kind=kind)
+
+
+def _called_together(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers of a model that are one node with others, each with the names of all of these."""
+    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
+    found: dict[nn.Module, str] = {}
+    for module in names:
+        members = ahead.members_of(module)
+        found |= dict.fromkeys(members, ", ".join(names.get(member, "") for member in members))
+    return found
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:

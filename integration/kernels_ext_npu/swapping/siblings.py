@@ -64,18 +64,17 @@ def _siblings_of(forward: FunctionType) -> tuple[Siblings, ...]:
 
 def _calls(statement: ast.stmt, me: str) -> list[tuple[str, str]]:
     """Return the variables with which a statement calls members of ``me``, each with the member, in their order."""
-    found = []
-    for node in ast.walk(statement):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == me
-            and len(node.args) == 1
-            and isinstance(node.args[0], ast.Name)
-            and not node.keywords
-        ):
-            found.append((node.lineno, node.col_offset, node.args[0].id, node.func.attr))
+    found = [
+        (node.lineno, node.col_offset, node.args[0].id, node.func.attr)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == me
+        and len(node.args) == 1
+        and isinstance(node.args[0], ast.Name)
+        and not node.keywords
+    ]
     perhaps = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     if any(isinstance(node, perhaps) for node in ast.walk(statement)):
         return [(f"{variable} in {name}, perhaps", name) for _, _, variable, name in sorted(found)]

@@ -180,6 +180,7 @@ RECURRENCES = Kind("gated recurrences", ("RGLRU",))
 ATTENTION = Kind("attention", ())
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
 HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
+PROJECTIONS = Kind("projections", ())  # no layer: torch's own class is found by what it is
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS, LAYER_NORMS)),
@@ -189,6 +190,7 @@ CATALOGUE = (
     Repository("FlashAttention", "flash-attention", (ATTENTION,)),
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
+    Repository("Linear", "linear", ()),
     Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION, RECURRENCES)),
 )
 

@@ -36,9 +36,16 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @formula
 def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of input and weight."""
+    """Return the gradients of input and weight.
+
+    The operator has no page of its own. LinearKernelNpuOpApi.cpp launches aclnnMm twice, whose page in CANN's ops-nn
+    (matmul/mat_mul_v3/docs) lists bfloat16 for Atlas A2 and A3.
+    """
     tensors = {"grad": grad, "input": input, "weight": weight}
-    require_dtypes("npu_linear_backward", {(d, d, d) for d in (float16, float32)}, **tensors)
+    require_dtypes("npu_linear_backward", {(d, d, d) for d in FLOATING}, **tensors)
+    fits = grad.dim() == input.dim() == weight.dim() == 2 and (len(grad), len(weight)) == (len(input), grad.shape[1])
+    rule = f"needs [M, N], [M, K] and [N, K], got {describe(grad)}, {describe(input)} and {describe(weight)}"
+    require(fits and input.shape[1] == weight.shape[1], "npu_linear_backward", rule)
     g = grad.float()
     return (g @ weight.float()).to(grad.dtype), (g.T @ input.float()).to(grad.dtype).contiguous()
 

@@ -141,5 +141,6 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(subtests, dtypes)
 )
 def test_the_norm_of_xlstm_is_kept_where_it_does_more(values, reason) -> None:
     norm = xLSTMRMSNorm(32, **values)
-    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"norm": norm, "o": nn.Linear(1, 1)}).npu()))
+    model = nn.ModuleDict({"norm": norm, "o": nn.Linear(1, 1)}).npu()
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
     assert (row.swapped, row.reason) == (False, reason)

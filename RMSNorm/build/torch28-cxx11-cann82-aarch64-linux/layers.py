@@ -85,7 +85,7 @@ class LayerNorm(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = _weight(self)
-        return layer_norm(_widened(hidden_states, weight), weight, self.bias, _eps(self))
+        return layer_norm(_widened(hidden_states, weight), weight, self.bias, eps_of(self))
 
 
 class AddLayerNorm(_Layer):

@@ -8,7 +8,19 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import attention, experts, forwards, functions, heads, residuals, state, use, waiting
+from kernels_ext_npu.swapping import (
+    adapters,
+    attention,
+    experts,
+    forwards,
+    functions,
+    heads,
+    projections,
+    residuals,
+    state,
+    use,
+    waiting,
+)
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
 
 if TYPE_CHECKING:
@@ -83,6 +95,8 @@ def restore(model: Model) -> Model:
     attention.restore(model)
     heads.restore(model)
     residuals.restore(model)
+    projections.restore(model)
+    adapters.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
+    adapters,
     attention_default,
     changes,
     classes,
@@ -23,6 +24,7 @@ from kernels_ext_npu.swapping import (
     functions,
     heads,
     packing,
+    projections,
     residuals,
     state,
     table,
@@ -59,12 +61,14 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     finally:
         functions.give_back(kept)
     _take_otherwise_served(model, mode)
+    heads.take(model)
+    adapters.take(model)
+    projections.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)
     if attention_default.is_installed():
         attention_default.settle_anew(model)
-    heads.take(model)
     residuals.take(model)
     if registration.strict:
         _check_strictly(model)

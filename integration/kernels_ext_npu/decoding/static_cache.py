@@ -28,9 +28,10 @@ def _update(
         return original(self, key_states, value_states, *args, **kwargs)
     assert self.keys is not None
     assert self.values is not None
-    self.keys.index_copy_(2, self.cumulative_length, key_states)
-    self.values.index_copy_(2, self.cumulative_length, value_states)
-    self.cumulative_length.add_(1)
+    place: Any = self.cumulative_length  # a tensor, of one number; transformers annotates an int
+    self.keys.index_copy_(2, place, key_states)
+    self.values.index_copy_(2, place, value_states)
+    place.add_(1)
     return self.keys, self.values
 
 

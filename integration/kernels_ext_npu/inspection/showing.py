@@ -51,6 +51,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "weight_bytes": inspection.weights,
         "remarks": inspection.remarks,
         "modules": inspection.report.as_list(),
+        "projections": inspection.report.projections_as_list(),
         "variants": [
             {"name": variant.name, "swapped": variant.swapped}
             | {phase: _fields(counts) for phase, counts in variant.counts.items()}

@@ -29,11 +29,13 @@ class Report:
     """The rows of a model; ``print(report)`` shows them as a table, by class, and equal layers on one line.
 
     Attributes:
+        rows: the modules and functions, without linear layers.
+        projections: the linear layers that are called as such. The table shows them behind the rows.
         remark: what there is to say of the model beside them.
     """
 
-    def __init__(self, rows: list[Row], remark: str | None = None) -> None:
-        self.rows, self.remark = rows, remark
+    def __init__(self, rows: list[Row], projections: list[Row] | None = None, remark: str | None = None) -> None:
+        self.rows, self.projections, self.remark = rows, projections or [], remark
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -54,12 +56,11 @@ class Report:
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the objects of to_json()."""
-        rows = []
-        for row in self.rows:
-            fields = asdict(row)
-            fields["class"] = fields.pop("class_name")
-            rows.append({key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")})
-        return rows
+        return [_as_fields(row) for row in self.rows]
+
+    def projections_as_list(self) -> list[dict[str, Any]]:
+        """Return such objects for the linear layers."""
+        return [_as_fields(row) for row in self.projections]
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
@@ -70,7 +71,7 @@ class Report:
         table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
         groups: dict[tuple[str, str], Counter[str]] = {}
-        for row in self.rows:
+        for row in (*self.rows, *self.projections):
             served = f"→ {row.kernel}" if row.swapped else "kept"
             served += f": {row.reason}" if row.reason else ""
             paths = groups.setdefault((row.class_name, served), Counter())
@@ -87,11 +88,17 @@ class Report:
         return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip()
 
 
+def _as_fields(row: Row) -> dict[str, Any]:
+    fields = asdict(row)
+    fields["class"] = fields.pop("class_name")
+    return {key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")}
+
+
 def report(model: nn.Module) -> Report:
     """Report what was swapped, or kept and why.
 
     Norms, gated MLPs, experts, routers, attention, rotary functions and tables, and heads of
-    language models, each module and call by itself.
+    language models, each module and call by itself; linear layers apart from them.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -111,10 +118,10 @@ def report(model: nn.Module) -> Report:
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
-        found = [rows.passed_by(row, model) for row in _rows(model)]
+        found = [[rows.passed_by(row, model) for row in part] for part in (_rows(model), rows.of_projections(model))]
         if any(map(waiting.waits, model.modules())):
-            found = [rows.expected(row, model) for row in found]
-        return Report(found, residuals.remark(model))
+            found = [[rows.expected(row, model) for row in part] for part in found]
+        return Report(*found, residuals.remark(model))
 
 
 def _rows(model: nn.Module) -> Iterator[Row]:

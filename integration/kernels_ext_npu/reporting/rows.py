@@ -14,6 +14,7 @@ from kernels_ext_npu.catalogue import (
     LAYER_NORMS,
     LAYERS,
     MLPS,
+    PROJECTIONS,
     ROUTERS,
     TABLES,
     Kind,
@@ -22,6 +23,8 @@ from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
+    adapters,
+    ahead,
     attention,
     attention_default,
     changes,
@@ -32,6 +35,7 @@ from kernels_ext_npu.swapping import (
     heads,
     loaded,
     packing,
+    projections,
     refusals,
     state,
 )
@@ -106,6 +110,41 @@ def of_heads(model: nn.Module) -> Iterator[Row]:
             yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
 
 
+def of_projections(model: nn.Module) -> Iterator[Row]:
+    """Describe every linear layer of a model, and every one with adapters in place of what it adapts.
+
+    Those are left out whose weights a kernel reads for what they are part of.
+    """
+    adapted = dict.fromkeys(path for path, *_ in adapters.adapted_of(model))
+    together = _called_together(model)
+    for path, module, reason in (*adapters.adapted_of(model), *projections.projections_of(model)):
+        if reason is not None and reason.startswith(projections.PART):
+            continue
+        name = adapters.NAME if path in adapted else projections.NAME
+        swapped = adapters.is_swapped(module) if path in adapted else projections.is_swapped(module)
+        if swapped and reason is None:
+            reason = f"one node with {together[module]}" if module in together else None
+            if path in adapted and adapters.is_paused(module):
+                reason = adapters.PAUSED
+        elif swapped:
+            reason = refusals.changed(module, reason or "")
+        elif reason is None:
+            reason = refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR
+        fits = swapped and not (reason or "").startswith(refusals.CHANGED)
+        kind = PROJECTIONS.in_models
+        yield Row(path, type(module).__name__, name if fits else None, fits, reason, is_candidate=False, kind=kind)
+
+
+def _called_together(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers of a model that are one node with others, each with the names of all of these."""
+    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
+    found: dict[nn.Module, str] = {}
+    for module in names:
+        members = ahead.members_of(module)
+        found |= dict.fromkeys(members, ", ".join(names.get(member, "") for member in members))
+    return found
+
+
 def of_functions(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
@@ -127,7 +166,7 @@ def expected(row: Row, model: nn.Module) -> Row:
     if row.kind == ATTENTION.in_models:
         passes = row.reason == refusals.NOT_SETTLED or refusals.is_elsewhere(model.get_submodule(row.path))
         return replace(row, reason=refusals.AT_FIRST_CALL) if row.kernel and not row.swapped and passes else row
-    if row.kind == HEADS.in_models:
+    if row.kind in (HEADS.in_models, PROJECTIONS.in_models):
         passes = row.reason in (refusals.NOT_ASKED_FOR, refusals.elsewhere(model.get_submodule(row.path)))
         return replace(row, reason=refusals.AT_FIRST_CALL) if passes else row
     if row.swapped or row.kernel is None or refusals.left_out(LAYERS[row.kernel]) is not None:

@@ -110,7 +110,7 @@ def refusal(head: Head) -> str | None:
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    if "forward" in vars(module) and not is_swapped(module):
+    if "forward" in vars(module) and not _is_ours(module):
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
         return "hooks watch its calls"
@@ -160,6 +160,12 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_inference_mode_enabled()
     )
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Tell whether the forward of a module was put there by this package, as a linear layer's or a head's."""
+    function = getattr(vars(module).get("forward"), "__func__", None)
+    return getattr(function, "__module__", "").startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _name_of(cls: type) -> str:

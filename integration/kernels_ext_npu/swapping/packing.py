@@ -16,7 +16,7 @@ from kernels_ext_npu.swapping.devices import awaits_weights
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
 # those that multiply with gate and up, each a projection
-_LAYERS = (
+WITH_GATE_AND_UP = (
     "ClampedSwiGLUMLP",
     "DropoutMLP",
     "DroppedMLP",
@@ -76,7 +76,7 @@ def pairs(model: nn.Module) -> Iterator[Pair]:
 
 def _pair(module: nn.Module) -> Pair | None:
     forward = kernel_forward(module)
-    if forward is None or loaded.layer_name(forward) not in _LAYERS:
+    if forward is None or loaded.layer_name(forward) not in WITH_GATE_AND_UP:
         return None
     kernel = loaded.package(forward).packing
     gate, up, _ = kernel.projections(module)

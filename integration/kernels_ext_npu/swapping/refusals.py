@@ -16,6 +16,7 @@ from kernels_ext_npu.references import Reference
 from kernels_ext_npu.swapping import experts_choice, forwards, loaded, state
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 
+CHANGED = "changed since it was swapped in"
 NOT_REGISTERED = "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"
 NOT_ASKED_FOR = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 NOT_ASKED_FOR_BY_ANY = (
@@ -55,7 +56,7 @@ def not_wanted(module: nn.Module, reference: Reference) -> str | None:
 def changed(module: nn.Module, reason: str) -> str:
     """Say of a kernel that is in place that it no longer fits, until kernels are looked at again."""
     advice = "restore(model) takes the kernels out" if is_elsewhere(module) else "kernelize(model) takes the kernel out"
-    return f"changed since it was swapped in: {reason}; {advice}"
+    return f"{CHANGED}: {reason}; {advice}"
 
 
 def left_out(repository: str) -> str | None:

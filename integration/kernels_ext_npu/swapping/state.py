@@ -67,6 +67,7 @@ class Registration:
         attention_kernel: the package that computes attention by name, once it is loaded.
         attention: the configs that name an implementation of attention, by who chose it.
         loss_kernel: the package that computes losses without logits, once it is loaded.
+        linear_kernel: the package that computes linear layers that are trained, once it is loaded.
         waiting: the models that were not called on the NPU yet.
         sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
     """
@@ -84,6 +85,7 @@ class Registration:
     attention_kernel: ModuleType | None = None
     attention: AttentionChoices = field(default_factory=AttentionChoices)
     loss_kernel: ModuleType | None = None
+    linear_kernel: ModuleType | None = None
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
 

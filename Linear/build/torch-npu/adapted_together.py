@@ -1,0 +1,105 @@
+"""Several linear layers of one input, each with an adapter of that input, as one node of autograd.
+
+The first products of all adapters are one, and so are the gradients of their factors ``a``, and what the adapters give
+to the gradient of the input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .adapters import Adapter, add_product, in_torch, scaled_product
+from .derivatives import gradients
+from .products import rows_of
+from .several import gradients_of
+
+
+class AdaptedLinears(torch.autograd.Function):
+    """Computes ``x @ weightᵀ + bias + scale * x @ aᵀ @ bᵀ`` for several layers.
+
+    ``apply(scales, x, *tensors)`` takes a scale for each layer, ``[..., H]``, and for each layer a frozen ``[N, H]``,
+    ``[N]`` or None, ``a`` ``[R, H]`` and ``b`` ``[N, R]``; all ``a`` and ``b`` are of one dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outputs, kept = outputs_of(scales, x, *tensors)
+        ctx.scales, ctx.biases = scales, tensors[1::4]
+        ctx.save_for_backward(x, kept, *(tensor for place, tensor in enumerate(tensors) if place % 4 != 1))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, kept, *tensors = ctx.saved_tensors
+        weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
+        _, needs_x, *needs = ctx.needs_input_grad
+        found: list[Tensor | None] = [None] * len(needs)
+        used = [place for place, grad in enumerate(grads) if grad is not None]
+        if torch.is_grad_enabled():
+            return None, *_differentiable(ctx, x, weights, a, b, grads, used)
+        rows = [rows_of(grads[place]) for place in used]  # type: ignore[arg-type]
+        small = kept.split([each.shape[0] for each in a], 1)
+        d_small = []
+        for place, each in zip(used, rows):
+            wide = each.to(b[place].dtype)
+            d_small.append(scaled_product(wide, b[place], ctx.scales[place]))
+            if needs[4 * place + 1]:
+                found[4 * place + 1] = each.sum(0)
+            if needs[4 * place + 3]:
+                found[4 * place + 3] = scaled_product(wide.t(), small[place], ctx.scales[place])
+            del wide
+        joined = d_small[0] if len(d_small) == 1 else torch.cat(d_small, 1)
+        if any(needs[2::4]):
+            d_a = (joined.t() @ rows_of(x).to(joined.dtype)).split([a[place].shape[0] for place in used])
+            for place, each in zip(used, d_a):
+                found[4 * place + 2] = each if needs[4 * place + 2] else None
+        d_x = None
+        if needs_x:
+            d_x, _ = gradients_of(rows, rows_of(x), [weights[place] for place in used], True, [False] * len(used))
+            assert d_x is not None
+            add_product(d_x, joined, _joined([a[place] for place in used]))
+        return None, None if d_x is None else d_x.view(x.shape), *found
+
+
+def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Compute what :class:`AdaptedLinears` does, and return the first products of the adapters with it."""
+    weights, biases, a, b = (tensors[kind::4] for kind in range(4))
+    joined = _joined(a)  # type: ignore[arg-type]
+    kept = rows_of(x).to(joined.dtype) @ joined.t()
+    outputs = []
+    small = kept.split([each.shape[0] for each in a], 1)  # type: ignore[union-attr]
+    for weight, bias, each, factor, scale in zip(weights, biases, small, b, scales):
+        y = F.linear(x, weight, bias)  # type: ignore[arg-type]
+        add_product(rows_of(y), each, factor.t(), scale)  # type: ignore[union-attr]
+        outputs.append(y)
+    return tuple(outputs), kept
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
+
+
+def _differentiable(
+    ctx, x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[Tensor], grads: tuple, used: list[int]
+) -> list[Tensor | None]:
+    """Compute the gradients in such a way that they can be differentiated themselves."""
+    _, needs_x, *needs = ctx.needs_input_grad
+    total: Tensor | None = None
+    found: list[Tensor | None] = [None] * len(needs)
+    for place in used:
+        scale = ctx.scales[place]
+        inputs = x, weights[place], ctx.biases[place], a[place], b[place]
+        wanted = (needs_x, *needs[4 * place : 4 * place + 4])
+        d_x, *rest = gradients(
+            lambda x, w, bias, a, b, scale=scale: in_torch(x, w, bias, Adapter(a, b, scale)),
+            inputs,
+            wanted,
+            grads[place],
+        )
+        found[4 * place : 4 * place + 4] = rest
+        if d_x is not None:
+            total = d_x if total is None else total + d_x
+    return [total, *found]

@@ -1,0 +1,53 @@
+"""Adapters of low rank, and the products that they are made of.
+
+An adapter may be float32 beside layers of 16 bits, as peft makes them: then its products are float32, and what it adds
+is rounded with what it is added to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Adapter(NamedTuple):
+    """An adapter of low rank, which adds ``scale * x @ aᵀ @ bᵀ``.
+
+    Attributes:
+        a: ``[R, H]``, of the dtype of the layer or float32.
+        b: ``[N, R]``, of the same dtype.
+        scale: a factor.
+        x: what it multiplies, ``[..., H]``, such as the input of the layer after dropout; None for the input itself.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    x: Tensor | None = None
+
+
+def in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Adapter) -> Tensor:
+    """Compute a linear layer with adapters by operators of torch, as peft does."""
+    y = F.linear(x, weight, bias)
+    dtype = y.dtype
+    for a, b, scale, own in adapters:
+        y = y + F.linear(F.linear((x if own is None else own).to(a.dtype), a), b) * scale
+    return y.to(dtype)
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Compute ``scale * left @ right`` of two matrices in one call."""
+    if scale == 1:
+        return left @ right
+    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)  # what it adds nothing of is not read
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1) -> None:
+    """Add ``scale * left @ right`` to a matrix, in place, in float32 and rounded once."""
+    if total.dtype is left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(scaled_product(left, right, scale))

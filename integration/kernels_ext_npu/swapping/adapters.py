@@ -1,0 +1,225 @@
+"""peft's linear layers with adapters of low rank, each as one node of autograd.
+
+A model keeps its modules; a ``peft.tuners.lora.Linear`` over a plain, frozen ``nn.Linear`` gets a forward that gives
+the kernel what its class would compute step by step. What decides on that is looked at in every call, since adapters
+are added, switched, merged and scaled at any time: where something is in the way its class computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.swapping import ahead, projections, refusals, state
+from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.projections import name_of
+
+NAME = "lora_linear"
+PAUSED = "its adapters are merged or switched off: it is the layer that it adapts"
+_LIBRARY = "peft.tuners.lora.layer"
+_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
+
+
+class _Layer(NamedTuple):
+    """What a layer with adapters is computed of.
+
+    Attributes:
+        weight: of the frozen layer.
+        bias: its bias, or None.
+        adapters: for each active one ``a``, ``b``, its scale, and its dropout, or None where that drops nothing.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: list[tuple[Tensor, Tensor, float, nn.Module | None]]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a value of it depends on."""
+        return [self.weight, *(tensor for a, b, *_ in self.adapters for tensor in (a, b))]
+
+
+def take(model: nn.Module) -> None:
+    """Give the layers with adapters of a model the kernel's forward, where nothing speaks against it."""
+    served = set()
+    for _, module, reason in adapted_of(model):
+        if reason is not None:
+            take_out(module)
+            continue
+        served.add(module)
+        if not is_swapped(module):
+            module.forward = MethodType(_forward_with(projections.kernel()), module)  # type: ignore[method-assign]
+    ahead.note(model, served)
+
+
+def restore(model: nn.Module) -> None:
+    """Give all layers with adapters of a model the forward of their class."""
+    for module in model.modules():
+        take_out(module)
+
+
+def take_out(module: nn.Module) -> None:
+    """Give a module the forward of its class, if it is a layer with adapters that has the kernel's."""
+    if is_swapped(module):
+        del module.forward
+        ahead.forget(module)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Tell whether a module is a layer with adapters that has the kernel's forward."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", None) == __name__
+
+
+def adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Find the layers with adapters of a model, each with its path and why its class computes it; None if not."""
+    library = sys.modules.get(_LIBRARY)
+    if library is None:
+        return
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    for path, module in model.named_modules():
+        if isinstance(module, library.LoraLayer):
+            yield path, module, refusal(module, is_sharded)
+
+
+def is_paused(module: Any) -> bool:
+    """Tell whether a layer with adapters computes only what it adapts now."""
+    return bool(module.merged_adapters or module.disable_adapters)
+
+
+def refusal(module: Any, is_sharded: bool = False) -> str | None:
+    """Return why a layer with adapters is computed by its class; None if it need not be.
+
+    Args:
+        is_sharded: whether FSDP2 shards the model: then its weights are plain while it is called.
+    """
+    library: Any = sys.modules[_LIBRARY]
+    if module in state.restored:
+        return refusals.RESTORED
+    if (reason := refusals.left_out(projections.REPOSITORY)) is not None:
+        return reason
+    if type(module) is not library.Linear:
+        return f"it is a {name_of(type(module))}: the kernel is for peft's Linear"
+    if not _is_written(library.Linear.forward):
+        return "this release of peft computes adapters in other words"
+    if is_elsewhere(module):
+        return refusals.elsewhere(module)
+    if "forward" in vars(module) and not is_swapped(module):
+        return "another library has wrapped its forward"
+    base = module.base_layer
+    if type(base) is not nn.Linear:
+        return f"it adapts a {name_of(type(base))}: the kernel multiplies with numbers alone"
+    if (reason := projections.unfit(base, is_sharded)) is not None:
+        return f"of the layer that it adapts: {reason}"
+    if base.weight.requires_grad and not is_paused(module):
+        return "the layer that it adapts is trained, too"
+    for name in module.active_adapters:
+        if (variant := module.lora_variant.get(name)) is not None:
+            return f"its adapter {name} is of another kind: {type(variant).__name__}"
+        if name in module.lora_A and (module.lora_A[name].bias is not None or module.lora_B[name].bias is not None):
+            return f"its adapter {name} has a bias"
+    return None
+
+
+@functools.cache
+def _is_written(forward: FunctionType) -> bool:
+    """Tell whether a forward computes adapters in the words that the kernel is for."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, SyntaxError, TypeError):
+        return False
+    return any(ast.unparse(node) == _WRITTEN for node in ast.walk(tree) if isinstance(node, ast.Assign))
+
+
+@functools.cache
+def _forward_with(kernel: ModuleType) -> FunctionType:
+    """Return the forward of a layer with adapters, for a kernel: `forward` by name, as a pickle of a model knows it."""
+    adapter = kernel.Adapter
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer = None if args or kwargs or not _is_plain_call() else _layer_of(self)
+        if layer is None:
+            return type(self).forward(self, x, *args, **kwargs)
+        found = ahead.handed_out(self, x, layer.tensors)
+        if found is None and (members := ahead.called_next(self)):
+            found = _computed_together(members, x, kernel)
+        if found is not None:
+            return found
+        given = [
+            adapter(a, b, scale, None if dropout is None else dropout(self._cast_input_dtype(x, a.dtype)))
+            for a, b, scale, dropout in layer.adapters
+        ]
+        return kernel.lora_linear(x, layer.weight, layer.bias, given)
+
+    return forward  # type: ignore[return-value]
+
+
+def _is_plain_call() -> bool:
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def _computed_together(members: list[nn.Module], x: Tensor, kernel: ModuleType) -> Tensor | None:
+    """Compute a layer and those that are called next with the same input; None if that cannot be."""
+    if x.is_inference() or any(has_hooks(member) or not is_swapped(member) for member in members):
+        return None
+    layers = [_layer_of(member) for member in members]
+    for layer in layers:
+        if layer is None or len(layer.adapters) != 1 or layer.adapters[0][3] is not None:
+            return None
+    given = [
+        (layer.weight, layer.bias, kernel.Adapter(*layer.adapters[0][:3])) for layer in layers if layer is not None
+    ]
+    first, *others = kernel.lora_linears(x, given)
+    ahead.keep(x, members[1:], [layer.tensors for layer in layers[1:] if layer is not None], others)
+    return first
+
+
+def _layer_of(module: Any) -> _Layer | None:
+    """Return what a layer is computed of now; None where its class has to compute it."""
+    modules, members = module._modules, vars(module)
+    base = modules["base_layer"]
+    if members["merged_adapters"] or members["_disable_adapters"] or not members["cast_input_dtype_enabled"]:
+        return None
+    if type(base) is not nn.Linear or projections.unfit(base) is not None:
+        return None
+    weight: Any = base._parameters["weight"]
+    if weight.requires_grad or weight.device.type != "npu":
+        return None
+    adapters: list[Any] = []
+    for name in module.active_adapters:
+        if name not in modules["lora_A"]._modules:
+            continue
+        a, b = (_factor(modules[factors]._modules[name]) for factors in ("lora_A", "lora_B"))
+        scale = members["scaling"][name]
+        if a is None or b is None or name in members["lora_variant"] or not isinstance(scale, (int, float)):
+            return None
+        if a.dtype is not b.dtype or a.dtype not in (weight.dtype, torch.float32):
+            return None
+        adapters.append((a, b, scale, _dropout(modules["lora_dropout"]._modules[name])))
+    return _Layer(weight, base._parameters["bias"], adapters) if adapters else None
+
+
+def _factor(layer: Any) -> Tensor | None:
+    """Return the weight of a layer that is a product with it and nothing else; None for any other."""
+    if type(layer) is not nn.Linear or projections.unfit(layer) is not None or layer._parameters["bias"] is not None:
+        return None
+    return layer._parameters["weight"]
+
+
+def _dropout(module: nn.Module) -> nn.Module | None:
+    """Return the dropout of an adapter; None where it hands on what it gets."""
+    if has_hooks(module) or "forward" in vars(module):
+        return module
+    kind = type(module)
+    return None if kind is nn.Identity or (kind is nn.Dropout and not (module.training and module.p)) else module

@@ -121,7 +121,8 @@ def report(model: nn.Module) -> Report:
         found = [[rows.passed_by(row, model) for row in part] for part in (_rows(model), rows.of_projections(model))]
         if any(map(waiting.waits, model.modules())):
             found = [[rows.expected(row, model) for row in part] for part in found]
-        return Report(*found, residuals.remark(model))
+        modules, linear_layers = found
+        return Report(modules, linear_layers, residuals.remark(model))
 
 
 def _rows(model: nn.Module) -> Iterator[Row]:

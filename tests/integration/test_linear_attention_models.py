@@ -231,3 +231,45 @@ def test_checkpointed_it_trains_as_without(name: str, reentrant: bool) -> None:
         model(**inputs, use_cache=False).logits.square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert (gradients[0] - gradients[1]).norm() <= TOLERANCE * gradients[0].norm()
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_pytorch_tanh", "swish", None])
+def test_a_convolution_has_any_activation_of_transformers(activation: str | None) -> None:
+    """Of whole sequences, and of new tokens behind a state."""
+    original, model = zoo.build("qwen3_5_text"), kernelized("qwen3_5_text")
+    for module in (*original.modules(), *model.modules()):
+        if hasattr(module, "conv1d"):
+            module.activation = activation
+    inputs = zoo.inputs("qwen3_5_text", original)
+    for found, expected in zip(outcome(model, inputs), outcome(original, inputs), strict=True):
+        assert (found.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm()
+
+
+def test_a_convolution_of_packed_rows_has_any_activation() -> None:
+    """That of each sequence by itself."""
+    kernelized("qwen3_5_text")
+    convolve = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5").causal_conv1d_fn
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((1, 6, 9), (6, 4), (6,)))
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device="npu")
+    found = convolve(x.npu(), weight.npu(), bias.npu(), "relu", cu_seqlens=bounds).cpu()
+    expected = torch.cat([convolve(part, weight, bias, "relu") for part in x.split([4, 5], -1)], -1)
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_who_watches_all_modules_sees_the_activation_of_a_convolution(packed: bool) -> None:
+    kernelized("qwen3_5_text")
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    x, weight, state = torch.randn(1, 6, 9).npu(), torch.randn(6, 4).npu(), torch.zeros(1, 6, 4).npu()
+    bounds = {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32).npu()} if packed else {}
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        watched = modeling.causal_conv1d_fn(x, weight, None, "silu", **bounds)
+        modeling.causal_conv1d_update(x[..., :1], state, weight, None, "swish")
+    finally:
+        handle.remove()
+    assert {"SiLUActivation", "SiLU"} <= set(seen)
+    alone = modeling.causal_conv1d_fn(x, weight, None, "silu", **bounds)
+    assert (watched - alone).norm() <= TOLERANCE * alone.norm()

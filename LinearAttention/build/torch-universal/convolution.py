@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .sequences import numbers_of
 
-_AFTERWARDS = {None: None, "silu": nn.functional.silu, "swish": nn.functional.silu}
+ACTIVATIONS = {None: None, "silu": nn.functional.silu, "swish": nn.functional.silu}
 
 
 def causal_conv1d_fn(
@@ -96,7 +96,7 @@ def _by_taps(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor) ->
 
 
 def _activated(y: Tensor, activation: str | None) -> Tensor:
-    function = _AFTERWARDS[activation]
+    function = ACTIVATIONS[activation]
     return y if function is None else function(y)
 
 
@@ -104,5 +104,5 @@ def _check(x: Tensor, weight: Tensor, activation: str | None) -> None:
     """Raise what the functions here say of arguments that do not fit."""
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[1]:
         raise ValueError(f"x {list(x.shape)} must be [B, C, T], and weight {list(weight.shape)} [C, K]")
-    if activation not in _AFTERWARDS:
-        raise ValueError(f"activation {activation!r} must be one of {[*_AFTERWARDS]}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} must be one of {[*ACTIVATIONS]}")

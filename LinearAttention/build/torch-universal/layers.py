@@ -11,9 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import activation as activations
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from . import convolution, functional, linear_recurrence, selective_scan
 
+# torch's own: somebody may have put something in their places, before or since
+_CALL = nn.Module._wrapped_call_impl
+_ACTIVATED = nn.SiLU.forward if getattr(nn.SiLU.forward, "__globals__", None) is vars(activations) else None
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -143,7 +153,11 @@ class FusedRecurrentKDA(_Layer):
 
 
 class CausalConv1d(_Layer):
-    """Computes the causal convolution of each channel of whole sequences, and the activation."""
+    """Computes the causal convolution of each channel of whole sequences, and the activation.
+
+    Any but SiLU is left to the function that is replaced, as is SiLU where somebody watches the calls of modules:
+    transformers makes a module of it for every call.
+    """
 
     def forward(
         self,
@@ -153,7 +167,13 @@ class CausalConv1d(_Layer):
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **_bounds(kwargs))
+        bounds, original = _bounds(kwargs), type(self).forward
+        if original is CausalConv1d.forward or not _is_called(activation):
+            return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **bounds)
+        if any(tensor is not None for tensor in bounds.values()):  # then as a convolution with one tap of ones
+            hidden_states = convolution.causal_conv1d_fn(hidden_states, weight, bias, None, **bounds)
+            weight, bias = weight.new_ones(len(weight), 1), None
+        return original(self, hidden_states, weight, bias, activation)
 
 
 class CausalConv1dBeforeScan(_Layer):
@@ -176,7 +196,7 @@ class CausalConv1dBeforeScan(_Layer):
 
 
 class CausalConv1dUpdate(_Layer):
-    """Computes the causal convolution of new tokens behind a state, which takes them in."""
+    """Computes the causal convolution of new tokens behind a state, which takes them in, and the activation so, too."""
 
     def forward(
         self,
@@ -186,7 +206,25 @@ class CausalConv1dUpdate(_Layer):
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+        original = type(self).forward
+        if original is CausalConv1dUpdate.forward or not _is_called(activation):
+            return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+        return original(self, hidden_states, conv_state, weight, bias, activation)
+
+
+def _is_called(activation: str | None) -> bool:
+    """Tell whether an activation has to be called as a module: it is not SiLU, or what stands in its place is seen."""
+    if activation is None:
+        return False
+    return bool(
+        activation not in convolution.ACTIVATIONS
+        or nn.SiLU.forward is not _ACTIVATED
+        or nn.SiLU.__call__ is not _CALL
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+    )
 
 
 class RGLRU(_Layer):

@@ -11,7 +11,6 @@ from torch.nn.modules import module as of_all
 from transformers.activations import SiLUActivation
 
 from tests.support.programs.acts.activations import activations, has_activations
-from tests.support.programs.acts.linear_attention import has_mixers
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
@@ -120,11 +119,6 @@ def hook_the_state_dict(side: Side, choice: Random) -> None:
     keep(side, side.model.register_state_dict_post_hook(scale_state))
 
 
-def has_no_mixers(side: Side) -> bool:
-    """Tell whether no activation is called by a function that a kernel serves, which does not make a module for it."""
-    return not has_mixers(side)
-
-
 # products and activations, which kernels compute without a call of the module
 FUSED = (nn.Linear, nn.SiLU, SiLUActivation)
 
@@ -150,17 +144,17 @@ def _hook_all(side: Side, hooks: dict, register: Any, hook: Any) -> None:
         side.cleanups.append(register(hook).remove)
 
 
-@act(has_no_mixers)
+@act()
 def hook_all_modules(side: Side, choice: Random) -> None:
     _hook_all(side, of_all._global_forward_hooks, of_all.register_module_forward_hook, of_fused)
 
 
-@act(has_no_mixers)
+@act()
 def hook_before_all_modules(side: Side, choice: Random) -> None:
     _hook_all(side, of_all._global_forward_pre_hooks, of_all.register_module_forward_pre_hook, before_fused)
 
 
-@act(has_no_mixers)
+@act()
 def hook_the_gradients_of_all_modules(side: Side, choice: Random) -> None:
     register = of_all.register_module_full_backward_hook
     _hook_all(side, of_all._global_backward_hooks, register, gradient_of_fused)

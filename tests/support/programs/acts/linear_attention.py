@@ -27,7 +27,7 @@ def has_mixers(side: Side) -> bool:
 
 @act(has_mixers)
 def change_the_activation_of_a_convolution(side: Side, choice: Random) -> None:
-    choice.choice(mixers(side)).activation = choice.choice(["silu", "swish", None])
+    choice.choice(mixers(side)).activation = choice.choice(["silu", "swish", None, "relu", "gelu"])
 
 
 @act(has_mixers)

@@ -1,0 +1,96 @@
+"""The gradients of gate and up come from one product and share its storage; a hook gives each one of its own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_npu  # importing softnpu made it importable
+from torch import Tensor, nn
+from torch_npu.optim import NpuFusedAdamW
+
+import kernels_ext_npu
+from tests.support import zoo
+
+
+def own_storage(parameter: Tensor) -> None:
+    """As SwiGLU/README.md says."""
+    parameter.grad = parameter.grad.clone()
+
+
+def backward(model: nn.Module) -> nn.Module:
+    """Make gradients; return the first MLP."""
+    inputs = {key: value.to(next(model.parameters()).device) for key, value in zoo.inputs("llama", model).items()}
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    return model.model.layers[0].mlp
+
+
+def kernelized() -> nn.Module:
+    return kernels_ext_npu.kernelize(zoo.build("llama").to("npu"))
+
+
+def saved(tensor: Tensor) -> int:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.tell()
+
+
+def test_both_halves_of_one_product_share_its_storage_until_a_hook_copies_them(registered) -> None:
+    model = kernelized()
+    mlp = backward(model)
+    gate, up = mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad
+    assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+    before, expected = saved(gate), up.cpu()
+    assert before > 2 * gate.nbytes
+    mlp.gate_proj.weight.grad = gate = None  # nothing of the other's
+    assert torch.equal(up.cpu(), expected)
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(own_storage)
+    mlp = backward(model)
+    gate, up = mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad
+    assert saved(gate) <= before - gate.nbytes
+    gate.untyped_storage().resize_(0)
+    assert torch.equal(up.cpu(), expected)
+
+
+def test_optimizers_that_combine_storages_step_with_such_a_hook_and_refuse_without(registered) -> None:
+    """AdamW divides by a root of squares: 1e-5 relative, and 1e-5 where gradients are near zero."""
+    model, original = kernelized(), zoo.build("llama")
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"The size of tensor a \(\d+\) must match the size of tensor b"):
+        NpuFusedAdamW(model.parameters(), lr=1e-3).step()
+    model = kernelized()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(own_storage)
+    for each, optimizer in ((model, NpuFusedAdamW), (original, torch.optim.AdamW)):
+        backward(each)
+        optimizer(each.parameters(), lr=1e-3, weight_decay=0.0).step()
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_storage_that_the_allocator_did_not_give_out_is_not_kept_for_another_stream() -> None:
+    """That is why gradients have none such, as weights have: they are freed while others still read them."""
+    other, native = torch.npu.Stream(), torch_npu._C
+
+    def of_allocator() -> Tensor:
+        return torch.empty(2**20, device="npu")
+
+    def over_it() -> Tensor:
+        return native._npu_from_dlpack(native._npu_to_dlpack(of_allocator()))
+
+    def kept(make: Callable[[], Tensor]) -> int:
+        """How many blocks wait for the other stream after the tensor is gone."""
+        tensor = make()
+        before = torch.npu.memory_stats()
+        tensor.record_stream(other)
+        del tensor
+        after = torch.npu.memory_stats()
+        assert after["allocation.all.current"] == before["allocation.all.current"] - 1
+        return 1 - before["active.all.current"] + after["active.all.current"]
+
+    assert kept(of_allocator) == 1
+    assert kept(over_it) == 0

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from transformers.activations import GELUActivation
 
 from kernels_ext_npu.doctor import known_errors
 
@@ -32,6 +35,7 @@ SOURCES = {
     "httpx2": [(SITE, ("httpx2/*.py",))],
     "torch": [(SITE, ("torch/__init__.py",))],
     "torch_npu": [(SITE, ("torch_npu/__init__.py", "torch_npu/_init/**/*.py"))],
+    "torch_npu's library": [(SITE, ("torch_npu/lib/libtorch_npu.so",))],
     "transformers": [
         (SITE / "transformers", ("integrations/*.py", "modeling_utils.py", "masking_utils.py", "trainer.py")),
     ],
@@ -45,6 +49,7 @@ def message(heading: str) -> str:
 
 
 HEADINGS = [message(heading) for heading, _ in ENTRIES]
+CHANNELS_LAST = next(heading for heading in HEADINGS if "MemoryFormat" in heading)
 
 
 @functools.cache
@@ -52,10 +57,15 @@ def written(source: str) -> str:
     """What a source holds, with the parts of a message that stands in several literals put together."""
     paths = [path for folder, patterns in SOURCES[source] for pattern in patterns for path in folder.glob(pattern)]
     # doctor quotes the messages of others
-    texts = [
-        path.read_bytes().decode(errors="replace") for path in paths if source == "doctor" or path.parent != DOCTOR
-    ]
-    return re.sub(r"""["']\s*\n\s*[rf]*["']""", "", "\n".join(texts)).replace('\\"', '"')
+    return "\n".join(joined(path) for path in paths if source == "doctor" or path.parent != DOCTOR)
+
+
+def joined(path: Path) -> str:
+    """What a file holds, literals that follow each other as one; a library has none."""
+    if path.suffix == ".so":
+        return path.read_bytes().decode("latin-1")
+    text = path.read_bytes().decode(errors="replace")
+    return re.sub(r"""["']\s*\n\s*[rf]*["']""", "", text).replace('\\"', '"')
 
 
 def sources(origin: str) -> list[str]:
@@ -118,3 +128,14 @@ def test_links_within_the_page_lead_somewhere() -> None:
         assert target in anchors
     for target in re.findall(r"\]\((?!#)([^)]+)\)", PAGE):
         assert (ROOT / "docs" / target).exists()
+
+
+def test_the_hook_against_gelu_of_channels_last_helps() -> None:
+    """Without it torch_npu raises: the entry can go once it does not."""
+    (code,) = re.findall(r"```python\n(def contiguous.*?)```", PAGE, re.DOTALL)
+    model = nn.Sequential(nn.GELU(), GELUActivation())
+    x = torch.randn(2, 4, 4, 8).permute(0, 3, 1, 2)
+    with pytest.raises(RuntimeError, match=re.escape(CHANNELS_LAST)):
+        model(x.npu())
+    exec(code, {"model": model})
+    torch.testing.assert_close(model(x.npu()).cpu(), model(x))

@@ -45,8 +45,8 @@ def test_to_json_has_a_row_a_module(registered) -> None:
     assert {row["class"] for row in kept} == {"Zamba2RMSNormGated"} | scans
     assert all(row["reason"] and row["kernel"] is None for row in kept)
     assert all(row["reason"] is None for row in rows if row["swapped"])
-    layers = {"CausalConv1d", "CausalConv1dUpdate", "RMSNorm", "RotaryEmbedding", "RotaryPosEmb", "npu_flash_attention"}
-    layers |= {"FusedAdaptedMLP", "linear_cross_entropy"}
+    layers = {"CausalConv1dBeforeScan", "CausalConv1dUpdate", "RMSNorm", "RotaryEmbedding", "RotaryPosEmb"}
+    layers |= {"FusedAdaptedMLP", "linear_cross_entropy", "npu_flash_attention"}
     assert {row["kernel"] for row in rows if row["swapped"]} == layers
 
 

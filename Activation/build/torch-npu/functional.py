@@ -32,8 +32,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
         TypeError: x is not floating point.
     """
     _check("gelu_tanh", x)
-    if x.device.type == "npu" and x.dtype not in _FUSED_DTYPES:
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    if x.device.type == "npu":
+        if x.dtype not in _FUSED_DTYPES:
+            return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+        if x.is_contiguous(memory_format=torch.channels_last):  # torch_npu 2.13 makes no GELU that lies so
+            x = x.contiguous()
     return F.gelu(x, approximate="tanh")
 
 

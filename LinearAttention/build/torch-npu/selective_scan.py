@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .autocast import in_float32
 from .transforms import is_transformed
-from .walk import CHUNK, before_chunks, behind_chunks, from_steps, gradients, in_steps, states
+from .walk import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
 BUDGET = 5 * 2**30  # bytes that the states of a segment may take while they are computed
 _AT_ONCE = 4  # tensors of all states of a segment that its backward holds: counted on fake tensors
@@ -179,7 +179,7 @@ def _backward(
     in_grad = in_steps(grad)
     own = in_grad.unsqueeze(-1) * steps.C.unsqueeze(-2)
     around = behind_chunks(steps.decays, own, steps.whole, grad_state)
-    of_states = gradients(steps.decays, own, around[1:])
+    of_states = state_gradients(steps.decays, own, around[1:])
     del own
     of_added = _product(of_states, steps.B.unsqueeze(-1)).squeeze(-1)  # Δ u
     of_b = _product((steps.delta * steps.u).unsqueeze(-2), of_states).squeeze(-2)

@@ -52,7 +52,7 @@ def states(decays: Tensor, added: Tensor, first: Tensor) -> Tensor:
     return walked
 
 
-def gradients(decays: Tensor, added: Tensor, behind: Tensor) -> Tensor:
+def state_gradients(decays: Tensor, added: Tensor, behind: Tensor) -> Tensor:
     """Compute ``gₙ = cₙ + aₙ₊₁ gₙ₊₁`` for all n, from the last to the first.
 
     Args:

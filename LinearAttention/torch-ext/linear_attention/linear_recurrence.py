@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .autocast import in_float32
 from .transforms import is_transformed
-from .walk import before_chunks, behind_chunks, from_steps, gradients, in_steps, states
+from .walk import before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
 
 def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class _LinearRecurrence(torch.autograd.Function):
         grad_last = torch.zeros_like(around[-1]) if grad_last is None else grad_last
         a, b, whole = _steps(decays, added)
         behind = behind_chunks(a, own, whole, grad_last)
-        found = gradients(a, own, behind[1:])
+        found = state_gradients(a, own, behind[1:])
         of_decays = found * states(a, b, around[:-1])[:-1]
         of_tokens = (from_steps(x, added.shape[1]) for x in (of_decays, found))
         of_decays, of_added = (x.to(given.dtype) for x, given in zip(of_tokens, (decays, added)))

@@ -137,6 +137,12 @@ KNOWN = [
         see="is not a valid attention implementation registered in the",
     ),
     Known(
+        "Only c10::MemoryFormat::Contiguous is supported for creating a npu tensor",
+        "torch_npu has no GELU of tensors that lie as channels-last, as image models leave them when they permute",
+        "Make contiguous what its modules are given, by a hook that calls contiguous().",
+        see="Only c10::MemoryFormat::Contiguous is supported for creating a npu tensor",
+    ),
+    Known(
         r"(?P<operator>aclnn\w+) or (?P=operator)GetWorkspaceSize not in",  # op-plugin, op_plugin/utils/op_api_common.h
         "the operators of CANN are older than torch_npu, or those for this card are not installed",
         "Install the package of operators (kernels) of the CANN that belongs to this torch_npu.",

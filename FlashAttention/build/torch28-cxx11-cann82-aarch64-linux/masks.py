@@ -86,10 +86,7 @@ def _recognised(function: Callable | None) -> Pattern | None:
 def _is_of_all_keys(pattern: Pattern | None, keys: int) -> bool:
     """Tell whether the last query sees all keys that are no padding."""
     return (
-        pattern is not None
-        and pattern.ids is None
-        and pattern.chunk is None
-        and pattern.band.within(1, keys) == FULL
+        pattern is not None and pattern.ids is None and pattern.chunk is None and pattern.band.within(1, keys) == FULL
     )
 
 

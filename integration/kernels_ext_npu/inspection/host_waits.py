@@ -32,8 +32,8 @@ def copies_in(operator: OpOverload, args: tuple, result: Any) -> bool:
     name = operator._schema.name.partition("::")[2]
     if name == "copy_":
         return args[0].device.type == "npu" and args[1].device.type == "cpu"
-    if name == "where":  # op-plugin copies the number in place of a tensor
-        return args[0].device.type == "npu" and any(tensor.device.type == "cpu" for tensor in args[1:])
+    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+        return args[0].device.type == "npu"
     return name == "_to_copy" and result.device.type == "npu" and args[0].device.type == "cpu"
 
 

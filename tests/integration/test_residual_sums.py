@@ -66,7 +66,7 @@ def test_a_step_of_36_layers(rows: int, padding: int, static: bool, most: int) -
     assert counted[LAUNCH] == 2 * LAYERS - 1
     assert counted["npu_mrope"] == LAYERS
     assert waits == 0
-    assert "clone" not in counted  # of keys and values for each head
+    assert counted.get("clone", 0) <= bool(padding)  # of the padding, and none of keys and values for each head
     assert counted.get("logical_not", 0) <= 1  # of masks
 
 

@@ -70,7 +70,8 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) ->
     """Tell whether ``npu_mrope`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
     dtype, device, size = q.dtype, q.device, q.shape[-1]
     return (
-        device.type == "npu"
+        unsqueeze_dim in (1, 2)
+        and device.type == "npu"
         and dtype in DTYPES
         and dtype is k.dtype is cos.dtype is sin.dtype
         and device == k.device == cos.device == sin.device

@@ -35,13 +35,7 @@ def rotate_both(
     if torch.compiler.is_compiling() or is_transformed():
         layout = None
     else:
-        if (
-            unsqueeze_dim in (1, 2)
-            and q.dim() == 4
-            and q.shape[3 - unsqueeze_dim] == 1
-            and not interleaved
-            and not cos.is_inference()
-        ):
+        if cos.shape[-2:-1] == (1,) and not interleaved and not cos.is_inference():
             needs_grad = enabled and any(tensor.requires_grad for tensor in (q, k, cos, sin))
             together = None if needs_grad else rotate_one_token(q, k, cos, sin, unsqueeze_dim)
             if together is not None:

@@ -48,6 +48,12 @@ def inspect(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in the backward, as transformers does.")
     ] = False,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode", help="Count steps of decoding behind --tokens tokens, in place of a forward and a step."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
@@ -58,9 +64,10 @@ def inspect(
     """Show what the kernels would do for a model, without its weights and without an NPU.
 
     Which modules they serve, and why not the others; launches, bytes, host waits and peak memory of a forward and of a
-    training step, before and after. The model is built at its real size on tensors without memory. With --tp, --ep or
-    --fsdp it is sharded by transformers as for so many ranks, and one of them is counted, with its collectives. Ends
-    with 2 where that cannot be.
+    training step, before and after; with --decode of one more token, with a cache that grows and with a static one, and
+    how many graphs that is. The model is built at its real size on tensors without memory. With --tp, --ep or --fsdp it
+    is sharded by transformers as for so many ranks, and one of them is counted, with its collectives. Ends with 2 where
+    that cannot be.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -74,17 +81,27 @@ def inspect(
     if soc not in roofline.SOCS:
         raise RefusedError(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
+    if decode and (checkpointing or plot is not None):
+        raise RefusedError("--decode: a step of decoding keeps nothing for a backward, and is not drawn")
     with refusing(CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError):
         if plot is not None:
             pictures.check(plot)
         ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         mesh.check(ranks)
-        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing)
+        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing, decode)
     _give(inspection, plot, as_json)
 
 
 def _inspect(
-    model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool, mesh: Mesh, checkpointing: bool
+    model: str,
+    soc: Any,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    compare: bool,
+    mesh: Mesh,
+    checkpointing: bool,
+    decode: bool,
 ) -> Inspection:
     import torch
     from rich.console import Console
@@ -100,7 +117,7 @@ def _inspect(
             progress.update(task, advance=1, description=what)
 
         return inspecting.inspect(
-            found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh, checkpointing
+            found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh, checkpointing, decode
         )
 
 

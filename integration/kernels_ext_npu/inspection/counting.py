@@ -44,7 +44,7 @@ class Counting(Cost):
         self.calls: Counter[Collective] = Counter()
         self.messages: Counter[Collective] = Counter()
         self._axes = axes or {}
-        self._waits_before = values.waits
+        self._waits_before, self._copies_before = values.waits, values.copies_in
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -65,10 +65,20 @@ class Counting(Cost):
         self.memory.add(value for value in tree_leaves(result) if isinstance(value, Tensor))
         return result
 
+    def start(self, *kept: Tensor) -> None:
+        """Forget what was counted so far. Tensors that are kept from it count no memory."""
+        for counted in (self.launches, self.bytes, self.seconds, self.calls, self.messages):
+            counted.clear()
+        self.memory.exclude(kept)
+        self.memory.start()
+        self._waits_before, self._copies_before = self.values.waits, self.values.copies_in
+
     def counts(self) -> Counts:
         """Return what was counted so far."""
-        waits = self.values.waits - self._waits_before
-        return Counts(self.launches, self.bytes, self.seconds, self.calls, self.messages, waits, self.memory.peak)
+        waits, copies = self.values.waits - self._waits_before, self.values.copies_in - self._copies_before
+        return Counts(
+            self.launches, self.bytes, self.seconds, self.calls, self.messages, waits, copies, self.memory.peak
+        )
 
     def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
         message = collectives.message(operator, args, kwargs, result)
@@ -96,11 +106,11 @@ def count_forward(
     """
     model.eval()
 
-    def forward() -> None:
+    def forward(_: Counting) -> None:
         with torch.no_grad():
             model(**inputs)
 
-    return _count(model, inputs, lambda: Counting(values, soc, axes), forward)
+    return count_layers(model, inputs, lambda: Counting(values, soc, axes), forward)
 
 
 def count_step(
@@ -113,18 +123,18 @@ def count_step(
     """
     model.train()
 
-    def step() -> None:
+    def step(_: Counting) -> None:
         _loss(model(**inputs)).backward()
         model.zero_grad(set_to_none=True)
 
-    return _count(model, inputs, lambda: Counting(values, soc, axes), step)
+    return count_layers(model, inputs, lambda: Counting(values, soc, axes), step)
 
 
-def _count(
+def count_layers(
     model: PreTrainedModel,
     inputs: Inputs,
     counting: Callable[[], Counting],
-    run: Callable[[], None],
+    run: Callable[[Counting], None],
     apart: Sequence[list[nn.Module]] = (),
 ) -> Counts:
     """Count two layers of each kind, and once more three of one kind, for what each further one costs."""
@@ -139,7 +149,7 @@ def _count(
         hooks = costs.memory.exclude_gradients(model)
         try:
             with _untraced(), costs.values.read_at_once(), costs.memory.resized(), few(kinds, one_more), costs:
-                run()
+                run(costs)
         finally:
             if isinstance(model, FSDPModule):
                 model.reset_iter_state()  # after a forward without a backward some weights are still gathered
@@ -150,7 +160,7 @@ def _count(
     try:
         base = count()
     except NotRepeatableError as error:
-        return _count(model, inputs, counting, run, [*apart, error.kind.layers])
+        return count_layers(model, inputs, counting, run, [*apart, error.kind.layers])
     total = Counts()
     total.add(base, 1 - sum(kind.left_out for kind in kinds))
     for kind in kinds:

@@ -32,6 +32,7 @@ class Counts:
         calls: the number of calls of collectives, which are no launches.
         messages: the bytes of what is reduced, gathered, scattered or exchanged, by collective.
         waits: how often the host waits for the device.
+        copies_in: how often the host copies to the device.
         peak: the most bytes that live at once beyond weights and their gradients.
         layers: what each further layer of a kind adds to these.
     """
@@ -42,6 +43,7 @@ class Counts:
     calls: Counter[Collective] = field(default_factory=Counter)
     messages: Counter[Collective] = field(default_factory=Counter)
     waits: int = 0
+    copies_in: int = 0
     peak: int = 0
     layers: list[Layer] = field(default_factory=list)
 
@@ -52,6 +54,7 @@ class Counts:
             for key, count in theirs.items():
                 mine[key] += times * count
         self.waits += times * other.waits
+        self.copies_in += times * other.copies_in
         self.peak += times * other.peak
 
 

@@ -27,6 +27,16 @@ def of(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
     return 0
 
 
+def copies_in(operator: OpOverload, args: tuple, result: Any) -> bool:
+    """Tell whether a call copies from the host, as making a tensor of its numbers does: no graph holds that."""
+    name = operator._schema.name.partition("::")[2]
+    if name == "copy_":
+        return args[0].device.type == "npu" and args[1].device.type == "cpu"
+    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+        return args[0].device.type == "npu"
+    return name == "_to_copy" and result.device.type == "npu" and args[0].device.type == "cpu"
+
+
 def has_mask(indices: Any) -> bool:
     """Tell whether one of these indices is a mask."""
     return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(indices) if isinstance(leaf, Tensor))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import modules
+from kernels_ext_npu.inspection import decoding, modules
 from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
@@ -25,8 +25,14 @@ from kernels_ext_npu.inspection.roofline import Soc
 from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
 from kernels_ext_npu.reporting.report import Report
 
+_FIRST = ("forward", decoding.GROWING)  # of the phases: what it does not call is remarked
 ORIGINAL, ALL = "original", "with kernels"
-_COUNTERS = {"forward": count_forward, "step": count_step}
+_COUNTERS = {
+    "forward": count_forward,
+    "step": count_step,
+    decoding.GROWING: decoding.count_growing,
+    decoding.STATIC: decoding.count_static,
+}
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
 
 
@@ -60,6 +66,7 @@ class Inspection:
         report: the modules, and the kernels that serve them.
         variants: the original first, all kernels last.
         remarks: what a reader of the figures has to know.
+        phases: what was counted, by the names in the counts of the variants, in words.
     """
 
     subject: Subject
@@ -72,6 +79,7 @@ class Inspection:
     report: Report
     variants: list[Variant]
     remarks: list[str]
+    phases: dict[str, str] = field(default_factory=lambda: PHASES)
 
 
 def inspect(
@@ -84,6 +92,7 @@ def inspect(
     advance: Callable[[str], None] = lambda _: None,
     mesh: Mesh = ONE,
     checkpointing: bool = False,
+    decode: bool = False,
 ) -> Inspection:
     """Build the model on fake tensors, and count it with and without kernels.
 
@@ -92,6 +101,7 @@ def inspect(
         advance: is called with what comes next; steps() tells how often.
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
+        decode: count steps of decoding behind these tokens, in place of a forward and a training step.
 
     Raises:
         CannotInspectError: the model cannot be built or sharded, or nothing of it can be counted.
@@ -107,6 +117,10 @@ def inspect(
         with distributed(model, mesh) as axes, fake:
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
             remarks += remarks_on_mesh(model, mesh)
+            phases = decoding.PHASES if decode else PHASES
+            if decode:
+                decoding.refuse(model)
+                described += ", and one more a row"
             if checkpointing:
                 described += _checkpoint(model)
             variants, report = [], Report([])
@@ -115,17 +129,18 @@ def inspect(
                     variant = Variant(name)
                     if found is not None:
                         report, variant.swapped = found, found.summary()
-                    for phase, given in {"forward": inputs, "step": inputs | labels(model, inputs)}.items():
-                        advance(f"{name}: {PHASES[phase]}")
+                    for phase, title in phases.items():
+                        advance(f"{name}: {title}")
+                        given = inputs | labels(model, inputs) if phase == "step" else inputs
                         counter = partial(_COUNTERS[phase], model, given, values, soc, axes)
-                        with modules.remark_idle(model, remarks if phase == "forward" and found is None else []):
+                        with modules.remark_idle(model, remarks if phase in _FIRST and found is None else []):
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
                     variants.append(variant)
             weights = weight_bytes(model)
     if not any(counts for variant in variants for counts in variant.counts.values()):
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
     remarks = list(dict.fromkeys(remarks))
-    return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks)
+    return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
 def steps(compare: bool) -> int:

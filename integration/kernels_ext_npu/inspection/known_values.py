@@ -42,10 +42,11 @@ class KnownValues:
 
     Attributes:
         waits: how often the host had to wait for the device, to read a value.
+        copies_in: how often it copied to the device.
     """
 
     def __init__(self) -> None:
-        self.waits = 0
+        self.waits = self.copies_in = 0
         self._values = WeakIdKeyDictionary()
 
     def learn(self, fake: Tensor, value: Tensor) -> Tensor:
@@ -72,6 +73,7 @@ class KnownValues:
             return self._sized_by_values(operator, name, args, kwargs)
         result = operator(*args, **kwargs)
         self.waits += host_waits.of(operator, args, kwargs, result)
+        self.copies_in += host_waits.copies_in(operator, args, result)
         if name in _ROUTES:
             self._in_turn(result[1], args[0].shape[-1])
         elif collectives.is_collective(operator):

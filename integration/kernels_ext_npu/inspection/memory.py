@@ -23,6 +23,11 @@ class Memory:
         self.current = self.peak = 0
         self._living: dict[int, int] = {}  # storage -> bytes
 
+    def start(self) -> None:
+        """Take what lives for what was there before."""
+        self._living = dict.fromkeys(self._living, 0)
+        self.current = self.peak = 0
+
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count what was there before, nor what is counted elsewhere."""
         for tensor in tensors:

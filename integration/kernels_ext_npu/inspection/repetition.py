@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
+
+from kernels_ext_npu.swapping import residuals
 
 _INPUT = object()  # stands for the input in what a layer gives
 
@@ -64,8 +67,10 @@ class Kind:
 
         self.output = tree_map_only(Tensor, leaf, output)
 
-    def hand_on(self, *args: Any, **kwargs: Any) -> Any:
+    def hand_on(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Give what the first layer gave, with the input in the place of the sign: the forward of a layer left out.
+
+        What the layer before has normed for this one goes to the layer behind it: each layer norms for the next.
 
         Raises:
             NotRepeatableError: the first layer gave nothing that has the input's shape.
@@ -73,6 +78,7 @@ class Kind:
         if not any(leaf is _INPUT for leaf in tree_leaves(self.output, is_leaf=_is_other)):
             raise NotRepeatableError(self)
         given = _first_tensor(args, kwargs)
+        residuals.hand_on(layer, given)
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, _Other):
@@ -107,7 +113,7 @@ def few(kinds: list[Kind], one_more: Kind | None = None) -> Iterator[None]:
         hooks.append(kind.layers[0].register_forward_hook(kind.note, with_kwargs=True))
         for layer in kind.layers[2 if kind is one_more else 1 : -1]:
             left_out.append((layer, vars(layer).get("forward"), layer._forward_pre_hooks, layer._forward_hooks))
-            layer.forward = kind.hand_on
+            layer.forward = partial(kind.hand_on, layer)
             layer._forward_pre_hooks, layer._forward_hooks = OrderedDict(), OrderedDict()  # FSDP2 gathers in them
     try:
         yield

@@ -10,12 +10,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernels_ext_npu.inspection import roofline, scalar_cores
+from kernels_ext_npu.inspection import decoding, roofline, scalar_cores
 from kernels_ext_npu.inspection.counts import Counts, Layer
-from kernels_ext_npu.inspection.inspecting import PHASES, Inspection, Variant
+from kernels_ext_npu.inspection.inspecting import Inspection, Variant
 from kernels_ext_npu.inspection.mesh import ONE
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
+_REPLAYED = (
+    "replays: of a graph, in a step by generate(cache_implementation='static', compile_config=CompileConfig(backend="
+    "'NPUGraph')), which launches a graph in the place of all of these; 0 where the step cannot be one."
+)
 
 
 def show(inspection: Inspection, console: Console) -> None:
@@ -24,11 +28,13 @@ def show(inspection: Inspection, console: Console) -> None:
     for remark in inspection.remarks:
         console.print(f"- {remark}", highlight=False, markup=False)
     console.print(inspection.report)
-    for phase, title in PHASES.items():
+    for phase, title in inspection.phases.items():
         console.print(_table(inspection, phase, title))
         if inspection.mesh != ONE:
             console.print(_collectives(inspection, phase))
     console.print(_COUNTED, highlight=False)
+    if decoding.STATIC in inspection.phases:
+        console.print(_REPLAYED, highlight=False)
     alone = inspection.mesh == ONE
     console.print(
         f"peak: activations{'' if alone else ', and weights while they are gathered'}, beyond the weights "
@@ -54,7 +60,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "projections": inspection.report.projections_as_list(),
         "variants": [
             {"name": variant.name, "swapped": variant.swapped}
-            | {phase: _fields(counts) for phase, counts in variant.counts.items()}
+            | {phase: _fields(phase, counts) for phase, counts in variant.counts.items()}
             for variant in inspection.variants
         ],
         "estimate": {
@@ -76,10 +82,13 @@ def _describe(inspection: Inspection) -> str:
 def _table(inspection: Inspection, phase: str, title: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=(0, 1, 0, 0))
     table.add_column(overflow="fold")
-    for heading in ("launches", "GB moved", "host waits", "peak GB", "estimate ms"):
+    decodes = phase in decoding.PHASES
+    for heading in ("launches", "GB moved", "host waits", "peak GB", "estimate ms", *["replays"] * decodes):
         table.add_column(heading, justify="right", no_wrap=True)
     for variant in inspection.variants:
-        table.add_row(variant.name, *_cells(variant.counts[phase]))
+        counts = variant.counts[phase]
+        replays = [str(decoding.replays(phase, counts))] if decodes and counts is not None else []
+        table.add_row(variant.name, *_cells(counts), *replays)
     table.add_section()
     table.add_row("of the original", *_ratios(inspection.variants, phase), style="bold")
     for title, *pair in _layers(inspection, phase):
@@ -176,17 +185,22 @@ def _ratios(variants: list[Variant], phase: str) -> list[str]:
     return [f"{mine / other:.2f}" if other else "" for mine, other in pairs]
 
 
-def _fields(counts: Counts | None) -> dict[str, Any] | None:
+def _fields(phase: str, counts: Counts | None) -> dict[str, Any] | None:
     if counts is None:
         return None
-    return _sums(counts) | {
-        "operators": {
-            name: {"launches": count, "bytes": counts.bytes[name], "estimate_seconds": counts.seconds[name]}
-            for name, count in counts.launches.most_common()
-            if count
-        },
-        "layers": [_layer(layer) for layer in counts.layers],
-    }
+    replays = {"graph_replays": decoding.replays(phase, counts)} if phase in decoding.PHASES else {}
+    return (
+        _sums(counts)
+        | replays
+        | {
+            "operators": {
+                name: {"launches": count, "bytes": counts.bytes[name], "estimate_seconds": counts.seconds[name]}
+                for name, count in counts.launches.most_common()
+                if count
+            },
+            "layers": [_layer(layer) for layer in counts.layers],
+        }
+    )
 
 
 def _layer(layer: Layer) -> dict[str, Any]:

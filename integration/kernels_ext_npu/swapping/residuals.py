@@ -78,6 +78,14 @@ def remark(model: nn.Module) -> str | None:
     return f"sums in one launch with the norm behind them, where one token is decoded: {found}" if found else None
 
 
+def hand_on(layer: nn.Module, x: Tensor) -> None:
+    """Let what was normed for a layer be for the one behind it: the layer is not computed."""
+    kept = x.__dict__.get(_NORMED)
+    place = None if state.current is None else state.current.sums.get(layer)
+    if kept is not None and place is not None and place.behind is not None:
+        setattr(x, _NORMED, (_first_norm(place.behind()), *kept[1:]))  # type: ignore[arg-type]
+
+
 def _place(module: nn.Module) -> Place | None:
     sums = sums_of(_original(type(module)))
     if sums is None:

@@ -1,0 +1,64 @@
+"""The demo's models in graphs: captured at their very first call, and generating."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, CompileConfig
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.demo import models
+
+# Both are float32, with sums in another order: the demo's own tolerance.
+FLOAT32 = 1e-5
+QUICK = {"Qwen3", "gpt-oss"}
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in models.MODELS]
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model_type, sizes = models.MODELS[name]
+    config = AutoConfig.for_model(model_type, **sizes)
+    return models.loader(config).from_config(config).eval()
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found.cpu() - expected).abs().max() <= FLOAT32 * max(1.0, float(expected.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_a_first_call_prepares_is_lost_in_a_graph(name: str) -> None:
+    """What is kept of a captured call holds nothing until a replay: later calls would find that."""
+    model = build(name)
+    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
+    ids = [torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    expected = [model(one, use_cache=False).logits for one in ids]
+    given, graph = ids[0].npu(), torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        captured = ours(given, use_cache=False).logits
+    assert_close(ours(ids[0].npu(), use_cache=False).logits, expected[0])
+    for one, other in zip(ids, expected):
+        given.copy_(one)
+        graph.replay()
+        assert_close(captured, other)
+    assert_close(ours(ids[1].npu(), use_cache=False).logits, expected[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_in_graphs_are_those_on_the_cpu(name: str) -> None:
+    model = build(name)
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    made = models.inputs(model.config)
+    expected = model.generate(**made, **options)
+    ours = kernels_ext_npu.kernelize(model.to("npu"))
+    softnpu.reset_counters()
+    found = ours.generate(**models.on("npu", made), **options, compile_config=CompileConfig(backend="NPUGraph"))
+    assert found.tolist() == expected.tolist()
+    assert softnpu.counters()["graph_replays"] == 5  # the prompt gives a token, and the first step is not replayed

@@ -1,0 +1,130 @@
+"""``kernels-ext-npu inspect --decode`` counts of a token what happens on the software device."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from transformers import AutoConfig, DynamicCache, Qwen3ForCausalLM, StaticCache
+from typer.testing import CliRunner
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu import cli
+from kernels_ext_npu.inspection import decoding, repetition, roofline
+from kernels_ext_npu.inspection.counts import Counts
+from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection.subject import Subject, build, make_inputs
+from tests.support import zoo
+from tests.support.launches import computing
+
+SOC = roofline.SOCS["910b"]
+BATCH, TOKENS = 2, 12
+COUNT = {decoding.GROWING: decoding.count_growing, decoding.STATIC: decoding.count_static}
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "vocab_size": 64,
+}  # fmt: skip
+
+
+def counted(config: object, model_class: type, phase: str, unlike: bool = False, hook: Any = None) -> Counts:
+    """Count a step with kernels; where layers are unlike, each by itself."""
+    values = KnownValues()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build(Subject("it", config, model_class, []), torch.bfloat16)
+        kernels_ext_npu.kernelize(model)
+        if hook is not None:
+            model.model.norm.register_forward_hook(hook)
+        inputs, _ = make_inputs(model, BATCH, TOKENS, values)
+        if unlike:
+            for number, layer in enumerate(model.model.layers):
+                layer.label = f"like no other: {number}"
+            assert repetition.find_kinds(model) == []
+        return COUNT[phase](model, inputs, values, SOC, {})
+
+
+def happened(model: torch.nn.Module, phase: str) -> Counter[str]:
+    ids = torch.full((BATCH, TOKENS), 5, device="npu")
+    config = model.config
+    cache = DynamicCache(config=config) if phase == decoding.GROWING else StaticCache(config, max_cache_len=TOKENS + 1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        token, place = ids[:, -1:], torch.full((BATCH, 1), TOKENS, device="npu")
+        softnpu.reset_counters()
+        model(input_ids=token, past_key_values=cache, use_cache=True, position_ids=place)
+    return Counter(softnpu.counters())
+
+
+@pytest.mark.parametrize(("name", "phase"), [
+    ("qwen3", decoding.STATIC),
+    pytest.param("qwen3", decoding.GROWING, marks=pytest.mark.long),
+    pytest.param("gemma3_text", decoding.GROWING, marks=pytest.mark.long),
+    pytest.param("gemma3_text", decoding.STATIC, marks=pytest.mark.long),
+    pytest.param("qwen3_moe", decoding.STATIC, marks=pytest.mark.long),
+])  # fmt: skip
+def test_launches_and_waits_are_those_of_the_device(registered: None, name: str, phase: str) -> None:
+    real = kernels_ext_npu.kernelize(zoo.build(name, torch.bfloat16).to("npu").eval())
+    expected = happened(real, phase)
+    found = counted(real.config, type(real), phase)
+    assert found.waits == expected.pop("stream_syncs") == 0
+    del expected["device_to_host_copies"]
+    assert computing(found.launches) == computing(expected)
+    assert decoding.replays(phase, found) == (phase == decoding.STATIC)
+
+
+@pytest.mark.parametrize("phase", [decoding.STATIC, pytest.param(decoding.GROWING, marks=pytest.mark.long)])
+def test_a_few_layers_tell_what_all_cost(registered: None, phase: str) -> None:
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **SIZES)
+    few, whole = (counted(config, Qwen3ForCausalLM, phase, unlike) for unlike in (False, True))
+    assert +few.launches == whole.launches
+    assert few.launches["npu_add_rms_norm"] == 11
+    assert +few.bytes == whole.bytes
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_step_that_waits_or_copies_numbers_of_the_host_is_no_replay(registered: None, reads: bool) -> None:
+    def hook(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        if reads:
+            return output * float(torch.arange(3, device="npu").sum().item())
+        return output * torch.tensor([2.0], device="npu")
+
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=2, **SIZES)
+    found = counted(config, Qwen3ForCausalLM, decoding.STATIC, hook=hook)
+    assert (found.waits, found.copies_in) == ((1, 0) if reads else (0, 1))
+    assert decoding.replays(decoding.STATIC, found) == 0
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["inspect", *arguments], env={"COLUMNS": "300"})
+    return result.exit_code, result.output
+
+
+def test_the_command_shows_both_caches_and_replays(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", num_hidden_layers=4, **SIZES).save_pretrained(tmp_path)
+    code, output = run(str(tmp_path), "--decode", "--tokens", "32", "--batch", "3", "--json")
+    assert code == 0, output
+    report = json.loads(output)
+    assert report["inputs"] == "3 × 32 tokens, and one more a row"
+    before, after = report["variants"]
+    for phase in decoding.PHASES:
+        assert after[phase]["launches"] < before[phase]["launches"]
+        assert after[phase]["host_waits"] == 0
+        assert after[phase]["graph_replays"] == (phase == decoding.STATIC)
+    held = 4 * 2 * 3 * 33 * 64 * 2  # layers, keys and values, rows, tokens, a head in bfloat16
+    assert after[decoding.GROWING]["bytes"] > held
+    assert after[decoding.STATIC]["peak_activation_bytes"] < held  # the cache is none of the step's
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("bert", "--decode"), "does not go on with a text"),
+    (("qwen3", "--decode", "--checkpointing"), "keeps nothing for a backward"),
+])  # fmt: skip
+def test_what_is_no_decoding_is_refused(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    code, output = run(*arguments)
+    assert code == 2
+    assert words in " ".join(output.split())

@@ -169,7 +169,10 @@ def test_a_chosen_adapter_for_each_row_is_pefts_own() -> None:
     names = ["default", "__base__"]
     with torch.no_grad():
         torch.testing.assert_close(
-            model.eval()(X.npu(), adapter_names=names).cpu(), original.eval()(X, adapter_names=names), rtol=1e-4, atol=1e-5
+            model.eval()(X.npu(), adapter_names=names).cpu(),
+            original.eval()(X, adapter_names=names),
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 

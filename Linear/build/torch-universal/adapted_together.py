@@ -59,14 +59,14 @@ class AdaptedLinears(torch.autograd.Function):
         if needs_x:
             d_x, _ = gradients_of(rows, rows_of(x), [weights[place] for place in used], True, [False] * len(used))
             assert d_x is not None
-            add_product(d_x, d_small.t(), _joined([a[place] for place in used]))
+            add_product(d_x, d_small.t(), _stacked([a[place] for place in used]))
         return None, None if d_x is None else d_x.view(x.shape), *found
 
 
 def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
     """Compute what :class:`AdaptedLinears` does, and return the first products of the adapters with it."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
-    joined = _joined(a)  # type: ignore[arg-type]
+    joined = _stacked(a)  # type: ignore[arg-type]
     kept = rows_of(x).to(joined.dtype) @ joined.t()
     outputs = []
     small = kept.split([each.shape[0] for each in a], 1)  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) ->
     return tuple(outputs), kept
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 

@@ -40,6 +40,7 @@ SERVED = {
     "Activation": ("activations", "激活函数"),
     "FlashAttention": ("attention", "注意力"),
     "CrossEntropy": ("head with loss", "输出头与损失"),
+    "Linear": ("linear layers", "线性层"),
     "LinearAttention": ("linear attention", "线性注意力"),
     "RMSNorm": ("RMS norms", "RMS 归一化"),
     "SwiGLU": ("gated MLPs", "门控 MLP"),

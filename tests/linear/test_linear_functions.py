@@ -196,3 +196,26 @@ def test_checkpoints_compute_it_again(kernel, use_reentrant) -> None:
     checkpointed = step(lambda function, *given: checkpoint(function, *given, use_reentrant=use_reentrant))
     for found, expected in zip(checkpointed, step(lambda function, *given: function(*given))):
         assert torch.equal(found, expected)
+
+
+def test_it_compiles_whole_and_is_torchs_then(kernel) -> None:
+    """Whoever compiles a graph sees products, and plans its copies itself."""
+    torch._dynamo.reset()
+    x, weight, other, a, b = on_npu(drawn((6, 16), (8, 16), (8, 16), (4, 16), (8, 4)))
+    frozen = other.detach()
+
+    def function(x: Tensor, *given: Tensor) -> Tensor:
+        weight, other, a, b = given
+        adapter = kernel.Adapter(a, b, 2.0)
+        outputs = (
+            kernel.linear(x, weight),
+            *kernel.linears(x, [weight, other]),
+            *kernel.lora_linears(x, [(frozen, None, adapter)]),
+        )
+        return torch.cat(outputs, -1).square().sum()
+
+    leaves = [x, weight, other, a, b]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*leaves), leaves)
+    for gradient, expected in zip(found, torch.autograd.grad(function(*leaves), leaves)):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)

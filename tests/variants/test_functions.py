@@ -42,6 +42,28 @@ def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return unit
 
 
+PROJECTED = (2, TOKENS, HIDDEN), (INNER, HIDDEN), (INNER,)
+ADAPTED = (2, TOKENS, HIDDEN), (4, HIDDEN), (INNER, 4)
+FROZEN = torch.linspace(-1, 1, INNER * HIDDEN).view(INNER, HIDDEN).mul(64).round().div(64)  # exact in 16 bits
+
+
+def adapted(f: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return f(x, FROZEN.to(x), None, [adapter(f, a, b)])
+
+
+def adapted_together(f: Callable, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return f(x, [(FROZEN.to(x), None, adapter(f, a, b))] * 2)
+
+
+def adapter(f: Callable, a: Tensor, b: Tensor) -> tuple:
+    return f.__globals__["Adapter"](a, b, 2.0)
+
+
+def adapted_exactly(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.linear(x, FROZEN.to(x)) + 2 * F.linear(F.linear(x, a), b)
+    return y, y.clone()
+
+
 def clipped_swiglu(x: Tensor) -> Tensor:
     return GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
 
@@ -257,6 +279,14 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("CrossEntropy", "linear_log_probs"): (
         lambda f, h, w, b: f(h, w, LABELS.to(h.device), b), lambda *t: -head_losses(*t), draw(*HEAD),
     ),
+    ("Linear", "linear"): (lambda f, *t: f(*t), F.linear, draw(*PROJECTED)),
+    ("Linear", "linears"): (
+        lambda f, x, w, b: f(x, [w, w], [b, None]),
+        lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)),
+        draw(*PROJECTED),
+    ),
+    ("Linear", "lora_linear"): (adapted, lambda *t: adapted_exactly(*t)[0], draw(*ADAPTED)),
+    ("Linear", "lora_linears"): (adapted_together, adapted_exactly, draw(*ADAPTED)),
     ("LinearAttention", "chunk_gated_delta_rule"): (normed_delta_rule, exact_delta_rule, draw(*RULED)),
     ("LinearAttention", "chunk_kda"): (normed_delta_rule, exact_delta_rule, draw(*RULED_BY_CHANNEL)),
     ("LinearAttention", "fused_recurrent_gated_delta_rule"): (normed_delta_rule, exact_delta_rule, draw(*STEP)),
@@ -304,7 +334,7 @@ CASES: dict[tuple[str, str], tuple[Callable, Callable, tuple]] = {
     ("FusedMoE", "softmax_top_k"): (lambda f, x: f(x, CHOICES)[0], top_k, draw((TOKENS, EXPERTS))),
 }  # fmt: skip
 # they compute nothing, or are parts of what is called here
-OTHERS = {"SWIGLU", "Shard", "Gate", "alignment", "blocks", "gates", "layers", "layout", "packing"}
+OTHERS = {"SWIGLU", "Adapter", "Shard", "Gate", "alignment", "blocks", "gates", "layers", "layout", "packing"}
 
 
 def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:

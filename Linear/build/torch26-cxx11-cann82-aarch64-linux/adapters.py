@@ -38,11 +38,12 @@ def in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Adapter)
     return y.to(dtype)
 
 
-def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Compute ``scale * left @ right`` of two matrices in one call."""
+def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Compute ``scale * left @ right`` of two matrices in one call, into ``out`` where that is given."""
     if scale == 1:
-        return left @ right
-    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)  # what it adds nothing of is not read
+        return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+    nothing = left.new_empty(1)  # times beta = 0: it is not read
+    return torch.addmm(nothing, left, right, beta=0, alpha=scale, **({} if out is None else {"out": out}))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1) -> None:

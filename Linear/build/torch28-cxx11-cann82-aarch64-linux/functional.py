@@ -17,7 +17,7 @@ from .distributed import is_distributed
 from .several import Linears
 from .transforms import is_transformed
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ADAPTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -153,19 +153,20 @@ def _adapter_for_autocast(adapter: Adapter) -> Adapter:
 
 def _is_adapted(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
     """Tell whether a layer with adapters is computed on the NPU with nothing in the way of a node of ours."""
+    if torch.compiler.is_compiling():
+        return False
     dtype, device = weight.dtype, weight.device
     return (
         device.type == "npu"
         and x.device == device
         and x.dtype is dtype
-        and dtype in _DTYPES
+        and dtype in _ADAPTED_DTYPES
         and weight.dim() == 2
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
         and x.numel() > 0
         and weight.shape[0] > 0
         and not (weight.requires_grad and torch.is_grad_enabled())
-        and not torch.compiler.is_compiling()
         and not is_transformed()
         and not is_distributed(x, weight)
         and all(_is_fitting(adapter, x, weight) for adapter in adapters)
@@ -193,6 +194,8 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 def is_trained(x: Tensor, weight: Tensor) -> bool:
     """Tell whether a product on the NPU needs a gradient of its weight, and nothing is in the way of a node of ours."""
+    if torch.compiler.is_compiling():
+        return False
     dtype, autocast = weight.dtype, torch.is_autocast_enabled("npu")
     return (
         torch.is_grad_enabled()
@@ -206,7 +209,6 @@ def is_trained(x: Tensor, weight: Tensor) -> bool:
         and dtype.is_floating_point
         and not (autocast and (dtype is torch.float64 or x.dtype is torch.float64 or not x.is_floating_point()))
         and x.numel() > 0
-        and not torch.compiler.is_compiling()
         and not is_distributed(x, weight)
         and not is_transformed()
     )

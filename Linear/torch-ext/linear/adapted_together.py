@@ -42,32 +42,31 @@ class AdaptedLinears(torch.autograd.Function):
             return None, *_differentiable(ctx, x, weights, a, b, grads, used)
         rows = [rows_of(grads[place]) for place in used]  # type: ignore[arg-type]
         small = kept.split([each.shape[0] for each in a], 1)
-        d_small = []
-        for place, each in zip(used, rows):
-            wide = each.to(b[place].dtype)
-            d_small.append(scaled_product(wide, b[place], ctx.scales[place]))
+        sizes = [a[place].shape[0] for place in used]
+        d_small = kept.new_empty(sum(sizes), kept.shape[0])  # transposed: products go into it side by side
+        for place, each, part in zip(used, rows, d_small.split(sizes)):
+            wide = each.to(kept.dtype)
+            scaled_product(b[place].t(), wide.t(), ctx.scales[place], out=part)
             if needs[4 * place + 1]:
                 found[4 * place + 1] = each.sum(0)
             if needs[4 * place + 3]:
                 found[4 * place + 3] = scaled_product(wide.t(), small[place], ctx.scales[place])
             del wide
-        joined = d_small[0] if len(d_small) == 1 else torch.cat(d_small, 1)
         if any(needs[2::4]):
-            d_a = (joined.t() @ rows_of(x).to(joined.dtype)).split([a[place].shape[0] for place in used])
-            for place, each in zip(used, d_a):
+            for place, each in zip(used, (d_small @ rows_of(x).to(kept.dtype)).split(sizes)):
                 found[4 * place + 2] = each if needs[4 * place + 2] else None
         d_x = None
         if needs_x:
             d_x, _ = gradients_of(rows, rows_of(x), [weights[place] for place in used], True, [False] * len(used))
             assert d_x is not None
-            add_product(d_x, joined, _joined([a[place] for place in used]))
+            add_product(d_x, d_small.t(), _stacked([a[place] for place in used]))
         return None, None if d_x is None else d_x.view(x.shape), *found
 
 
 def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
     """Compute what :class:`AdaptedLinears` does, and return the first products of the adapters with it."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
-    joined = _joined(a)  # type: ignore[arg-type]
+    joined = _stacked(a)  # type: ignore[arg-type]
     kept = rows_of(x).to(joined.dtype) @ joined.t()
     outputs = []
     small = kept.split([each.shape[0] for each in a], 1)  # type: ignore[union-attr]
@@ -78,7 +77,7 @@ def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) ->
     return tuple(outputs), kept
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 

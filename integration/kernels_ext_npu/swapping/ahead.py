@@ -17,9 +17,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.siblings import siblings_in
 
-_FRAMES = 6  # of calls between the forward of a module and that of its layer
+_FRAMES = 8  # of calls between the forward of a module and that of its layer
 
 
 class _Group(NamedTuple):
@@ -55,13 +56,17 @@ _groups: weakref.WeakKeyDictionary[nn.Module, _Group] = weakref.WeakKeyDictionar
 
 
 def note(model: nn.Module, served: Collection[nn.Module]) -> None:
-    """Note which layers of a model are called with one input, where all of them are served alike."""
+    """Note which layers of a model are called with one input, where all of them are served alike.
+
+    What calls them is the forward that computes their module: where that is a kernel's, it does what the class does.
+    """
     for parent in model.modules():
+        kernel = kernel_forward(parent)
         for names, caller in siblings_in(parent):
             members = [parent._modules.get(name) for name in names]
             if len(set(members)) == len(names) and all(member in served for member in members):
                 references = tuple([weakref.ref(member) for member in members if member is not None])
-                _groups[members[0]] = _Group(references, caller.__code__)  # type: ignore[index]
+                _groups[members[0]] = _Group(references, (kernel or caller).__code__)  # type: ignore[index]
 
 
 def forget(module: nn.Module) -> None:

@@ -127,10 +127,12 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
     linear = kernel.linear
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return type(self).forward(self, input)
         if torch.is_grad_enabled() and type(self) is nn.Linear and nn.Linear.forward is _FORWARD:
             parameters = self._parameters
             weight = parameters.get("weight")
-            if type(weight) in PLAIN and weight.requires_grad and not torch.compiler.is_compiling():  # type: ignore
+            if type(weight) in PLAIN and weight.requires_grad:  # type: ignore[union-attr]
                 found = ahead.handed_out(self, input, (weight,))  # type: ignore[arg-type]
                 if found is None and (members := ahead.called_next(self)):
                     found = _computed_together(members, input, kernel)

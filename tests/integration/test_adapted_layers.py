@@ -1,0 +1,188 @@
+"""peft's layers with adapters: served as one node, alone and with others of one input, and left to peft otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import kernels_ext_npu
+from kernels_ext_npu.measuring.costs import Cost
+from tests.integration.test_projections import Attention, X
+from tests.support.agreement import TOLERANCE
+
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    kernels_ext_npu.register(kernels=["Linear"])
+    yield
+    kernels_ext_npu.unregister()
+
+
+def pair(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """An attention with adapters that has kernels, and the same as peft computes it, on a device."""
+    torch.manual_seed(0)
+    config = LoraConfig(**{"r": 4, "target_modules": NAMES, "init_lora_weights": False} | options)
+    original = get_peft_model(Attention().to(dtype), config).train()
+    return kernels_ext_npu.kernelize(copy.deepcopy(original).npu()), original.to(device)
+
+
+def reasons(model: nn.Module) -> dict[str, str | None]:
+    return {row.path.rpartition(".")[2]: row.reason for row in kernels_ext_npu.report(model).projections}
+
+
+def step(model: nn.Module, x: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    y = model(x, **kwargs)
+    y.float().square().mean().backward()
+    return {"": y.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: nn.Module, original: nn.Module, x: Tensor = X, tolerance: float = TOLERANCE) -> None:
+    on = next(original.parameters()).device
+    found, expected = step(model, x.npu()), step(original, x.to(on))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].cpu() - value.cpu()).norm() <= tolerance * value.cpu().norm().clamp(min=1e-6), name
+
+
+def test_layers_with_adapters_are_one_node() -> None:
+    model, original = pair()
+    together = "one node with q_proj, k_proj, v_proj"
+    assert reasons(model) == {"q_proj": together, "k_proj": together, "v_proj": together, "o_proj": None}
+    assert {row.kernel for row in kernels_ext_npu.report(model).projections} == {"lora_linear"}
+    assert_same(model, original)
+    with Cost() as cost:
+        step(model, X.npu())
+    assert not cost.launches["copy_"]
+    assert cost.launches["matmul_backward"] == 0
+    assert_same(kernels_ext_npu.restore(model), original)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_dropout_is_that_of_peft() -> None:
+    """Drawn by torch itself, in the same order."""
+    model, original = pair("npu", lora_dropout=0.3)
+    steps = []
+    for each in (model, original):
+        torch.manual_seed(1)
+        steps.append(step(each, X.npu()))
+    for name, value in steps[1].items():
+        torch.testing.assert_close(steps[0][name], value, rtol=1e-4, atol=1e-6)
+    assert_same(model.eval(), original.eval())
+
+
+def test_several_adapters_switched_off_merged_scaled_and_taken_away() -> None:
+    model, original = pair()
+    for each in (model, original):
+        torch.manual_seed(2)
+        each.add_adapter("other", LoraConfig(r=2, target_modules=NAMES, init_lora_weights=False, lora_alpha=3))
+        each.to(next(each.parameters()).device)
+        each.base_model.set_adapter(["default", "other"])
+    for name, p in original.named_parameters():
+        model.get_parameter(name).data.copy_(p.data)
+    assert_same(model, original)
+    for each in (model, original):
+        each.base_model.set_adapter("other")
+        for module in each.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(0.5)
+    assert_same(model, original)
+    with torch.no_grad():
+        with model.disable_adapter(), original.disable_adapter():
+            assert "merged or switched off" in (reasons(model)["o_proj"] or "")
+            torch.testing.assert_close(model(X.npu()).cpu(), original(X), rtol=1e-4, atol=1e-5)
+        model.merge_adapter()
+        original.merge_adapter()
+        torch.testing.assert_close(model(X.npu()).cpu(), original(X), rtol=1e-4, atol=1e-5)
+        model.unmerge_adapter()
+        original.unmerge_adapter()
+    assert_same(model, original)
+    plain = model.merge_and_unload()
+    torch.testing.assert_close(plain(X.npu()).cpu(), original.merge_and_unload()(X), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "of another kind: DoraLinearVariant"),
+        ({"lora_bias": True}, "its adapter default has a bias"),
+    ],
+)
+def test_other_adapters_are_pefts_own(options: dict[str, Any], reason: str) -> None:
+    model, original = pair(**options)
+    assert all(reason in why for why in reasons(model).values())
+    assert_same(model, original)
+
+
+def test_what_is_trained_or_watched_beside_adapters_is_pefts_own() -> None:
+    model, original = pair()
+    for each in (model, original):
+        base = each.base_model.model
+        base.k_proj.base_layer.weight.requires_grad_(True)
+        base.v_proj.lora_A["default"].register_forward_hook(lambda module, args, y: y * 2)
+        base.o_proj.base_layer.register_forward_hook(lambda module, args, y: y + 1)
+        base.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    assert_same(model, original)
+    kernels_ext_npu.kernelize(model)
+    found = reasons(model)
+    assert "is trained, too" in found["k_proj"]
+    assert "hooks watch its calls" in found["o_proj"]
+    assert_same(model, original)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_float32_adapters_of_a_model_in_16_bits_stay_float32(dropout: float) -> None:
+    """Which is what peft makes of them by default. What the adapter adds is rounded with the sum, as peft does."""
+    model, original = pair("npu", torch.bfloat16, lora_dropout=dropout)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    found = []
+    for each in (model, original):
+        torch.manual_seed(1)
+        found.append(step(each, X.bfloat16().npu()))
+    for name, value in found[1].items():  # one rounding of bfloat16 in each of the layers, relative to the norm
+        assert found[0][name].dtype == value.dtype
+        assert (found[0][name] - value).norm() <= 2.0**-7 * value.norm(), name
+
+
+def test_under_autocast() -> None:
+    model, original = pair("npu", lora_dropout=0.3)
+    found = []
+    for each in (model, original):
+        torch.manual_seed(1)
+        with torch.autocast("npu", torch.bfloat16):
+            found.append(step(each, X.npu()))
+    for name, value in found[1].items():
+        assert found[0][name].dtype == value.dtype
+        assert (found[0][name] - value).norm() <= 2.0**-6 * value.norm(), name
+
+
+def test_a_chosen_adapter_for_each_row_is_pefts_own() -> None:
+    model, original = pair()
+    names = ["default", "__base__"]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.eval()(X.npu(), adapter_names=names).cpu(),
+            original.eval()(X, adapter_names=names),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+def test_ten_steps_of_training_are_those_of_peft() -> None:
+    model, original = pair()
+    for each, x in ((model, X.npu()), (original, X)):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(10):
+            optimizer.zero_grad()
+            (each(x) - x).square().mean().backward()
+            optimizer.step()
+    for (name, found), expected in zip(model.named_parameters(), original.parameters()):
+        assert (found.detach().cpu() - expected.detach()).norm() <= 1e-4 * expected.detach().norm(), name

@@ -17,8 +17,8 @@ from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import COUNTED, KEPT
 from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.selftest.norm_modules import exact, inputs, instance
 from tests.support.counted import counted
-from tests.support.norm_classes import exact, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent
@@ -141,5 +141,7 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(subtests, dtypes)
 )
 def test_the_norm_of_xlstm_is_kept_where_it_does_more(values, reason) -> None:
     norm = xLSTMRMSNorm(32, **values)
-    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"norm": norm, "o": nn.Linear(1, 1)}).npu()))
+    (row,) = kernels_ext_npu.report(
+        kernels_ext_npu.kernelize(nn.ModuleDict({"norm": norm, "o": nn.Linear(1, 1)}).npu())
+    )
     assert (row.swapped, row.reason) == (False, reason)

@@ -1,13 +1,14 @@
 """What a forward or a function computes, as a text that is equal where the syntax trees are.
 
 Compared is the forward together with the methods of the class and the functions of its file that it calls, after
-docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of
-operations and the objects behind global names all count; of a torch.autograd.Function its forward and backward do. A decorated or wrapped function never matches: what the
-wrapper does is not in the tree. Exceptions are what `kernels` makes of a function that transformers decorates for it, a
-module that calls the function; transformers' decorator of functions that a package may compute in their place; the two
-decorators of its rotary embeddings, and torch.no_grad on a method that a forward calls, which the reference then has
-too; and its decorator of experts, which says itself what a class computes. Of a function and its helpers the names of
-the parameters count too, since callers may use them; the names of the helpers do not.
+docstrings, annotations and the names of local variables are normalised. Attributes, constants, the order of operations
+and the objects behind global names all count; of a torch.autograd.Function its forward and backward do. A decorated or
+wrapped function never matches: what the wrapper does is not in the tree. Exceptions are what `kernels` makes of a
+function that transformers decorates for it, a module that calls the function; transformers' decorator of functions that
+a package may compute in their place; the two decorators of its rotary embeddings, and torch.no_grad on a method that a
+forward calls, which the reference then has too; and its decorator of experts, which says itself what a class computes.
+Of a function and its helpers the names of the parameters count too, since callers may use them; the names of the
+helpers do not.
 """
 
 from __future__ import annotations

@@ -57,16 +57,10 @@ def _routed(tokens: int, experts: int, choices: int) -> Arguments:
 
 
 def ordered(tokens: int, experts: int) -> Tensor:
-    """Make logits that no rounding puts into another order, between -2 and 2."""
+    """Make logits that no rounding puts into another order: of the best 16 a quarter apart, all others far below."""
     drawn_by = (torch.Generator().manual_seed(i) for i in range(tokens))
     ranks = torch.stack([torch.randperm(experts, generator=generator) for generator in drawn_by])
-    return 4 * ranks / experts - 2
-
-
-def _correction(experts: int) -> Tensor:
-    """Make a bias that reorders experts, and no two to a tie."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-11, 12, (experts,), generator=generator) / 32
+    return torch.where(ranks < 16, 1.75 - ranks / 4, -8.0)
 
 
 def _grouped_top_k(logits: Tensor, correction: Tensor, groups: int = GROUPS) -> tuple[Tensor, Tensor]:
@@ -93,20 +87,22 @@ def _gating(at: str, tokens: int, experts: int, groups: int) -> Function:
     return _function(
         "gating_top_k",
         lambda f, *t: tuple(x.mT for x in f(t[0], CHOICES, t[1], groups=groups, scale=2.5)),
-        lambda *t: tuple(x.mT for x in _grouped_top_k(*t, groups=groups)),
-        lambda: (ordered(tokens, experts), _correction(experts) if at else _CORRECTION),
+        lambda logits, bias: tuple(x.mT for x in _grouped_top_k(logits, bias, groups)),
+        lambda: (ordered(tokens, experts), torch.zeros(experts)) if at else (_LOGITS, _CORRECTION),
         at,
     )
 
 
 def _softmax(at: str, experts: int, choices: int) -> Function:
-    arguments = drawn((TOKENS, EXPERTS)) if not at else lambda: (2 * ordered(TOKENS, experts),)
+    arguments = drawn((TOKENS, EXPERTS)) if not at else lambda: (ordered(TOKENS, experts),)
     return _function(
         "softmax_top_k", lambda f, x: f(x, choices, choices > 1)[0], partial(_top_k, choices=choices), arguments, at
     )
 
 
 _function = partial(Function, "FusedMoE")
+# with a bias that reorders them, and none to a tie
+_LOGITS = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(TOKENS)]) / 2 - 2
 _CORRECTION = torch.tensor([-9, -3, 8, 11, -3, 5, 8, -11]) / 32
 _STACKED = drawn((TOKENS, HIDDEN), (EXPERTS, HIDDEN, INNER), (EXPERTS, INNER))
 _MANY = torch.tensor([0] * 129 + [TOKENS])  # beyond the 128 weights of a list, and one expert has all rows

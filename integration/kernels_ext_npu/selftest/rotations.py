@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,7 +16,7 @@ TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")
 B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
 
 
-def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, positions: int = S) -> dict[str, Tensor]:
+def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, positions: int = S) -> dict[str, Any]:
     """Make arguments by the names of a reference's parameters, for the function whose reference has that name.
 
     cos and sin are random, each value on its own, and differ by row: a layer that takes the wrong ones is noticed.
@@ -60,10 +61,11 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
 
 def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
     """Make a rotary embedding of twelve frequencies: what its forward reads, without the config of its architecture."""
-    module = cls.__new__(cls)
+    module: Any = cls.__new__(cls)
     nn.Module.__init__(module)
     frequencies = 1e4 ** -(torch.arange(12) / 12)
     reference = find_reference(cls)
+    assert reference is not None
     section = getattr(reference.module, "mrope_section", (4, 4, 4))
     module.mrope_section = dict.fromkeys(LAYER_TYPES, section) if by_type else section
     if reference.layers == ("RotaryEmbeddingLearned",):
@@ -93,7 +95,7 @@ def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
     directions = [torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) for out in outputs]
     torch.autograd.backward(outputs, directions)
     rotated = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return [*(out.detach() for out in outputs), *(leaf.grad for leaf in rotated)]
+    return [*(out.detach() for out in outputs), *(leaf.grad for leaf in rotated)]  # type: ignore[list-item]
 
 
 def exact(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:

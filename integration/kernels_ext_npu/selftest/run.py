@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -35,11 +35,13 @@ class Outcome:
     Attributes:
         machine: what it ran on.
         quick: whether only a part was asked for.
+        only: parts of the ids that were asked for.
         rows: what was found of each piece, by id; every one has ``agrees``.
         ids: all that was to do.
     """
 
     quick: bool
+    only: tuple[str, ...] = ()
     machine: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)
@@ -50,22 +52,31 @@ class Outcome:
         return bool(self.ids) and all(self.rows.get(identity, {}).get("agrees", False) for identity in self.ids)
 
 
-def run(source: str = "bundled", quick: bool = False, limit: float = LIMIT, tell: Tell = lambda *_: None) -> Outcome:
+def run(
+    source: str = "bundled",
+    quick: bool = False,
+    only: Sequence[str] = (),
+    limit: float = LIMIT,
+    tell: Tell = lambda *_: None,
+) -> Outcome:
     """Test every kernel, and return what was found.
 
     Args:
         source: where the kernels come from, as register() takes it.
         quick: whether only a part is wanted.
+        only: parts of the ids that are wanted; all of them without any.
         limit: seconds after which a piece counts as hanging, and its process is ended.
         tell: called with how much is done, of how much, and what begins.
 
     Raises:
         CannotTestError: no process came as far as the first piece.
     """
-    outcome = Outcome(quick)
+    outcome = Outcome(quick, tuple(only))
     for _ in range(MOST_ENDS):
         if _go_on(outcome, source, limit, tell):
             break
+    if not outcome.ids:
+        raise CannotTestError(f"there is no test whose name has {' or '.join(only)} in it")
     for identity in outcome.ids:
         outcome.rows.setdefault(identity, _failure("not run: too many processes ended before it"))
     return outcome
@@ -75,7 +86,7 @@ def _go_on(outcome: Outcome, source: str, limit: float, tell: Tell) -> bool:
     """Start a process for what is left, follow it to its end, and tell whether all is done."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from kernels_ext_npu.selftest import worker; "
-        f"worker.main({source!r}, {outcome.quick!r}, {list(outcome.rows)!r})"
+        f"worker.main({source!r}, {outcome.quick!r}, {list(outcome.only)!r}, {list(outcome.rows)!r})"
     )
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch_npu
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES
@@ -28,9 +29,10 @@ def pieces(quick: bool) -> dict[str, Piece]:
         quick: functions only with what every machine has to take, in bfloat16 and float32, and two models.
     """
     gc.freeze()  # what was imported stays: a collection looks at what a piece left only
+    cases: tuple[Case, ...] = (*FUNCTIONS, *layers.CASES)
     found: dict[str, Piece] = {}
     for repository in REPOSITORIES:
-        for case in (*FUNCTIONS, *layers.CASES):
+        for case in cases:
             if case.repository != repository or (quick and (case.at or not isinstance(case, Function))):
                 continue
             for dtype in (torch.float32, torch.bfloat16) if quick else comparing.DTYPES:
@@ -80,5 +82,5 @@ def _requested(when: str, fresh: bool = False) -> int:
     """Return the bytes that the allocator was asked for; with ``fresh`` a new peak counts from here on."""
     if fresh:
         gc.collect()
-        torch.npu.reset_peak_memory_stats()
-    return torch.npu.memory_stats()[f"requested_bytes.all.{when}"]
+        torch_npu.npu.reset_peak_memory_stats()
+    return torch_npu.npu.memory_stats()[f"requested_bytes.all.{when}"]

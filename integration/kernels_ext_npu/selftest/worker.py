@@ -12,12 +12,13 @@ import traceback
 from typing import Any
 
 
-def main(source: str, quick: bool, done: list[str]) -> None:
+def main(source: str, quick: bool, only: list[str], done: list[str]) -> None:
     """Do what is not done yet, and end the process.
 
     Args:
         source: where the kernels come from, as register() takes it.
         quick: whether only a part is wanted.
+        only: parts of the ids that are wanted; all of them without any.
         done: the ids of what another process did, or ended at.
     """
     channel = os.dup(1)
@@ -32,12 +33,14 @@ def main(source: str, quick: bool, done: list[str]) -> None:
         import softnpu  # noqa: F401  before torch; changes nothing where there is a card
 
         # isort: split
+        from kernels_ext_npu import environment
         from kernels_ext_npu.selftest import machine
 
+        environment.check()
         say(machine=machine.describe())
         from kernels_ext_npu.selftest import work
 
-        pieces = work.pieces(quick)
+        pieces = {identity: piece for identity, piece in work.pieces(quick).items() if _is_wanted(identity, only)}
         say(ids=list(pieces))
         for identity, run in pieces.items():
             if identity in done:
@@ -56,10 +59,15 @@ def main(source: str, quick: bool, done: list[str]) -> None:
             say(ended=True)
     except BaseException as error:
         traceback.print_exc()
-        say(failed=f"{type(error).__name__}: {error}")
+        told = isinstance(error, RuntimeError | ImportError)  # these say what to do
+        say(failed=str(error) if told else f"{type(error).__name__}: {error}")
         code = 1
     sys.stderr.flush()
     os._exit(code)  # what happens in the exit handlers of torch_npu is not what was asked
+
+
+def _is_wanted(identity: str, only: list[str]) -> bool:
+    return not only or any(part.lower() in identity.replace(" | ", ", ").lower() for part in only)
 
 
 def _works() -> bool:

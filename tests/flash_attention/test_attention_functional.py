@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softnpu
-from tests.support import attention_truth
+from kernels_ext_npu.selftest import attention_formula
 
 # Weights and values are rounded to the dtype, sums of a few values are in float32: the result, a mean of values of size
 # one, is off by a rounding of itself and as many of weights as there are keys, which add up to one. Gradients have one
@@ -81,7 +81,7 @@ def test_every_flag_with_every_other(kernel: ModuleType, data: st.DataObject) ->
     softnpu.reset_counters()
     compare(
         lambda q, k, v, s=None: kernel.flash_attn_func(q, k, v, alibi_slopes=on_npu, s_aux=s, **options),
-        lambda q, k, v, s=None: attention_truth.attention(q, k, v, *truth, s),
+        lambda q, k, v, s=None: attention_formula.attention(q, k, v, *truth, s),
         tensors, sinks, dtype,
     )  # fmt: skip
     assert bool(launched()) == (not options["softcap"] and slopes is None)
@@ -110,7 +110,7 @@ def test_every_flag_with_every_other_in_packed_sequences(kernel: ModuleType, dat
         lambda q, k, v, s=None: kernel.flash_attn_varlen_func(
             q, k, v, ends, key_ends, max(q_lengths), max(k_lengths), alibi_slopes=on_npu, s_aux=s, **options
         ),
-        lambda q, k, v, s=None: attention_truth.packed(q, k, v, *lengths_and_scale, slopes=slopes, sinks=s, **truth),
+        lambda q, k, v, s=None: attention_formula.packed(q, k, v, *lengths_and_scale, slopes=slopes, sinks=s, **truth),
         tensors, sinks, dtype,
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_float64_is_computed_in_torch(kernel: ModuleType, npu_counters, device: 
     """The NPU has no float64: torch_npu computes in float32 there."""
     q, k, v = draw(0, (1, 5, 4, 8), (1, 7, 2, 8), (1, 7, 2, 8), dtype=torch.float64)
     found = kernel.flash_attn_func(*(t.to(device) for t in (q, k, v)), causal=True)
-    expected = attention_truth.attention(q, k, v, 8**-0.5, True)
+    expected = attention_formula.attention(q, k, v, 8**-0.5, True)
     assert (found.cpu() - expected).abs().max() <= (1e-14 if device == "cpu" else 1e-6)
     assert not launched()
 
@@ -176,7 +176,7 @@ def test_lengths_that_were_written_to_are_read_again(kernel: ModuleType) -> None
     for lengths in ([5, 7], [2, 10]):
         ends.copy_(torch.tensor([0, *lengths]).cumsum(0))
         found = kernel.flash_attn_varlen_func(*(t.npu() for t in (q, k, v)), ends, ends, causal=True)
-        expected = attention_truth.packed(*(t.double() for t in (q, k, v)), lengths, lengths, 0.25, causal=True)
+        expected = attention_formula.packed(*(t.double() for t in (q, k, v)), lengths, lengths, 0.25, causal=True)
         agrees(found, expected, torch.float32)
 
 
@@ -187,7 +187,7 @@ def test_lengths_that_were_made_in_inference_mode_are_never_stale(kernel: Module
         for lengths in ([5, 7], [2, 10]):
             ends.copy_(torch.tensor([0, *lengths]).cumsum(0))
             found = kernel.flash_attn_varlen_func(*(t.npu() for t in (q, k, v)), ends, ends, causal=True)
-            expected = attention_truth.packed(*(t.double() for t in (q, k, v)), lengths, lengths, 0.25, causal=True)
+            expected = attention_formula.packed(*(t.double() for t in (q, k, v)), lengths, lengths, 0.25, causal=True)
             agrees(found, expected, torch.float32)
 
 
@@ -224,7 +224,7 @@ def test_one_query_takes_the_operator_of_inference_and_no_mask(kernel: ModuleTyp
     assert launched() == {"npu_fused_infer_attention_score": 1}
     assert not {"repeat_interleave", "ones", "triu"} & softnpu.counters().keys()
     exact = (t.double() for t in (q, k, v))
-    agrees(found, attention_truth.attention(*exact, 0.25, True, options.get("window_size", (-1, -1))), dtype)
+    agrees(found, attention_formula.attention(*exact, 0.25, True, options.get("window_size", (-1, -1))), dtype)
 
 
 def test_one_query_with_a_gradient_takes_the_operator_that_has_one(kernel: ModuleType, npu_counters) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 import softnpu
-from tests.support import attention_truth
+from kernels_ext_npu.selftest import attention_formula
 
 TOKENS = 12
 SEQUENCES = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
@@ -159,7 +159,7 @@ def test_packed_lengths_of_the_caller(kernel: ModuleType, causal: bool, window: 
     assert softnpu.counters()["stream_syncs"] == 1
     limits = (-1, -1) if window is None else (window - 1, window - 1)
     tensors = (t[0].transpose(0, 1).double() for t in (q, k, v))
-    expected = attention_truth.packed(*tensors, lengths, lengths, 8**-0.5, causal=causal, window=limits)
+    expected = attention_formula.packed(*tensors, lengths, lengths, 8**-0.5, causal=causal, window=limits)
     assert (out[0].cpu().double() - expected).abs().max() <= 2**-20
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import softnpu
 from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
-from tests.support.list_blocks import assert_close, block, bound, each_block, inputs, results
+from kernels_ext_npu.selftest.expert_blocks import block, inputs
+from tests.support.list_blocks import assert_close, bound, each_block, results
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.expert_blocks import INNER, SIZE, block, inputs
 from tests.support.list_blocks import (
-    INNER,
-    SIZE,
     assert_close,
-    block,
     bound,
     decided,
     double,
     each_block,
     error,
-    inputs,
     packed_or_not,
     results,
 )

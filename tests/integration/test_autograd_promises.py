@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
 from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.expert_blocks import block as block_of
 from tests.support import list_blocks, zoo
 from tests.support.differentiated import CASES, Case, kernel
 
@@ -233,7 +234,7 @@ def test_weights_that_change_before_the_backward_of_experts_are_refused(number: 
 
 def test_a_block_with_a_list_of_experts_has_the_originals_forward_where_something_is_transformed() -> None:
     blocks = kernel("FusedMoE").blocks
-    block, x = list_blocks.bound(kernel("FusedMoE"), list_blocks.block(Qwen3MoeSparseMoeBlock)), torch.zeros(2, 32)
+    block, x = list_blocks.bound(kernel("FusedMoE"), block_of(Qwen3MoeSparseMoeBlock)), torch.zeros(2, 32)
     x = x.to("npu")
     assert blocks.experts_of(block, x, 2) is not None
     with forward_ad.dual_level():

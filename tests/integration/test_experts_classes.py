@@ -15,8 +15,8 @@ import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.coverage import survey
 from kernels_ext_npu.references.fingerprints import is_experts_class
+from kernels_ext_npu.selftest.expert_modules import EXPERTS, inputs, instance
 from tests.support.counted import counted
-from tests.support.experts_classes import EXPERTS, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SERVED = [cls for cls in survey.classes(catalogue.EXPERTS) if is_experts_class(cls)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.norm_classes import exact, inputs, instance
 from torch import Tensor, nn
 from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
@@ -18,7 +19,6 @@ from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import COUNTED, KEPT
 from kernels_ext_npu.matching.lookup import find_reference
 from tests.support.counted import counted
-from tests.support.norm_classes import exact, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.delta_rule_truth import delta_rule, draw
+from kernels_ext_npu.selftest.delta_rule_formula import delta_rule, draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 BOTH = pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])

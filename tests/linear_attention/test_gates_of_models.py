@@ -6,9 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
-
 from tests.support.delta_rule_truth import delta_rule, draw
+from torch import Tensor
 
 CHUNK = 64
 ONE_STEP = -100.0 * torch.nn.functional.one_hot(torch.tensor(30), CHUNK).float()

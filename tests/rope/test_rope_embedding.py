@@ -21,8 +21,8 @@ from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from kernels_ext_npu.selftest.rotations import LAYER_TYPES, embedding
 from tests.support.counted import counted
-from tests.support.rotary_functions import LAYER_TYPES, embedding
 
 pytestmark = pytest.mark.usefixtures("registered")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

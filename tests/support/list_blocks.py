@@ -1,4 +1,4 @@
-"""Make small blocks with a list of experts, and compute their results."""
+"""Bind the kernel to small blocks with a list of experts, and compute their results."""
 
 from __future__ import annotations
 
@@ -9,34 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.references.expert_lists import (
-    MixtralSparseMoeBlock,
-    OlmoeSparseMoeBlock,
-    Qwen2MoeSparseMoeBlock,
-    Qwen3MoeSparseMoeBlock,
-)
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
+from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
+from kernels_ext_npu.selftest.expert_blocks import BLOCKS
 
-BLOCKS = {
-    Qwen3MoeSparseMoeBlock: "SparseMoEBlock",
-    Qwen2MoeSparseMoeBlock: "SparseMoEBlock",
-    OlmoeSparseMoeBlock: "SparseMoEBlock",
-    MixtralSparseMoeBlock: "SparseMoEBlock",
-    DeepseekV3MoE: "GatedMoEBlock",
-    DeepseekV2MoE: "GatedMoEBlock",
-}
-SIZE, INNER = 32, 32
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
 packed_or_not = pytest.mark.parametrize("packed", [True, False])
-
-
-def block(cls: type[nn.Module], experts: int = 8, top_k: int = 2) -> nn.Module:
-    """Make one with random weights, large enough for the experts to matter."""
-    torch.manual_seed(0)
-    module = cls(SIZE, experts, top_k, INNER)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module
 
 
 def bound(kernel: ModuleType, original: nn.Module, packed: bool = True) -> nn.Module:
@@ -55,10 +32,6 @@ def pack(gate: nn.Linear, up: nn.Linear) -> None:
         if pair[0] is not None:
             for parameter, half in zip(pair, torch.cat(pair).detach().chunk(2)):
                 parameter.data = half
-
-
-def inputs(tokens: int = 10, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(1, tokens, SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def results(module: nn.Module, x: Tensor) -> list[Tensor | None]:

@@ -19,7 +19,8 @@ from kernels import get_local_kernel
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution.variants import complete
-from tests.support.proofs import ROOT
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="session")

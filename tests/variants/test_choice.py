@@ -12,8 +12,8 @@ from kernels.variants import VariantAccepted, get_variants_local, parse_variant,
 
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution.variants import names
-from tests.support.proofs import ROOT
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 NOARCH = ["torch-npu", "torch-universal"]
 # of other machines; none of them is ours
 DECOYS = [

@@ -14,6 +14,7 @@ from kernels_ext_npu.cli.coverage import coverage
 from kernels_ext_npu.cli.demo import demo
 from kernels_ext_npu.cli.doctor import doctor
 from kernels_ext_npu.cli.inspect import inspect
+from kernels_ext_npu.cli.selftest import selftest
 from kernels_ext_npu.cli.verify import verify
 
 # what torchao says when transformers imports it, on every machine without CUDA
@@ -35,5 +36,5 @@ def main(show: Annotated[bool, typer.Option("--version", help="Print the version
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-for command in (demo, inspect, doctor, benchmark, bundle, coverage, verify):
+for command in (demo, inspect, doctor, selftest, benchmark, bundle, coverage, verify):
     app.command()(command)

@@ -144,36 +144,41 @@ def _compare(folder: Path, steps: int) -> Result:
     A rotary function with a kernel is one object for the process, and would serve the original too.
     """
     torch.manual_seed(0)
-    original = _load(folder)
+    original = load(folder)
     made = models.inputs(original.config)
-    expected, expected_tokens = _logits(original, made), _tokens(original, made)
-    _train(original, made)
+    expected, expected_tokens = logits(original, made), _tokens(original, made)
+    train(original, made)
     gradients = [parameter.grad for parameter in original.parameters()]
     expected_losses = _losses(original, made, steps)
 
-    model = _load(folder, device_map="npu", use_kernels=True)
+    model = load(folder, device_map="npu", use_kernels=True)
     moved = models.on("npu", made)
     report = kernels_ext_npu.report(model)
     with _count_calls(model, report) as norm_calls:
         softnpu.reset_counters()
-        found = _logits(model, moved)
+        found = logits(model, moved)
         calls = softnpu.counters()
-    logits = (found.cpu() - expected).abs().max() / expected.abs().max().clamp(min=1)
+    apart = (found.cpu() - expected).abs().max() / expected.abs().max().clamp(min=1)
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
     softnpu.reset_counters()
-    _train(model, moved)
+    train(model, moved)
     waits = softnpu.counters()[STREAM_SYNCS]
-    gradient = _gradient_difference(model, gradients)
+    gradient = gradient_difference(model, gradients)
     loss = _loss_difference(_losses(model, moved, steps), expected_losses) if steps else None
 
     kernels_ext_npu.restore(model.eval())
     softnpu.reset_counters()
-    _logits(model, moved)
+    logits(model, moved)
     before = _operators(softnpu.counters())
-    return Result(report, logits.item(), same_tokens, gradient, loss, norm_calls.total(), calls, before, waits)
+    return Result(report, apart.item(), same_tokens, gradient, loss, norm_calls.total(), calls, before, waits)
 
 
-def _load(folder: Path, **options: Any) -> Any:
+def load(folder: Path, **options: Any) -> Any:
+    """Load a checkpoint in float32.
+
+    Raises:
+        CannotRunError: it cannot be loaded.
+    """
     auto = models.loader(AutoConfig.from_pretrained(folder, local_files_only=True))
     try:
         return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
@@ -182,7 +187,8 @@ def _load(folder: Path, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def _logits(model: Any, made: models.Inputs) -> torch.Tensor:
+def logits(model: Any, made: models.Inputs) -> torch.Tensor:
+    """Return the logits of a forward without gradients."""
     return model(**made).logits
 
 
@@ -190,7 +196,7 @@ def _tokens(model: Any, made: models.Inputs) -> torch.Tensor:
     return model.generate(**made, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-def _train(model: nn.Module, made: models.Inputs) -> None:
+def train(model: nn.Module, made: models.Inputs) -> None:
     """Compute the gradients of one step, without what is drawn at random: two devices draw differently."""
     model.train()
     for module in model.modules():
@@ -226,7 +232,8 @@ def _count_calls(model: nn.Module, report: Report) -> Iterator[Counter[str]]:
         hook.remove()
 
 
-def _gradient_difference(model: nn.Module, expected: list[torch.Tensor | None]) -> float:
+def gradient_difference(model: nn.Module, expected: list[torch.Tensor | None]) -> float:
+    """Return the largest difference of a parameter's gradient, relative to that gradient."""
     gradients = ((a.grad, b) for a, b in zip(model.parameters(), expected))
     pairs = [(a.cpu(), b) for a, b in gradients if a is not None and b is not None]
     whole = torch.stack([b.norm() for _, b in pairs]).norm()

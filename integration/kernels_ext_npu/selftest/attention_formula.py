@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,14 +34,17 @@ def attention(
     return torch.stack(rows)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], key_lengths: list[int], *rest, **options) -> Tensor:
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], key_lengths: list[int], scale: float, **options: Any
+) -> Tensor:
     """Compute ``[T, N, D_v]`` of sequences that lie one behind the other."""
     parts = zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths))
     slopes = options.pop("slopes", None)
     found = []
     for i, part in enumerate(parts):
         own = slopes if slopes is None or slopes.dim() == 1 else slopes[i]
-        found.append(attention(*(t.unsqueeze(0) for t in part), *rest, slopes=own, **options)[0])
+        one, keys, values = (t.unsqueeze(0) for t in part)
+        found.append(attention(one, keys, values, scale, slopes=own, **options)[0])
     return torch.cat(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,14 @@ SIZE = 32
 
 def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
     """Make a small one with weights that are neither one nor zero."""
-    values = {"hidden_size": SIZE, "dim": SIZE, "hidden_dim": SIZE, "num_features": SIZE, "group_size": None}
-    required = {}
+    values: dict[str, Any] = {
+        "hidden_size": SIZE,
+        "dim": SIZE,
+        "hidden_dim": SIZE,
+        "num_features": SIZE,
+        "group_size": None,
+    }
+    required: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if name in values:
             required[name] = values[name]
@@ -27,8 +34,8 @@ def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
     module = cls(**required)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 + 0.3)
+        for weight in module.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5 + 0.3)
     return module
 
 
@@ -40,10 +47,12 @@ def inputs(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> list[Tensor]
 
 def exact(module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """Compute what the module computes, without any rounding but that of its weights."""
-    layer = find_reference(type(module)).layer(module)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    reference = find_reference(type(module))
+    assert reference is not None
+    layer = reference.layer(module)
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = None if layer == "RMSNormWeightless" else getattr(module, "weight", None)
-    if layer == "MambaRMSNormGated":
+    if layer == "MambaRMSNormGated" and gate is not None:
         x, gate = x * F.silu(gate), None
     y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     if weight is not None:

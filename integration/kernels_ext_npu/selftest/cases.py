@@ -1,0 +1,93 @@
+"""What a case is: a function or layer of a repository with arguments, and what it has to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_ext_npu.selftest import comparing
+from kernels_ext_npu.selftest.comparing import Difference, Results
+
+Arguments = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of a repository, how it is called, and its formula.
+
+    Attributes:
+        repository: the repository.
+        name: what its package exports.
+        call: takes the function and arguments on the NPU.
+        exact: takes the arguments on the host, in float64.
+        arguments: makes them, in float32.
+        at: which limit the arguments are at; nothing for those that every machine has to take.
+    """
+
+    repository: str
+    name: str
+    call: Callable[..., Any]
+    exact: Callable[..., Any]
+    arguments: Arguments
+    at: str = ""
+
+    @property
+    def title(self) -> str:
+        """What a report calls it."""
+        return f"{self.name}, {self.at}" if self.at else self.name
+
+    def compare(self, kernel: ModuleType, dtype: torch.dtype) -> Difference:
+        """Compute it on the NPU and on the host, and return how far they are apart."""
+        function = getattr(kernel, self.name)
+        arguments = comparing.rounded(self.arguments(), dtype)
+        found = comparing.results(lambda *t: self.call(function, *t), comparing.moved(arguments))
+        return comparing.difference(found, comparing.results(self.exact, comparing.doubled(arguments)))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a repository, and how it and what it takes the place of are computed.
+
+    Attributes:
+        repository: the repository.
+        name: what it is called in ``layers``.
+        compute: takes the class of the layer and a dtype, and returns what it gives and what it has to give.
+        of: what it takes the place of, where there are several.
+    """
+
+    repository: str
+    name: str
+    compute: Callable[[type, torch.dtype], tuple[Results, Results]]
+    of: str = ""
+
+    @property
+    def title(self) -> str:
+        """What a report calls it."""
+        return f"{self.name}, {self.of}" if self.of else self.name
+
+    @property
+    def at(self) -> str:
+        """Nothing: layers are called with one set of arguments."""
+        return ""
+
+    def compare(self, kernel: ModuleType, dtype: torch.dtype) -> Difference:
+        """Compute it on the NPU and on the host, and return how far they are apart."""
+        return comparing.difference(*self.compute(getattr(kernel.layers, self.name), dtype))
+
+
+Case = Function | Layer
+
+
+def drawn(*shapes: tuple[int, ...]) -> Arguments:
+    """Draw tensors, the same each time."""
+
+    def draw() -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+    return draw

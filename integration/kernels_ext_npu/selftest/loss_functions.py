@@ -1,0 +1,62 @@
+"""Losses of logits and of a head, with vocabularies at and around the pieces that they are computed in."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels_ext_npu.selftest.cases import Function, drawn
+
+ROWS, HIDDEN = 12, 32
+# words: pieces end at multiples of 128
+VOCABULARIES = {"": 40, "128 words": 128, "257 words": 257, "two words": 2, "50,257 words": 50257}
+
+
+def labels(words: int) -> Tensor:
+    """Draw a label for each row."""
+    return torch.randint(words, (ROWS,), generator=torch.Generator().manual_seed(0))
+
+
+def _of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    return _of_rows(hidden_states @ weight.mT + bias, labels)
+
+
+def _functions(at: str, words: int) -> list[Function]:
+    chosen = labels(words)
+    head = drawn((ROWS, HIDDEN), (words, HIDDEN), (words,))
+    of_head = partial(_of_head, labels=chosen)
+    return [
+        Function(
+            "CrossEntropy",
+            "cross_entropy",
+            lambda f, x: f(x, chosen.to(x.device), reduction="none"),
+            partial(_of_rows, labels=chosen),
+            drawn((ROWS, words)),
+            at,
+        ),
+        Function(
+            "CrossEntropy",
+            "linear_cross_entropy",
+            lambda f, h, w, b: f(h, w, chosen.to(h.device), b, reduction="none"),
+            of_head,
+            head,
+            at,
+        ),
+        Function(
+            "CrossEntropy",
+            "linear_log_probs",
+            lambda f, h, w, b: f(h, w, chosen.to(h.device), b),
+            lambda *t: -of_head(*t),
+            head,
+            at,
+        ),
+    ]
+
+
+FUNCTIONS = tuple(function for at, words in VOCABULARIES.items() for function in _functions(at, words))

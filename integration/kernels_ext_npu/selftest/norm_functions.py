@@ -1,0 +1,130 @@
+"""Norms, gated units and activations, with sizes at and around the limits of their operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from kernels_ext_npu.selftest.cases import Function, drawn
+
+HIDDEN, EPS, LIMIT = 32, 1e-6, 0.75
+# npu_rms_norm takes two to eight dimensions; rows of one element and of no power of two, as models have them
+ROWS = {
+    "": (6, HIDDEN),
+    "two elements a row": (5, 2),
+    "one row": (1, HIDDEN),
+    "an odd size": (3, 123),
+    "two beyond a block": (2, 130),
+    "a row of 8,192": (2, 8192),
+    "one dimension": (HIDDEN,),
+    "eight dimensions": (1, 2, 1, 2, 1, 2, 1, HIDDEN),
+    "nine dimensions": (1, 2, 1, 2, 1, 2, 1, 1, HIDDEN),
+    "70,000 rows": (70000, 8),
+}
+# two values less their mean are one and minus one; the gradient of a bias is a sum that is close to zero
+NOT_OF_LAYERS = ("two elements a row", "70,000 rows")
+# npu_swiglu_backward takes halves of whole blocks of 64 bytes: 16 values of float32, 32 of narrower dtypes
+UNITS = {
+    "": (6, 2 * HIDDEN),
+    "half a block in float32": (6, 16),
+    "a block in float32": (6, 32),
+    "one value beyond a block": (6, 66),
+    "one row": (1, 2 * HIDDEN),
+    "a row of 16,384": (2, 16384),
+    "eight dimensions": (1, 2, 1, 2, 1, 2, 1, 2 * HIDDEN),
+}
+VALUES = {"": (6, HIDDEN), "one value": (1,), "eight dimensions": (2,) * 8, "nine dimensions": (2,) * 9}
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return rms_norm(x + residual, weight), x + residual
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    apart = x - x.mean(-1, keepdim=True)
+    y = apart / (apart.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    return y if bias is None else y + bias
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer_norm(x + residual, weight, bias)
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a gated unit of an activation: of the first half, times the second."""
+
+    def unit(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return activation(gate) * up
+
+    return unit
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x / (1 + (-1.702 * x).exp())
+
+
+def clipped_swiglu(x: Tensor) -> Tensor:
+    return GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)  # type: ignore[arg-type]
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+
+
+def _norms() -> list[Function]:
+    calls: dict[str, tuple[Callable, Callable]] = {  # the rows come first, then vectors as long as a row
+        "rms_norm": (lambda f, x, w: f(x, w, EPS), rms_norm),
+        "add_rms_norm": (lambda f, x, r, w: f(x, r, w, EPS), add_rms_norm),
+        "layer_norm": (lambda f, x, w: f(x, w, None, EPS), layer_norm),
+        "add_layer_norm": (lambda f, x, r, w, b: f(x, r, w, b, EPS), add_layer_norm),
+    }
+    vectors = {"add_layer_norm": 2}
+
+    def shapes(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [*[shape] * (1 + ("add" in name)), *[shape[-1:]] * vectors.get(name, 1)]
+
+    return [
+        Function("RMSNorm", name, call, exact, drawn(*shapes(name, shape)), at)
+        for name, (call, exact) in calls.items()
+        for at, shape in ROWS.items()
+        if "layer" not in name or at not in NOT_OF_LAYERS
+    ]
+
+
+def _units() -> list[Function]:
+    calls: dict[str, tuple[Callable, Callable]] = {
+        "swiglu": (lambda f, x: f(x), gated(F.silu)),
+        "geglu": (lambda f, x: f(x), gated(gelu_tanh)),
+        "clamped_swiglu": (lambda f, x: f(x, limit=LIMIT), clamped_swiglu),
+        "clipped_swiglu": (lambda f, x: f(x), clipped_swiglu),
+    }
+    return [
+        Function("SwiGLU", name, call, exact, drawn(shape), at)
+        for name, (call, exact) in calls.items()
+        for at, shape in UNITS.items()
+    ]
+
+
+def _activations() -> list[Function]:
+    return [
+        Function("Activation", exact.__name__, lambda f, x: f(x), exact, drawn(shape), at)
+        for exact in (gelu_tanh, quick_gelu)
+        for at, shape in VALUES.items()
+    ]
+
+
+FUNCTIONS = (*_norms(), *_units(), *_activations())

@@ -1,0 +1,55 @@
+"""Linear layers, and those with adapters of low rank, one by one and several of one input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels_ext_npu.selftest.cases import Function, drawn
+
+TOKENS, INPUTS, OUTPUTS, RANK, SCALE = 12, 32, 48, 4, 2.0
+LEADING = {"": (2, TOKENS), "one token": (1,), "one dimension": (), "four dimensions": (2, 1, 3)}
+# exact in 16 bits: it is no argument, so that nothing asks for its gradient
+FROZEN = torch.linspace(-1, 1, OUTPUTS * INPUTS).view(OUTPUTS, INPUTS).mul(64).round().div(64)
+
+
+def _adapter(function: Callable, a: Tensor, b: Tensor) -> Any:
+    return function.__globals__["Adapter"](a, b, SCALE)
+
+
+def _adapted(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return function(x, FROZEN.to(x), None, [_adapter(function, a, b)])
+
+
+def _adapted_together(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return function(x, [(FROZEN.to(x), None, _adapter(function, a, b))] * 2)
+
+
+def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, FROZEN.to(x)) + SCALE * F.linear(F.linear(x, a), b)
+
+
+def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
+    x = (*leading, INPUTS)
+    layer = drawn(x, (OUTPUTS, INPUTS), (OUTPUTS,))
+    adapter = drawn(x, (RANK, INPUTS), (OUTPUTS, RANK))
+    return [
+        Function("Linear", "linear", lambda f, *t: f(*t), F.linear, layer, at),
+        Function(
+            "Linear",
+            "linears",
+            lambda f, x, w, b: f(x, [w, w], [b, None]),
+            lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)),
+            layer,
+            at,
+        ),
+        Function("Linear", "lora_linear", _adapted, _exactly_adapted, adapter, at),
+        Function("Linear", "lora_linears", _adapted_together, lambda *t: [_exactly_adapted(*t)] * 2, adapter, at),
+    ]
+
+
+FUNCTIONS = tuple(function for at, leading in LEADING.items() for function in _functions(at, leading))

@@ -1,0 +1,114 @@
+"""What is said of a selftest: a table for people, and JSON that can be attached to an issue."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kernels_ext_npu.doctor.secrecy import HIDDEN, hide
+from kernels_ext_npu.selftest.run import Outcome
+
+FORMAT = 1  # of the JSON
+_PATH = re.compile(r"(?<![\w.])(?:~|/[\w.+@-]+)(?:/[\w.+@-]+)+/?")
+_HEADINGS = ("pieces", "forward", "backward", "peak MB", "host waits", "agree")
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return every figure, and nothing that tells whose machine it was: no path, name, token or address."""
+    rows = []
+    for identity in outcome.ids:
+        repository, title, dtype = identity.split(" | ")
+        rows.append({"of": repository, "what": title, "dtype": dtype} | outcome.rows.get(identity, {"agrees": False}))
+    return clean(
+        {
+            "format": FORMAT,
+            "machine": outcome.machine,
+            "quick": outcome.quick,
+            "agrees": outcome.agrees,
+            "results": [{key: _finite(value) for key, value in row.items()} for row in rows],
+        }
+    )
+
+
+def clean(value: Any) -> Any:
+    """Return a value without secrets, paths and names of this machine and its user in its strings."""
+    return _without_paths(hide(value))
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """Print a row for each repository and dtype, what does not agree, and what it ran on."""
+    console.print(_table(outcome))
+    console.print(_verdict(outcome))
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
+    table.add_column(no_wrap=True)
+    for heading in _HEADINGS:
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for identity in outcome.ids:
+        repository, _, dtype = identity.split(" | ")
+        groups.setdefault(f"{repository}, {dtype}", []).append(outcome.rows[identity])
+    for group, rows in groups.items():
+        agree = sum(row["agrees"] for row in rows)
+        waits = [sum(row["waits"]) for row in rows if "waits" in row]
+        table.add_row(
+            group,
+            str(len(rows)),
+            *(f"{max((row[key] for row in rows if key in row), default=0):.1e}" for key in ("forward", "backward")),
+            f"{max((row.get('peak_bytes', 0) for row in rows), default=0) / 1e6:.1f}",
+            str(sum(waits)) if waits else "–",
+            Text(f"{agree} of {len(rows)}", style="green" if agree == len(rows) else "bold red"),
+        )
+    return table
+
+
+def _verdict(outcome: Outcome) -> RenderableType:
+    lines = []
+    for identity in outcome.ids:
+        row = outcome.rows[identity]
+        if row["agrees"]:
+            continue
+        said = row.get("error") or (
+            f"forward {row['forward']:.1e}, backward {row['backward']:.1e}, where {row['tolerance']:.1e} is allowed"
+        )
+        lines.append(Text(f"{identity.replace(' | ', ', ')}: {clean(said)}", style="red"))
+    count = len(lines)
+    machine = outcome.machine
+    what = "the software device, no card" if machine.get("device") == "software device" else f"{machine.get('chip')}"
+    agrees = f"all {len(outcome.ids)} agree" if not count else f"{count} of {len(outcome.ids)} do not agree"
+    lines.append(Text(f"On {what}: {agrees}.", style="bold green" if not count else "bold red"))
+    return Group(*lines)
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        value = _PATH.sub(lambda path: f"…/{path[0].rstrip('/').rpartition('/')[2]}", value)
+        for own in filter(None, (platform.node(), _user(), Path.home().name)):
+            if len(own) > 3 and own not in ("root",):
+                value = re.sub(rf"\b{re.escape(own)}\b", HIDDEN, value)
+        return value
+    if isinstance(value, dict):
+        return {key: _without_paths(entry) for key, entry in value.items()}
+    return [_without_paths(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no entry for this user
+        return None
+
+
+def _finite(value: Any) -> Any:
+    """Return what JSON can hold: a difference that is no number is a word."""
+    return str(value) if isinstance(value, float) and value in (float("inf"), float("-inf")) else value

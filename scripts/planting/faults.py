@@ -1,0 +1,169 @@
+"""List faults of one per cent, one forward and one backward for each operator that kernels call or formula they write.
+
+A fault is a line of a kernel, and what takes its place. Where torch_npu or torch computes a gradient by itself, the
+result gets a gradient that is too large, and keeps its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIANT = "torch-npu"  # what is taken where torch is that of the tests
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in a file of a repository.
+
+    Attributes:
+        repository: the repository.
+        file: the file in it.
+        what: what becomes too large.
+        before: a text that is in the file.
+        after: what takes its place.
+    """
+
+    repository: str
+    file: str
+    what: str
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        """What it is called on a line."""
+        return f"{self.repository}/{self.file}: {self.what}"
+
+    def plant(self, root: Path) -> None:
+        """Write it into the copy of a tree, into the source and what is built of it where that is there.
+
+        Raises:
+            ValueError: the file does not have the line any more.
+        """
+        (package,) = {path.parent.name for path in root.glob(f"{self.repository}/torch-ext/*/{self.file}")} or {""}
+        paths = [root / self.repository / "build" / VARIANT / self.file]
+        if package:
+            paths.append(root / self.repository / "torch-ext" / package / self.file)
+        for path in paths:
+            source = path.read_text("utf-8")
+            if self.before not in source:
+                raise ValueError(f"{self.name}: the file does not have {self.before!r}")
+            path.write_text(source.replace(self.before, self.after), "utf-8")
+
+
+def _more(repository: str, file: str, what: str, expression: str, within: str = "{}") -> Fault:
+    """Make a value larger: ``expression`` becomes ``1.01 * expression`` in the line that ``within`` says."""
+    return Fault(repository, file, what, within.format(expression), within.format(f"1.01 * {expression}"))
+
+
+def _steeper(repository: str, file: str, what: str, indent: int, expression: str) -> Fault:
+    """Make the gradient of what is returned larger, and leave the value."""
+    space = " " * indent
+    return Fault(
+        repository,
+        file,
+        what,
+        f"{space}return {expression}\n",
+        f"{space}y = {expression}\n{space}return y + 0.01 * (y - y.detach())\n",
+    )
+
+
+FAULTS = (
+    _more("RMSNorm", "functional.py", "the norm", "torch.ops.npu.npu_rms_norm(", "    return {}"),
+    _steeper(
+        "RMSNorm",
+        "functional.py",
+        "the gradient of the norm",
+        4,
+        "torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]",
+    ),
+    Fault(
+        "RMSNorm",
+        "functional.py",
+        "the norm of a sum in inference",
+        "normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)\n",
+        "normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)\n"
+        "        normed = 1.01 * normed\n",
+    ),
+    _more("RMSNorm", "layer_norm.py", "the layer norm", "F.layer_norm(hidden_states, size, weight", "return {}"),
+    _steeper(
+        "RMSNorm",
+        "layer_norm.py",
+        "the gradient of the layer norm",
+        8,
+        "F.layer_norm(hidden_states, size, weight, bias, eps).to(dtype)  # autocast gives float32",
+    ),
+    _more(
+        "RMSNorm",
+        "layer_norm.py",
+        "the layer norm of a sum in inference",
+        "torch.ops.npu.npu_add_layer_norm(",
+        "return {}",
+    ),
+    Fault(
+        "RMSNorm",
+        "layer_norm.py",
+        "the layer norm of a sum in training",
+        "        ctx.save_for_backward(total, mean, rstd, weight, bias)\n",
+        "        ctx.save_for_backward(total, mean, rstd, weight, bias)\n        y = 1.01 * y\n",
+    ),
+    _more("RMSNorm", "layer_norm.py", "the gradient of the layer norm of a sum", "grad, total, weight.shape"),
+    _more("SwiGLU", "functional.py", "SwiGLU", "torch.ops.npu.npu_swiglu(gate, -1)"),
+    _steeper("SwiGLU", "functional.py", "the gradient of SwiGLU", 12, "torch.ops.npu.npu_swiglu(gate, -1)"),
+    _more("SwiGLU", "operators.py", "SwiGLU in an MLP", "torch.ops.npu.npu_swiglu(x, -1)"),
+    _more("SwiGLU", "operators.py", "its gradient in an MLP", "torch.ops.npu.npu_swiglu_backward(grad, x, -1)"),
+    _more("SwiGLU", "operators.py", "the gradient of GeGLU", "torch.ops.npu.npu_geglu_grad(grad", "return {}"),
+    _more("SwiGLU", "clamped.py", "the clamped SwiGLU", "launch_clipped_swiglu(", "return {}"),
+    _more("SwiGLU", "clamped.py", "its gradient", "torch.ops.npu.npu_swiglu_backward(grad"),
+    _more("SwiGLU", "clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),
+    _more("SwiGLU", "clipped.py", "its gradient", "grad * clipped * sigmoid"),
+    _more("RoPE", "rotation.py", "a rotation", "torch.ops.npu.npu_rotary_mul(x"),
+    _more("RoPE", "pairs.py", "the rotation of keys", "torch.ops.npu.npu_rotary_mul(k"),
+    _more("RoPE", "rotation.py", "the gradient of a rotation", "torch.ops.npu.npu_rotary_mul_backward("),
+    _more("FusedMoE", "grouped_products.py", "a grouped product", "y if tail is None", "return {}"),
+    _more("FusedMoE", "grouped_products.py", "the gradient of a weight", "sum_over_rows(x, grad, counts)"),
+    _more("FusedMoE", "permutation.py", "the sum of experts", "torch.ops.npu.npu_moe_token_unpermute("),
+    _more("FusedMoE", "permutation.py", "the gradient of tokens", "torch.ops.npu.npu_moe_token_permute_grad("),
+    _more("FusedMoE", "gates.py", "the gate of experts", "torch.ops.npu.npu_swiglu("),
+    _more("FusedMoE", "gates.py", "its gradient", "torch.ops.npu.npu_swiglu_backward("),
+    _more("FusedMoE", "gating.py", "the weights of a sigmoid router", "weights, experts.long()", "return {}"),
+    _more("FusedMoE", "gating.py", "their gradient", "torch.ops.aten._softmax_backward_data(grad, weights"),
+    _more(
+        "FusedMoE",
+        "router.py",
+        "the weights of a softmax router",
+        "weights / weights.sum(-1, keepdim=True)",
+        "return {}",
+    ),
+    _more("FusedMoE", "router.py", "their gradient", "grad, None, None", "return {}"),
+    _more("FlashAttention", "operators.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
+    Fault(
+        "FlashAttention",
+        "operators.py",
+        "the gradient of attention",
+        "def launch(\n",
+        "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
+        "def _launch(\n",
+    ),
+    _more("FlashAttention", "decoding.py", "attention of one token", "torch.ops.npu.npu_fused_infer_attention_score("),
+    _more("CrossEntropy", "rows.py", "the loss of logits", "torch.where(labels == objective", "return {}"),
+    _more("CrossEntropy", "rows.py", "its gradient", "d_logits, None", "return {}"),
+    _more("CrossEntropy", "linear.py", "the loss of a head", "torch.where(labels == objective", "return {}"),
+    _more("CrossEntropy", "linear.py", "its gradient", "found[0].to(hidden_states.dtype)"),
+    _more("LinearAttention", "delta_rule.py", "a delta rule", "out, states[-1].last.clone()", "return {}"),
+    _more("LinearAttention", "delta_rule.py", "its gradients", "_joined(list(one)[::-1])"),
+    _more("LinearAttention", "convolution.py", "a convolution", "_activated(y[..., :length]", "return {}"),
+    _more("LinearAttention", "convolution.py", "a convolution's update", "_activated(y[..., -length:]", "return {}"),
+    _steeper(
+        "LinearAttention",
+        "convolution.py",
+        "the gradient of a convolution",
+        4,
+        "_activated(y[..., :length], activation).to(x.dtype)",
+    ),
+    _more("Activation", "functional.py", "the quick GELU", "torch.ops.npu.npu_fast_gelu("),
+    _more("Activation", "functional.py", "its gradient", "torch.ops.npu.npu_fast_gelu_backward("),
+    _more("Activation", "functional.py", "GELU", 'F.gelu(x, approximate="tanh")'),
+    _steeper("Activation", "functional.py", "the gradient of GELU", 4, 'F.gelu(x, approximate="tanh")'),
+)

@@ -1,0 +1,151 @@
+"""``kernels-ext-npu selftest``: it finds faults, crashes and hangs, and its report names nobody."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from build import ROOT
+from typer.testing import CliRunner
+
+from kernels_ext_npu import cli, sources
+from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.selftest import comparing, functions, layers, report, run, waits, work
+from planting.faults import FAULTS, VARIANT, Fault
+
+CRASH = Fault("Activation", "functional.py", "", '    _check("quick_gelu", x)', "    import os\n\n    os.abort()")
+HANG = Fault("Activation", "functional.py", "", '    _check("gelu_tanh", x)', "    import time\n\n    time.sleep(600)")
+
+
+def copied(folder: Path, *faults: Fault, repositories=REPOSITORIES) -> Path:
+    """Copy the variant of this machine of some repositories, and plant faults."""
+    for name in repositories:
+        shutil.copytree(ROOT / name / "build" / VARIANT, folder / name / "build" / VARIANT)
+    for fault in faults:
+        fault.plant(folder)
+    return folder
+
+
+def seen(fault: Fault, folder: Path) -> list[str]:
+    """The tests of the repository, in float32, that see a fault, up to the first."""
+    copied(folder, fault, repositories=[fault.repository])
+    kernel = sources.load_package(folder, fault.repository)
+    cases = [case for case in (*functions.FUNCTIONS, *layers.CASES) if case.repository == fault.repository]
+    tolerance = comparing.TOLERANCE[torch.float32]
+    dtypes = torch.float32, torch.bfloat16
+    for case in sorted(cases, key=lambda case: (case.at != "", isinstance(case, layers.Layer))):
+        for dtype in dtypes:
+            tolerance = comparing.TOLERANCE[dtype]
+            if not case.compare(kernel, dtype).largest <= tolerance:
+                return [case.title]
+    return []
+
+
+def test_every_function_and_layer_is_tested_in_three_dtypes() -> None:
+    ids = work.pieces(quick=False)
+    assert len(ids) == 3 * (len(functions.FUNCTIONS) + len(layers.CASES)) + 10
+    quick = work.pieces(quick=True)
+    assert set(quick) < set(ids)
+    assert {identity.split(" | ")[0] for identity in quick} == {*REPOSITORIES, "models"}
+
+
+def test_all_repositories_have_faults_forward_and_backward() -> None:
+    for name in REPOSITORIES:
+        backward = {"gradient" in fault.what for fault in FAULTS if fault.repository == name}
+        assert backward == {True, False}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_of_one_per_cent_is_seen(tmp_path, fault: Fault) -> None:
+    assert seen(fault, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "larger"),
+    [
+        (torch.tensor([1.0, 1.02]), True),
+        (torch.tensor([1.0, math.nan]), True),
+        (torch.tensor([1.0, 1.0 + 1e-7]), False),
+    ],
+)
+def test_differences_are_relative_and_a_nan_is_one(wrong, larger) -> None:
+    exact = [torch.ones(2, dtype=torch.float64)]
+    difference = comparing.difference(comparing.Results([wrong], []), comparing.Results(exact, []))
+    assert (difference.largest > comparing.TOLERANCE[torch.float32]) == larger
+
+
+def test_a_crash_has_a_name_and_the_rest_goes_on(tmp_path) -> None:
+    """The process that goes on is another one, which does what the first did not."""
+    told = []
+    outcome = run.run(
+        str(copied(tmp_path, CRASH)),
+        quick=True,
+        only=["gelu, float32", "swiglu, float32"],
+        tell=lambda done, total, what: told.append((done, total, what)),
+    )
+    failed = {identity: row["error"] for identity, row in outcome.rows.items() if not row["agrees"]}
+    assert failed == {"Activation | quick_gelu | float32": "its process crashed: SIGABRT"}
+    assert len(outcome.ids) == 3 + 1 == len(told)
+    assert told[-1] == (3, 4, "SwiGLU | clipped_swiglu | float32")
+    assert not outcome.agrees
+
+
+@pytest.mark.long
+def test_a_hang_is_ended_and_the_rest_goes_on(tmp_path) -> None:
+    outcome = run.run(str(copied(tmp_path, HANG)), quick=True, only=["Activation, "], limit=5.0)
+    failed = {identity: row["error"] for identity, row in outcome.rows.items() if not row["agrees"]}
+    assert set(failed.values()) == {"did not end within 5 s"}
+    assert {identity.split(" | ")[1] for identity in failed} == {"gelu_tanh"}
+    assert len(outcome.rows) == 4
+
+
+@pytest.mark.long
+def test_the_command_agrees_here_and_its_report_names_nobody(tmp_path) -> None:
+    path = tmp_path / "report.json"
+    result = CliRunner().invoke(cli.app, ["selftest", "--output", str(path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert "On the software device, no card: all " in result.output
+    written = path.read_text()
+    assert str(Path.home()) not in written
+    assert "/" not in written.replace("torch_npu", "")
+    found = json.loads(written)
+    assert found["machine"]["device"] == "software device"
+    assert all(row["agrees"] and row["backward"] >= 0 and row["peak_bytes"] >= 0 for row in found["results"])
+
+
+@pytest.mark.long
+def test_nothing_to_test_is_said() -> None:
+    with pytest.raises(run.CannotTestError, match="there is no test whose name has flux in it"):
+        run.run(quick=True, only=["flux"])
+
+
+def test_a_report_has_no_path_name_or_token(monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
+    said = f"OSError: {Path.home()}/models/own.safetensors with hf_abcdefghijkl of ~/.cache/x, at {ROOT}/RMSNorm"
+    outcome = run.Outcome(quick=True, ids=["RMSNorm | rms_norm | float32"])
+    outcome.rows = {outcome.ids[0]: {"agrees": False, "error": said, "forward": math.inf}}
+    written = json.dumps(report.to_json(outcome))
+    for secret in (str(Path.home()), "models/own", "hf_abcdefghijkl", ".cache", str(ROOT), f"/{getpass.getuser()}/"):
+        assert secret not in written
+    assert "own.safetensors" in written
+    assert json.loads(written)["results"][0]["forward"] == "inf"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x + 1],
+    ids=["item", "bool", "nonzero", "mask", "nothing"],
+)
+def test_the_profiler_sees_the_waits_that_the_software_device_counts(read) -> None:
+    x = torch.ones(4, device="npu")
+    read(x)
+    with waits.counted() as counted:
+        read(x)
+    with waits.profiled() as profiled:
+        read(x)
+    assert profiled.number == counted.number

@@ -33,7 +33,7 @@ def report(mixture) -> dict:
 def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
     result, _ = mixture
     assert result.exit_code == 0, result.stderr
-    assert {row["kernel"] for row in report["results"]} == {"RMSNorm", "RoPE", "FusedMoE", "layer"}
+    assert {row["kernel"] for row in report["results"]} == {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "layer"}
     assert {row["name"] for row in rows(report, kernel="FusedMoE")} == {"Qwen3MoeExperts", "Qwen3MoeTopKRouter"}
     for provider in ("transformers", "kernels-ext-npu"):
         assert not [row for row in rows(report, provider=provider) if "refused" in row]

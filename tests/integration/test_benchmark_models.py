@@ -55,6 +55,17 @@ def test_the_table_has_every_kind_of_kernel() -> None:
     assert wanted | {"SoftmaxTopKRouter", "RotaryPosEmb", "RotaryPosEmbPartial", "RotaryPosEmbHalfWidth"} <= layers
 
 
+def test_attention_is_compared_by_what_it_gives_its_layer(tmp_path: Path) -> None:
+    """Eager attention, all that gpt-oss has in transformers, gives the scores besides, which no operator does."""
+    options = ["--dtype", "bf16", "--tokens", 64, "--kernel", "FlashAttention", "--json", "--shrink", 1]
+    sizes = {"hidden_size": 384, "num_attention_heads": 8, "num_local_experts": 4}  # those of an eighth of 20b
+    result = run("--model", write_config(tmp_path, "gpt_oss", **sizes), *options)
+    assert result.exit_code == 0, result.output
+    original, ours = (rows(json.loads(result.stdout), provider=name) for name in ("transformers", "kernels-ext-npu"))
+    assert len(original) == len(ours) == 5  # prefill, decoding, and three directions of training
+    assert all(other["launches"] < one["launches"] for one, other in zip(original, ours))
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text", "bamba", "llama4_text", "glm4_moe", "mistral"])
 def test_a_config_of_any_model_keeps_a_layer_of_each_kind(tmp_path: Path, model_type) -> None:
     path = write_config(tmp_path, model_type, num_hidden_layers=12)

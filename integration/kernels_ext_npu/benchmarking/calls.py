@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kernels_ext_npu.benchmarking.models import Model
-from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.patches import Patches
 
 SEQUENCES = 32  # in decoding
+REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class Call:
         args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=is_leaf)
         return args, kwargs, leaves
 
+    def outputs(self, result: Any) -> list[Tensor]:
+        """Return the tensors that a call gave; of attention without scores, which eager attention gives unasked."""
+        if self.kernel == REPOSITORIES[IMPLEMENTATION] and isinstance(result, tuple):
+            result = result[0]
+        return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+
     def shapes(self) -> list[list[int]]:
         """Return the shapes of the tensors that it is given; a cache counts for none."""
         leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda value: isinstance(value, Cache))
@@ -156,12 +163,13 @@ def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
 def _calls(model: PreTrainedModel) -> Iterator[Call]:
     """Find the calls that a kernel may serve, and that of the last layer, without their arguments."""
     for row in report(model):
-        if row.kernel not in LAYERS or not row.is_candidate:
+        # a model that was made without kernels has chosen its attention, and is no candidate for another
+        if row.kernel not in REPOSITORIES or not (row.is_candidate or row.kernel == IMPLEMENTATION):
             continue
         use = None
         if row.function is not None:
             use = next(use for use in uses(type(model.get_submodule(row.module))) if use.name == row.function)
-        yield Call(LAYERS[row.kernel], row.class_name, row.path, use)
+        yield Call(REPOSITORIES[row.kernel], row.class_name, row.path, use)
     count = model.config.num_hidden_layers
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     for path, layers in list(lists.items())[:1]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch_npu
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import softnpu
 from kernels_ext_npu.benchmarking.calls import Call
@@ -62,7 +61,7 @@ class Work:
         args, kwargs, _ = prepared
         with torch.set_grad_enabled(self.training):
             result = self.call.target(self.model)(*args, **kwargs)
-        return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        return self.call.outputs(result)
 
     def backward(self, outputs: list[Tensor]) -> None:
         torch.autograd.backward([output for output in outputs if output.requires_grad], self.gradients)

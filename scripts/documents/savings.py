@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import softnpu  # noqa: F401  before torch
-from kernels_ext_npu.inspection import plotting, subject
+from kernels_ext_npu.inspection import decoding, plotting, subject
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.inspecting import Inspection, inspect
 from kernels_ext_npu.inspection.roofline import SOCS
@@ -15,9 +15,10 @@ MODELS = ("Qwen3-8B", "Gemma-3-12B", "Qwen3-30B-A3B", "gpt-oss-20b")
 PICTURE = {"docs/qwen3-30b-a3b.png": "Qwen3-30B-A3B"}
 
 _HEADINGS = {
-    "en": ["", "launches", "GB that move", "host waits", "peak GB"],
-    "zh": ["", "下发次数", "访存 GB", "主机等待", "峰值 GB"],
+    "en": ["", "launches", "GB that move", "host waits", "peak GB", "launches of a token"],
+    "zh": ["", "下发次数", "访存 GB", "主机等待", "峰值 GB", "每个 token 的下发次数"],
 }
+_GRAPHS = {"en": "in graphs", "zh": "用图"}
 _PHASES = {
     "en": {"forward": "forward", "step": "training step"},
     "zh": {"forward": "前向", "step": "训练步"},
@@ -31,7 +32,8 @@ def table(language: str) -> str:
     for model in MODELS:
         before, after = (variant.counts for variant in inspected(model).variants)
         for phase, name in _PHASES[language].items():
-            lines.append(f"| {model}, {name} | {' | '.join(_cells(before[phase], after[phase]))} |")
+            token = _token(model, language) if phase == "forward" else ""
+            lines.append(f"| {model}, {name} | {' | '.join(_cells(before[phase], after[phase]))} | {token} |")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -45,6 +47,22 @@ def draw(root: Path) -> None:
 def inspected(model: str) -> Inspection:
     """Inspect the whole of a model that is known by name."""
     return inspect(subject.find(model), SOCS["910b"])
+
+
+@cache
+def decoded(model: str) -> Inspection:
+    """Inspect a step of decoding of the whole of a model."""
+    return inspect(subject.find(model), SOCS["910b"], decode=True)
+
+
+def _token(model: str, language: str) -> str:
+    """Write the launches of a step with a static cache, and the graphs that it is."""
+    before, after = (variant.counts[decoding.STATIC] for variant in decoded(model).variants)
+    assert before is not None
+    assert after is not None
+    launches = f"{_number(before.launches.total())} → {_number(after.launches.total())}"
+    replays = decoding.replays(decoding.STATIC, after)
+    return f"{launches}; {_GRAPHS[language]} {replays}" if replays else launches
 
 
 def _cells(before: Counts | None, after: Counts | None) -> list[str]:

@@ -59,6 +59,21 @@ def test_one_launch_gives_the_values_of_two_and_leaves_q_and_k(kernel, dtype, ba
     assert softnpu.counters() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cos_that_holds_each_angle_once_is_not_made_twice_as_wide(kernel, dtype) -> None:
+    """As gpt-oss has it: one launch in place of four, in every layer."""
+    x = torch.empty(1, dtype=dtype, device="npu")
+    positions = torch.tensor([[7], [300]], device="npu")
+    cos, sin = kernel.layers.RotaryEmbeddingHalfWidth.forward(embedding(64), x, positions)
+    q, k = (heads(2, count, 64, dtype) for count in (6, 2))
+    rotate = kernel.layers.RotaryPosEmbHalfWidth()
+    rotate(q, k, cos, sin)
+    softnpu.reset_counters()
+    found = rotate(q, k, cos, sin)
+    assert softnpu.counters() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
+    assert all(map(torch.equal, found, rotate(q, k, cos.clone(), sin.clone())))
+
+
 def test_one_row_of_positions_serves_a_batch(kernel) -> None:
     cos, sin = tables(kernel, 64, torch.float32, torch.tensor([[11]]))
     q, k = heads(3, 4, 64, torch.float32), heads(3, 1, 64, torch.float32)

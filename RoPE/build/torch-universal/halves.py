@@ -7,8 +7,10 @@ from torch import Tensor
 
 from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
 from .layer import Layer, Pair
+from .one_token import rotate_one_token
 from .pairs import rotate_both
 from .rotation import check, rotate, rotate_part
+from .transforms import is_transformed
 
 
 class RotaryPosEmb(Layer):
@@ -56,6 +58,10 @@ class RotaryPosEmbHalfWidth(Layer):
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         check(cos, sin, times=2, q=q, k=k)
+        if cos.shape[-2:-1] == (1,) and not torch.compiler.is_compiling() and not is_transformed():
+            together = rotate_one_token(q, k, cos, sin, unsqueeze_dim)
+            if together is not None:
+                return together
         return apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim)
 
 

@@ -22,26 +22,28 @@ _WIDEST_TOGETHER, _BYTES_TOGETHER = 128, 64
 _MADE, _TABLE = "_rope_made", "_rope_table"
 
 
-def note_equal_halves(cos: Tensor, sin: Tensor) -> None:
-    """Note that cos and sin, ``[B, 1, D]``, hold each angle twice, and whether a graph makes them."""
+def note_made(cos: Tensor, sin: Tensor, times: int) -> None:
+    """Note how often cos and sin, ``[B, 1, D]`` or ``[B, 1, D/2]``, hold each angle, and whether a graph makes them."""
     if not torch.compiler.is_compiling():
-        setattr(cos, _MADE, (sin, capturing()))
+        setattr(cos, _MADE, (sin, capturing(), times))
 
 
 def rotate_one_token(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Rotate q and k without a gradient; None where the operator does not take them.
+    """Rotate q and k where no gradient is needed; None where one is, or the operator does not take them.
 
     Args:
         q: ``[B, N, 1, D]``, or ``[B, 1, N, D]`` with unsqueeze_dim 2.
         k: likewise.
-        cos: ``[B, 1, D]`` or ``[1, 1, D]``, as its maker noted it.
+        cos: ``[B or 1, 1, D or D/2]``, as its maker noted it.
         sin: likewise.
         unsqueeze_dim: where cos and sin would get the dimension of the heads.
     """
     made = getattr(cos, _MADE, None)
-    if made is None or made[0] is not sin or made[1] is not capturing():
+    if made is None or made[0] is not sin or made[1] is not capturing() or cos.is_inference():
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, cos, sin)):
         return None
     key = (type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim)
     kept = getattr(cos, _TABLE, None)
@@ -60,7 +62,7 @@ def _table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -
     """Return which row of a table each sequence has, ``[B]``, and the table, ``[B or 1, D]``: halves of cos and sin."""
     if not _fits(q, k, cos, sin, unsqueeze_dim):
         return None
-    rows, half = cos.shape[0], cos.shape[-1] // 2
+    rows, half = cos.shape[0], q.shape[-1] // 2
     batch, device = q.shape[0], q.device
     positions = torch.arange(batch, device=device) if rows == batch else torch.zeros(batch, dtype=int, device=device)
     return positions, torch.cat((cos[:, 0, :half], sin[:, 0, :half]), -1)
@@ -69,6 +71,7 @@ def _table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
     """Tell whether ``npu_mrope`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
     dtype, device, size = q.dtype, q.device, q.shape[-1]
+    width = size // 2 * getattr(cos, _MADE)[2]
     return (
         unsqueeze_dim in (1, 2)
         and device.type == "npu"
@@ -76,9 +79,9 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) ->
         and dtype is k.dtype is cos.dtype is sin.dtype
         and device == k.device == cos.device == sin.device
         and q.dim() == k.dim() == 4
-        and size == k.shape[-1] == cos.shape[-1] <= _WIDEST_TOGETHER
+        and size == k.shape[-1] <= _WIDEST_TOGETHER
         and size * q.element_size() % _BYTES_TOGETHER == 0
-        and cos.shape == sin.shape in {(1, 1, size), (q.shape[0], 1, size)}
+        and cos.shape == sin.shape in {(1, 1, width), (q.shape[0], 1, width)}
         and q.shape[0] == k.shape[0]
         and q.shape[3 - unsqueeze_dim] == k.shape[3 - unsqueeze_dim] == 1
         and _are_rows(q, unsqueeze_dim)

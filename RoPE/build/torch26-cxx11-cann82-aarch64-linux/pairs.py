@@ -35,9 +35,8 @@ def rotate_both(
     if torch.compiler.is_compiling() or is_transformed():
         layout = None
     else:
-        if cos.shape[-2:-1] == (1,) and not interleaved and not cos.is_inference():
-            needs_grad = enabled and any(tensor.requires_grad for tensor in (q, k, cos, sin))
-            together = None if needs_grad else rotate_one_token(q, k, cos, sin, unsqueeze_dim)
+        if cos.shape[-2:-1] == (1,) and not interleaved:
+            together = rotate_one_token(q, k, cos, sin, unsqueeze_dim)
             if together is not None:
                 return together
         layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .frequencies import frequencies_of, scale_of
 from .layer import Layer, Pair
-from .one_token import note_equal_halves
+from .one_token import note_made
 from .transforms import is_transformed
 
 
@@ -115,8 +115,8 @@ def _made(
         angles = position_ids[..., None, None].float() * frequencies
         cos, sin = tables(angles, scale_of(module, layer_type), dtype)
         cos, sin = cos.flatten(-2), sin.flatten(-2)
-        if spread in (_twice, _twice_learned) and position_ids.shape[-1] == 1:
-            note_equal_halves(cos, sin)
+        if spread is not _each_twice and position_ids.shape[-1] == 1:
+            note_made(cos, sin, times=1 if spread is _once else 2)
         return cos, sin
 
 

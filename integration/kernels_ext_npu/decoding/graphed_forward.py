@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from kernels_ext_npu.decoding import python_state
 from kernels_ext_npu.decoding.capturing import CaptureError, place
@@ -109,7 +106,7 @@ class _Step:
         npu = torch.get_device_module("npu")
         graph = npu.NPUGraph()
         try:
-            with _steady_windows(self._cache), npu.graph(graph, pool=pool):
+            with npu.graph(graph, pool=pool):
                 self._output = self._model(**inputs)
         except Exception as error:
             raise CaptureError(
@@ -146,27 +143,3 @@ def _description(leaf: Any) -> object:
 
 def _copied(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, value)
-
-
-@contextlib.contextmanager
-def _steady_windows(cache: Cache) -> Iterator[None]:
-    """Let full windows move on without a number from the host, which transformers makes a tensor of (``[-1]``)."""
-    full = [one for one, is_full in zip(python_state.sliding_layers(cache), python_state.phase(cache)) if is_full]
-    for layer in full:
-        layer.update = types.MethodType(_move_on, layer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in full:
-            del layer.update
-
-
-def _move_on(
-    self: StaticSlidingWindowLayer, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """Do what ``StaticSlidingWindowLayer.update`` does with one token and a full window (cache_utils.py)."""
-    assert self.keys is not None
-    assert self.values is not None
-    self.keys.copy_(torch.cat((self.keys[:, :, 1:], keys), dim=-2))
-    self.values.copy_(torch.cat((self.values[:, :, 1:], values), dim=-2))
-    return self.keys, self.values

@@ -1,4 +1,4 @@
-"""Write one token into a static cache without making its place anew in every layer."""
+"""Write one token into a static cache in fewer launches, and without numbers of the host, which no graph holds."""
 
 from __future__ import annotations
 
@@ -7,48 +7,60 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from kernels_ext_npu.references import static_caches
 from kernels_ext_npu.references.fingerprints import function_fingerprint
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.patches import Patches
 
 
 def install(patches: Patches) -> None:
-    """Let layers of static caches take one token in three launches in place of five, if they are as they were read."""
-    if function_fingerprint(StaticLayer.update) == function_fingerprint(update):
-        patches.method(StaticLayer, "update", _update, lambda: state.current is not None)
+    """Let layers of static caches take one token anew, if what they do is what was read."""
+    for layer, does, ours in (
+        (StaticLayer, static_caches.update, _update),
+        (StaticSlidingWindowLayer, static_caches.update_window, _update_window),
+    ):
+        if function_fingerprint(layer.update) == function_fingerprint(does):
+            patches.method(layer, "update", ours, lambda: state.current is not None)
 
 
 def _update(
     original: Callable, self: StaticLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`update` does: the number of tokens is the place of the next one, until it is added to."""
-    if not self.is_initialized or key_states.shape[-2] != 1 or key_states.device.type != "npu":
+    """Write a token in three launches: the number of tokens is the place of the next one, until it is added to."""
+    if not _takes_one(self, key_states):
         return original(self, key_states, value_states, *args, **kwargs)
     assert self.keys is not None
     assert self.values is not None
-    place: Any = self.cumulative_length  # a tensor, of one number; transformers annotates an int
-    self.keys.index_copy_(2, place, key_states)
-    self.values.index_copy_(2, place, value_states)
-    place.add_(1)
+    length: Any = self.cumulative_length  # a tensor
+    self.keys.index_copy_(2, length, key_states)
+    self.values.index_copy_(2, length, value_states)
+    length.add_(1)
     return self.keys, self.values
 
 
-def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Say what ``StaticLayer.update`` of transformers 5.22.2 does, cache_utils.py."""
-    if not self.is_initialized:
-        self.lazy_initialization(key_states, value_states)
-
-    kv_length = key_states.shape[-2]
-    cache_position = torch.arange(kv_length, device=self.device) + self.cumulative_length
-    self.cumulative_length.add_(kv_length)
-
-    try:
-        self.keys.index_copy_(2, cache_position, key_states)
-        self.values.index_copy_(2, cache_position, value_states)
-    except NotImplementedError:
-        self.keys[:, :, cache_position] = key_states
-        self.values[:, :, cache_position] = value_states
-
+def _update_window(
+    original: Callable,
+    self: StaticSlidingWindowLayer,
+    key_states: Tensor,
+    value_states: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Do the same while there is room, and move a full window on in four launches."""
+    if not _takes_one(self, key_states):
+        return original(self, key_states, value_states, *args, **kwargs)
+    is_full = self.cumulative_length_int >= self.max_cache_len
+    self.cumulative_length_int += 1
+    if not is_full:
+        return _update(original, self, key_states, value_states)
+    assert self.keys is not None
+    assert self.values is not None
+    self.keys.copy_(torch.cat((self.keys[:, :, 1:], key_states), dim=-2))
+    self.values.copy_(torch.cat((self.values[:, :, 1:], value_states), dim=-2))
     return self.keys, self.values
+
+
+def _takes_one(layer: StaticLayer, key_states: Tensor) -> bool:
+    return layer.is_initialized and key_states.shape[-2] == 1 and key_states.device.type == "npu"

@@ -48,6 +48,11 @@ def inspect(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in the backward, as transformers does.")
     ] = False,
+    lora: Annotated[
+        int,
+        typer.Option(min=0, help="The rank of adapters of all linear layers but the head, which alone are trained."),
+    ] = 0,
+    update: Annotated[bool, typer.Option("--update", help="Count gradient clipping and a step of AdamW, too.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
@@ -79,12 +84,23 @@ def inspect(
             pictures.check(plot)
         ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         mesh.check(ranks)
-        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing)
+        inspection = _inspect(
+            model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing, lora, update
+        )
     _give(inspection, plot, as_json)
 
 
 def _inspect(
-    model: str, soc: Any, dtype: str, batch: int, tokens: int, compare: bool, mesh: Mesh, checkpointing: bool
+    model: str,
+    soc: Any,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    compare: bool,
+    mesh: Mesh,
+    checkpointing: bool,
+    lora: int,
+    update: bool,
 ) -> Inspection:
     import torch
     from rich.console import Console
@@ -94,13 +110,13 @@ def _inspect(
 
     found = subject.find(model)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=inspecting.steps(compare))
+        task = progress.add_task("", total=inspecting.steps(compare, update))
 
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         return inspecting.inspect(
-            found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh, checkpointing
+            found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh, checkpointing, lora, update
         )
 
 

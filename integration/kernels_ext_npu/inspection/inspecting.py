@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import modules
-from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
+from kernels_ext_npu.inspection.adapting import adapt
+from kernels_ext_npu.inspection.counting import Counting, count_clipping, count_forward, count_optimizer, count_step
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
 from kernels_ext_npu.inspection.memory import weight_bytes
@@ -26,8 +27,17 @@ from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, buil
 from kernels_ext_npu.reporting.report import Report
 
 ORIGINAL, ALL = "original", "with kernels"
-_COUNTERS = {"forward": count_forward, "step": count_step}
+_COUNTERS = {
+    "forward": count_forward,
+    "step": count_step,
+    "clipping": count_clipping,
+    "optimizer": count_optimizer,
+}
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
+UPDATE = {  # what follows a backward, and is none of the kernels'
+    "clipping": "gradient clipping: clip_grad_norm_, in lists",
+    "optimizer": "optimizer: a step of AdamW, in lists",
+}
 
 
 @dataclass
@@ -84,6 +94,8 @@ def inspect(
     advance: Callable[[str], None] = lambda _: None,
     mesh: Mesh = ONE,
     checkpointing: bool = False,
+    lora: int = 0,
+    update: bool = False,
 ) -> Inspection:
     """Build the model on fake tensors, and count it with and without kernels.
 
@@ -92,6 +104,8 @@ def inspect(
         advance: is called with what comes next; steps() tells how often.
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
+        lora: the rank of adapters of all linear layers but the head, which alone are trained then; none with 0.
+        update: count gradient clipping and a step of the optimiser, too.
 
     Raises:
         CannotInspectError: the model cannot be built or sharded, or nothing of it can be counted.
@@ -103,9 +117,11 @@ def inspect(
         advance("building the model")
         with fake:
             model = _build(subject, dtype, values, soc)
+            adapted = adapt(model, lora) if lora else ""
         size = sum(p.numel() for p in model.parameters())
         with distributed(model, mesh) as axes, fake:
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
+            described += adapted
             remarks += remarks_on_mesh(model, mesh)
             if checkpointing:
                 described += _checkpoint(model)
@@ -115,8 +131,10 @@ def inspect(
                     variant = Variant(name)
                     if found is not None:
                         report, variant.swapped = found, found.summary()
-                    for phase, given in {"forward": inputs, "step": inputs | labels(model, inputs)}.items():
-                        advance(f"{name}: {PHASES[phase]}")
+                    phases = PHASES | (UPDATE if update else {})
+                    for phase, title in phases.items():
+                        given = inputs if phase == "forward" else inputs | labels(model, inputs)
+                        advance(f"{name}: {title}")
                         counter = partial(_COUNTERS[phase], model, given, values, soc, axes)
                         with modules.remark_idle(model, remarks if phase == "forward" and found is None else []):
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
@@ -128,9 +146,9 @@ def inspect(
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks)
 
 
-def steps(compare: bool) -> int:
+def steps(compare: bool, update: bool = False) -> int:
     """Return how often inspect() says what comes next."""
-    return 1 + len(PHASES) * len(_variants(compare))
+    return 1 + (len(PHASES) + update * len(UPDATE)) * len(_variants(compare))
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:

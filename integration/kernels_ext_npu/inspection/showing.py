@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kernels_ext_npu.inspection import roofline, scalar_cores
 from kernels_ext_npu.inspection.counts import Counts, Layer
-from kernels_ext_npu.inspection.inspecting import PHASES, Inspection, Variant
+from kernels_ext_npu.inspection.inspecting import PHASES, UPDATE, Inspection, Variant
 from kernels_ext_npu.inspection.mesh import ONE
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
@@ -24,7 +24,9 @@ def show(inspection: Inspection, console: Console) -> None:
     for remark in inspection.remarks:
         console.print(f"- {remark}", highlight=False, markup=False)
     console.print(inspection.report)
-    for phase, title in PHASES.items():
+    for phase, title in (PHASES | UPDATE).items():
+        if phase not in inspection.variants[0].counts:
+            continue
         console.print(_table(inspection, phase, title))
         if inspection.mesh != ONE:
             console.print(_collectives(inspection, phase))

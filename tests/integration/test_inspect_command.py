@@ -81,10 +81,12 @@ def test_each_kernel_alone_and_all_together(folder: Path) -> None:
     ]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
     saved = {name: launches["original"] - launches[f"{name} alone"] for name in REPOSITORIES}
-    assert all(saved[name] > 0 for name in ("FlashAttention", "RMSNorm", "RoPE", "SwiGLU"))
+    assert all(saved[name] > 0 for name in ("FlashAttention", "Linear", "RMSNorm", "RoPE", "SwiGLU"))
     assert all(saved[name] == 0 for name in ("Activation", "FusedMoE", "LinearAttention"))
     assert saved["CrossEntropy"] < 0  # it takes the loss in chunks, to hold less
-    assert launches["with kernels"] == launches["original"] - sum(saved.values())
+    # the copies of 3 weight gradients a layer, and of the head's, which MLPs and the loss save without Linear too
+    twice = 3 * SIZES["num_hidden_layers"] + 1
+    assert launches["with kernels"] == launches["original"] - sum(saved.values()) + twice
     for variant in variants.values():
         for phase in ("forward", "step"):
             counts = variant[phase]
@@ -218,3 +220,22 @@ def test_wrong_arguments_are_refused_in_a_sentence(arguments: list[str], words: 
     assert words in result.output
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
+    """Adapters are trained alone: their gradients are clipped, and their optimiser steps, in lists of launches."""
+    report = json.loads(inspect(folder, "--tokens", 32, "--lora", 4, "--update", "--json").stdout)
+    assert report["inputs"] == "1 × 32 tokens, with adapters of rank 4"
+    kernels = {row["path"].rpartition(".")[2]: row["kernel"] for row in report["projections"]}
+    assert kernels.pop("lm_head", None) is None
+    assert set(kernels.values()) == {"lora_linear"}
+    before, after = report["variants"][0], report["variants"][-1]
+    assert after["step"]["launches"] < 0.7 * before["step"]["launches"]
+    for phase in ("clipping", "optimizer"):
+        assert before[phase]["launches"] == after[phase]["launches"] > 0
+        assert before[phase]["host_waits"] == 0
+        assert all(
+            name.startswith("_foreach") for name, count in before[phase]["operators"].items() if count["launches"] > 5
+        )
+    plain = json.loads(inspect(folder, "--tokens", 32, "--json").stdout)
+    assert "optimizer" not in plain["variants"][0]

@@ -48,6 +48,11 @@ def inspect(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in the backward, as transformers does.")
     ] = False,
+    lora: Annotated[
+        int,
+        typer.Option(min=0, help="The rank of adapters of all linear layers but the head, which alone are trained."),
+    ] = 0,
+    update: Annotated[bool, typer.Option("--update", help="Count gradient clipping and a step of AdamW, too.")] = False,
     decode: Annotated[
         bool,
         typer.Option(
@@ -81,14 +86,16 @@ def inspect(
     if soc not in roofline.SOCS:
         raise RefusedError(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
-    if decode and (checkpointing or plot is not None):
-        raise RefusedError("--decode: a step of decoding keeps nothing for a backward, and is not drawn")
+    if decode and (checkpointing or update or plot is not None):
+        raise RefusedError("--decode: a step of decoding has no backward and no update, and is not drawn")
     with refusing(CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError):
         if plot is not None:
             pictures.check(plot)
         ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         mesh.check(ranks)
-        inspection = _inspect(model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing, decode)
+        inspection = _inspect(
+            model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing, lora, update, decode
+        )
     _give(inspection, plot, as_json)
 
 
@@ -101,6 +108,8 @@ def _inspect(
     compare: bool,
     mesh: Mesh,
     checkpointing: bool,
+    lora: int,
+    update: bool,
     decode: bool,
 ) -> Inspection:
     import torch
@@ -111,13 +120,24 @@ def _inspect(
 
     found = subject.find(model)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=inspecting.steps(compare))
+        task = progress.add_task("", total=inspecting.steps(compare, update))
 
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         return inspecting.inspect(
-            found, soc, getattr(torch, dtype), batch, tokens, compare, advance, mesh, checkpointing, decode
+            found,
+            soc,
+            getattr(torch, dtype),
+            batch,
+            tokens,
+            compare,
+            advance,
+            mesh,
+            checkpointing,
+            lora,
+            update,
+            decode,
         )
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import import_utils
@@ -116,7 +118,7 @@ def count_forward(
 def count_step(
     model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
 ) -> Counts:
-    """Count a forward and backward; the optimiser's step is none of the kernels'.
+    """Count a forward and backward.
 
     Raises:
         UnknownValueError: the model reads a value on the host that follows from weights.
@@ -128,6 +130,49 @@ def count_step(
         model.zero_grad(set_to_none=True)
 
     return count_layers(model, inputs, lambda: Counting(values, soc, axes), step)
+
+
+def count_clipping(
+    model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
+) -> Counts:
+    """Count what ``clip_grad_norm_`` does with the gradients of all weights that are trained."""
+    parameters = _with_gradients(model)
+    return _count_update(
+        model, parameters, lambda: clip_grad_norm_(parameters, 1.0, foreach=True), Counting(values, soc, axes)
+    )
+
+
+def count_optimizer(
+    model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
+) -> Counts:
+    """Count a step of AdamW over all weights that are trained, once its state is there."""
+    parameters = _with_gradients(model)
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    for parameter in parameters:
+        averages = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        with _disable_current_modes():
+            number = torch.tensor(1.0)
+        optimizer.state[parameter] = {"step": values.learn(torch.empty(()), number), **averages}
+    return _count_update(model, parameters, optimizer.step, Counting(values, soc, axes))
+
+
+def _with_gradients(model: PreTrainedModel) -> list[nn.Parameter]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters
+
+
+def _count_update(
+    model: PreTrainedModel, parameters: list[nn.Parameter], update: Callable[[], Any], costs: Counting
+) -> Counts:
+    """Count what is done with all weights at once, in lists: no layer can be left out."""
+    costs.memory.exclude([*model.parameters(), *model.buffers()])
+    costs.memory.exclude([parameter.grad for parameter in parameters if parameter.grad is not None])
+    with _untraced(), costs.values.read_at_once(), costs:
+        update()
+    model.zero_grad(set_to_none=True)
+    return costs.counts()
 
 
 def count_layers(

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import decoding, modules
-from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
+from kernels_ext_npu.inspection.adapting import adapt
+from kernels_ext_npu.inspection.counting import Counting, count_clipping, count_forward, count_optimizer, count_step
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
 from kernels_ext_npu.inspection.memory import weight_bytes
@@ -30,10 +31,16 @@ ORIGINAL, ALL = "original", "with kernels"
 _COUNTERS = {
     "forward": count_forward,
     "step": count_step,
+    "clipping": count_clipping,
+    "optimizer": count_optimizer,
     decoding.GROWING: decoding.count_growing,
     decoding.STATIC: decoding.count_static,
 }
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
+UPDATE = {  # what follows a backward, and is none of the kernels'
+    "clipping": "gradient clipping: clip_grad_norm_, in lists",
+    "optimizer": "optimizer: a step of AdamW, in lists",
+}
 
 
 @dataclass
@@ -92,6 +99,8 @@ def inspect(
     advance: Callable[[str], None] = lambda _: None,
     mesh: Mesh = ONE,
     checkpointing: bool = False,
+    lora: int = 0,
+    update: bool = False,
     decode: bool = False,
 ) -> Inspection:
     """Build the model on fake tensors, and count it with and without kernels.
@@ -101,6 +110,8 @@ def inspect(
         advance: is called with what comes next; steps() tells how often.
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
+        lora: the rank of adapters of all linear layers but the head, which alone are trained then; none with 0.
+        update: count gradient clipping and a step of the optimiser, too.
         decode: count steps of decoding behind these tokens, in place of a forward and a training step.
 
     Raises:
@@ -113,11 +124,13 @@ def inspect(
         advance("building the model")
         with fake:
             model = _build(subject, dtype, values, soc)
+            adapted = adapt(model, lora) if lora else ""
         size = sum(p.numel() for p in model.parameters())
         with distributed(model, mesh) as axes, fake:
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
+            described += adapted
             remarks += remarks_on_mesh(model, mesh)
-            phases = decoding.PHASES if decode else PHASES
+            phases = decoding.PHASES if decode else PHASES | (UPDATE if update else {})
             if decode:
                 decoding.refuse(model)
                 described += ", and one more a row"
@@ -131,7 +144,7 @@ def inspect(
                         report, variant.swapped = found, found.summary()
                     for phase, title in phases.items():
                         advance(f"{name}: {title}")
-                        given = inputs | labels(model, inputs) if phase == "step" else inputs
+                        given = inputs | labels(model, inputs) if phase in ("step", *UPDATE) else inputs
                         counter = partial(_COUNTERS[phase], model, given, values, soc, axes)
                         with modules.remark_idle(model, remarks if phase in _FIRST and found is None else []):
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
@@ -143,9 +156,9 @@ def inspect(
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
-def steps(compare: bool) -> int:
+def steps(compare: bool, update: bool = False) -> int:
     """Return how often inspect() says what comes next."""
-    return 1 + len(PHASES) * len(_variants(compare))
+    return 1 + (len(PHASES) + update * len(UPDATE)) * len(_variants(compare))
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:

@@ -122,7 +122,8 @@ def test_the_command_shows_both_caches_and_replays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (("bert", "--decode"), "does not go on with a text"),
-    (("qwen3", "--decode", "--checkpointing"), "keeps nothing for a backward"),
+    (("qwen3", "--decode", "--checkpointing"), "has no backward"),
+    (("qwen3", "--decode", "--update"), "no update"),
 ])  # fmt: skip
 def test_what_is_no_decoding_is_refused(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     code, output = run(*arguments)

@@ -33,6 +33,7 @@ COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
 # what random programs have found, each to its shortest: the model, and the acts with their seeds
 FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *((variant, [(act, 1)]) for act in HOOKS for variant in ("dense", "gate and up in one projection", "experts")),
+    *(("linear attention", [(act, 1)]) for act in HOOKS),
     *(("dense", [(act, 1)]) for act in SAVERS),
     ("dense", [("unregister", 1), ("train", 1)]),
     *(("dense", [(copied, 1), ("unregister", 1), ("train", 1)]) for copied in COPIES),

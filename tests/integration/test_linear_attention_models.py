@@ -273,3 +273,24 @@ def test_who_watches_all_modules_sees_the_activation_of_a_convolution(packed: bo
     assert {"SiLUActivation", "SiLU"} <= set(seen)
     alone = modeling.causal_conv1d_fn(x, weight, None, "silu", **bounds)
     assert (watched - alone).norm() <= TOLERANCE * alone.norm()
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "relu"])
+def test_who_watches_all_modules_sees_the_activation_of_a_gate(activation: str) -> None:
+    """And one that the kernel does not have is computed until the next look takes the kernel out."""
+    original, model = zoo.build("qwen3_5_text"), kernelized("qwen3_5_text")
+    norms = [next(m for m in each.modules() if "RMSNormGated" in type(m).__name__) for each in (original, model)]
+    x, gate = torch.randn(2, 3, 4, norms[0].weight.shape[0], generator=torch.Generator().manual_seed(0)).unbind()
+    for norm in norms:
+        norm.activation = activation
+    for _ in range(2):
+        found, expected = norms[1](x.npu(), gate.npu()).cpu(), norms[0](x, gate)
+        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+        register = nn.modules.module.register_module_forward_hook
+        handle = register(lambda module, _, output: 1.25 * output if module not in norms else None)
+        try:
+            found, expected = norms[1](x.npu(), gate.npu()).cpu(), norms[0](x, gate)
+        finally:
+            handle.remove()
+        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+        kernels_ext_npu.kernelize(model)

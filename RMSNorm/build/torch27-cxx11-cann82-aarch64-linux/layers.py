@@ -115,13 +115,17 @@ class RMSNormGated(_Layer):
     """Computes ``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as Qwen3-Next does.
 
     That is the norm, then the gate, which may be None. Reads ``weight``, eps and ``activation``: "silu", the default,
-    or "sigmoid".
+    or "sigmoid". Another one is left to the forward that is replaced, and so are these where somebody watches the calls
+    of modules: transformers makes a module of the activation for every call.
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        activation = None if gate is None else _activation(self)
+        if gate is not None and activation is None:
+            return type(self).forward(self, hidden_states, gate)
         normed = norm(hidden_states.float(), _weight(self).float(), eps_of(self))
-        if gate is not None:
-            normed = normed * _activation(self)(gate.float())
+        if activation is not None:
+            normed = normed * activation(gate.float())  # type: ignore[union-attr]
         return normed.to(hidden_states.dtype)
 
 
@@ -166,11 +170,21 @@ def eps_of(module: nn.Module) -> float:
     return module.variance_epsilon if named else module.eps
 
 
-def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return what a gate goes through: SiLU, unless the norm names another function."""
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return what a gate goes through: SiLU, unless the norm names another function; None if that is to be called."""
     name = module.activation if _has(module, "activation") else "silu"
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
+    if type(module).forward is RMSNormGated.forward:  # it replaces nothing
+        if name not in _ACTIVATIONS:
+            raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
+    elif (
+        name not in _ACTIVATIONS
+        or nn.Module.__call__ is not _CALL
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+    ):
+        return None
     return _ACTIVATIONS[name]
 
 

@@ -101,7 +101,16 @@ def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(regis
 
 
 # decoders with and without windows and experts, encoders, an encoder with a decoder, images
-COMPILED = [*SAMPLE[1:], "BertLMHeadModel", "CLIPVisionModel", "modernbert", "qwen3", "gemma3_text", "gpt_oss", "mistral"]
+COMPILED = [
+    *SAMPLE[1:],
+    "BertLMHeadModel",
+    "CLIPVisionModel",
+    "modernbert",
+    "qwen3",
+    "gemma3_text",
+    "gpt_oss",
+    "mistral",
+]
 
 
 def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:

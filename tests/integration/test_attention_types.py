@@ -100,6 +100,52 @@ def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(regis
         assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
 
 
+# decoders with and without windows and experts, encoders, an encoder with a decoder, images
+COMPILED = [
+    *SAMPLE[1:],
+    "BertLMHeadModel",
+    "CLIPVisionModel",
+    "modernbert",
+    "qwen3",
+    "gemma3_text",
+    "gpt_oss",
+    "mistral",
+]
+
+
+def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:
+    """Compile a model, and return its outputs and how often its graph breaks."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile(backend="aot_eager")
+    found = []
+    with torch.no_grad():
+        for _, inputs, mask in types.batches(name, model):
+            found.append(types.kept(types.main_output(model, on_npu(inputs)), mask))
+    model._compiled_call_impl = None
+    return found, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_it_gives_what_eager_attention_gives_in_no_more_graphs_than_others(registered, name) -> None:
+    """Plain, padded on either side, and packed; than sdpa, or eager where a class has no sdpa."""
+    model, ours = pair(name)
+    others = copy.deepcopy(ours)
+    for implementation in ("sdpa", "eager"):
+        try:
+            others.set_attn_implementation(implementation)
+        except ValueError:
+            continue
+        break
+    _, breaks = compiled(name, others)
+    found, own = compiled(name, ours)
+    with torch.no_grad():
+        for ours_out, (_, inputs, mask) in zip(found, types.batches(name, model)):
+            assert difference(ours_out, types.kept(types.main_output(model, inputs), mask)) <= FLOAT32
+    assert own <= breaks
+
+
 # chooses keys by scores that are rounded, so that an error is as large as chance has it
 CHOOSING = {"HYV4ForCausalLM"}
 

@@ -70,6 +70,15 @@ def test_a_chunk_more_is_a_launch_more_in_each_direction_and_nothing_waits(kerne
     assert launches[5][1] - launches[2][1] == 6
 
 
+@pytest.mark.parametrize(("tokens", "most"), [(1, 1), (2, 12), (5, 18)])
+def test_few_tokens_are_few_launches(kernel: ModuleType, tokens: int, most: int) -> None:
+    """A step of decoding is one; others are two of each token, and what brings the tokens into steps and back."""
+    tensors = [x.npu() for x in draw(5, 2, tokens)]
+    softnpu.reset_counters()
+    kernel.linear_recurrence(*tensors)
+    assert 0 < sum(softnpu.counters().values()) <= most
+
+
 def test_torch_func_has_gradients_of_gradients_and_autograd_refuses_them(kernel: ModuleType) -> None:
     decays, added, state = draw(2, 1, 40)
 

@@ -2,8 +2,9 @@
 
 One token after the other it would be a launch a token, of small tensors. Chunks of tokens are walked through at once, a
 token of each chunk a step: first for what each chunk adds to a state of zeros, then from chunk to chunk, and then again
-from the states before the chunks. Tensors of tokens are ``[CHUNK, N, ...]`` here, the first tokens of all N chunks, the
-second tokens, and so on: a step takes what lies together. Backwards the same is done for ``g = c + a⁺ g⁺``.
+from the states before the chunks. Tensors of tokens are ``[C, N, ...]`` here, the first tokens of all N chunks, the
+second tokens, and so on: a step takes what lies together. C is CHUNK, or T where there are fewer tokens. Backwards the
+same is done for ``g = c + a⁺ g⁺``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ CHUNK = 32  # tokens: a gradient keeps one state of each chunk
 
 
 def in_steps(x: Tensor, filling: float = 0.0) -> Tensor:
-    """Copy ``[B, T, D]`` into steps in float32, ``[CHUNK, N, B, D]``; the last chunk is filled up."""
-    missing = -x.shape[1] % CHUNK
+    """Copy ``[B, T, D]`` into steps in float32, ``[C, N, B, D]``; the last chunk is filled up."""
+    chunk = min(CHUNK, x.shape[1])
+    missing = -x.shape[1] % chunk
     x = nn.functional.pad(x, (0, 0, 0, missing), value=filling) if missing else x
-    x = x.unflatten(1, (-1, CHUNK)).permute(2, 1, 0, 3)
+    x = x.unflatten(1, (-1, chunk)).permute(2, 1, 0, 3)
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
 def from_steps(x: Tensor, length: int) -> Tensor:
-    """Copy ``[CHUNK, N, B, D]`` back into ``[B, T, D]``."""
+    """Copy ``[C, N, B, D]`` back into ``[B, T, D]``."""
     return x.permute(2, 1, 0, 3).flatten(1, 2)[:, :length].contiguous()
 
 
@@ -80,13 +82,13 @@ def before_chunks(decays: Tensor, added: Tensor, whole: Tensor, first: Tensor) -
     """Compute the states before all chunks, and behind the last one, ``[N + 1, ...]``.
 
     Args:
-        decays: a, ``[CHUNK, N, ...]``.
+        decays: a, ``[C, N, ...]``.
         added: b, likewise.
         whole: the decays over chunks, ``[N, ...]``.
         first: the state before the first chunk, ``[...]``.
     """
     end = added[0]
-    for n in range(1, CHUNK):
+    for n in range(1, added.shape[0]):
         end = torch.addcmul(added[n], decays[n], end)
     return states(whole, end, first)
 
@@ -95,13 +97,13 @@ def behind_chunks(decays: Tensor, added: Tensor, whole: Tensor, last: Tensor) ->
     """Compute the gradients of the states before the first chunk, and behind all chunks, ``[N + 1, ...]``.
 
     Args:
-        decays: a, ``[CHUNK, N, ...]``.
+        decays: a, ``[C, N, ...]``.
         added: c, likewise.
         whole: the decays over chunks, ``[N, ...]``.
         last: the gradient of the state behind the last chunk, ``[...]``.
     """
-    grad = added[CHUNK - 1]
-    for n in range(CHUNK - 1, 0, -1):
+    grad = added[-1]
+    for n in range(added.shape[0] - 1, 0, -1):
         grad = torch.addcmul(added[n - 1], decays[n], grad)
     return states(whole.flip(0), (decays[0] * grad).flip(0), last).flip(0)
 

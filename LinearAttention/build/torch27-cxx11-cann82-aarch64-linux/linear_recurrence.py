@@ -38,6 +38,9 @@ def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | Non
     if initial_state is None:
         initial_state = added.new_zeros(added[:, 0].shape, dtype=torch.float32)
     with in_float32(added):
+        if added.shape[1] == 1:  # a step of decoding
+            state = torch.addcmul(added[:, 0].float(), decays[:, 0].float(), initial_state.float())
+            return state.to(added.dtype).unsqueeze(1), state
         if is_transformed():  # torch.func has rules for all that is in it
             return _forward(decays, added, initial_state)[:2]
         return _LinearRecurrence.apply(decays, added, initial_state)

@@ -91,7 +91,7 @@ class _Steps:
         self.whole = (self.delta.sum(0).unsqueeze(-1) * self.A).exp_()
 
     def added(self) -> Tensor:
-        """Compute ``Δ B u``, ``[CHUNK, n, B, D, N]``."""
+        """Compute ``Δ B u``, ``[C, n, B, D, N]``."""
         return (self.delta * self.u).unsqueeze(-1) * self.B.unsqueeze(-2)
 
     def read(self, walked: Tensor) -> Tensor:

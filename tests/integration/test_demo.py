@@ -55,9 +55,10 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
         assert products == 2 * layers
         assert (waits == waits_in_training == 0) == (name != "Qwen2.5-VL")  # its images' sizes are read on the host
         assert operators < before
-        *differences, tokens, agrees = agreement[name]
+        *differences, tokens, in_graphs, agrees = agreement[name]
         assert all(float(difference) <= 1e-5 for difference in differences)
         assert (tokens, agrees) == ("equal", "yes")
+        assert in_graphs == ("equal, 6 replays" if name in models.IN_GRAPHS else "not run")
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
@@ -85,7 +86,15 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    "change", [{"logits": math.nan}, {"gradient": math.nan}, {"loss": 1.0}, {"same_tokens": False}, {"norm_calls": 2}]
+    "change",
+    [
+        {"logits": math.nan},
+        {"gradient": math.nan},
+        {"loss": 1.0},
+        {"same_tokens": False},
+        {"norm_calls": 2},
+        {"in_graphs": run.InGraphs(False, 6)},
+    ],
 )
 def test_what_is_not_shown_to_agree_disagrees(change) -> None:
     agreeing = {

@@ -198,11 +198,11 @@ def _is_plain(norm: nn.Module) -> bool:
         and "forward" not in members
         and norm._parameters.get("weight") is not None
         and norm._parameters.get("bias") is not None
-        and not is_watched(norm)
+        and not is_hooked(norm)
     )
 
 
-def is_watched(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Tell whether somebody watches the calls of a module, or of all modules, by hooks."""
     members = module.__dict__
     return bool(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .distributed import is_distributed
 from .functional import add_rms_norm, is_fused_with_add
-from .layers import RMSNorm, RMSNormCastLast, eps_of, is_watched
+from .layers import RMSNorm, RMSNormCastLast, eps_of, is_hooked
 
 
 def add_then_norm(norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def takes_sum(norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> bool:
         and rounds_before_weight
         and weight is not None
         and not torch.is_grad_enabled()
-        and not is_watched(norm)
+        and not is_hooked(norm)
         and hidden_states.shape == residual.shape
         and hidden_states.device == residual.device == weight.device
         and not is_distributed(hidden_states, residual, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,28 +10,26 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from kernels_ext_npu.references import static_caches
-from kernels_ext_npu.references.fingerprints import function_fingerprint
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.patches import Patches
 
 
 def install(patches: Patches) -> None:
-    """Let layers of static caches take one token anew, if what they do is what was read."""
-    for layer, does, ours in (
-        (StaticLayer, static_caches.update, _update),
-        (StaticSlidingWindowLayer, static_caches.update_window, _update_window),
-    ):
-        if function_fingerprint(layer.update) == function_fingerprint(does):
-            patches.method(layer, "update", ours, lambda: state.current is not None)
+    """Let layers of static caches take one token anew."""
+    patches.method(StaticLayer, "update", _update, lambda: state.current is not None)
+    patches.method(StaticSlidingWindowLayer, "update", _update_window, lambda: state.current is not None)
 
 
 def _update(
     original: Callable, self: StaticLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Write a token in three launches: the number of tokens is the place of the next one, until it is added to."""
-    if not _takes_one(self, key_states):
+    if not _takes_one(self, key_states) or not _does(original, "update"):
         return original(self, key_states, value_states, *args, **kwargs)
+    return _write(self, key_states, value_states)
+
+
+def _write(self: StaticLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
     assert self.keys is not None
     assert self.values is not None
     length: Any = self.cumulative_length  # a tensor
@@ -49,12 +48,12 @@ def _update_window(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Do the same while there is room, and move a full window on in four launches."""
-    if not _takes_one(self, key_states):
+    if not _takes_one(self, key_states) or not _does(original, "update_window"):
         return original(self, key_states, value_states, *args, **kwargs)
     is_full = self.cumulative_length_int >= self.max_cache_len
     self.cumulative_length_int += 1
     if not is_full:
-        return _update(original, self, key_states, value_states)
+        return _write(self, key_states, value_states)
     assert self.keys is not None
     assert self.values is not None
     self.keys.copy_(torch.cat((self.keys[:, :, 1:], key_states), dim=-2))
@@ -62,5 +61,19 @@ def _update_window(
     return self.keys, self.values
 
 
+@functools.cache
+def _does(method: Callable, reference: str) -> bool:
+    """Tell whether a method of the installed release is what was read. It is looked at once, with the first token."""
+    from kernels_ext_npu.references import static_caches  # register() need not wait for references
+    from kernels_ext_npu.references.fingerprints import function_fingerprint
+
+    return function_fingerprint(method) == function_fingerprint(getattr(static_caches, reference))
+
+
 def _takes_one(layer: StaticLayer, key_states: Tensor) -> bool:
-    return layer.is_initialized and key_states.shape[-2] == 1 and key_states.device.type == "npu"
+    return (
+        not torch.compiler.is_compiling()
+        and layer.is_initialized
+        and key_states.shape[-2] == 1
+        and key_states.device.type == "npu"
+    )

@@ -68,6 +68,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3": ("deepseek_v3", _TEXT | _EXPERTS | _DEEPSEEK),
 }
 
+IN_GRAPHS = {"Qwen3", "gpt-oss"}  # that generate a second time, with one launch for the forward of a token
+
 
 def loader(config: Any) -> Any:
     """Return the auto class that loads a checkpoint and can generate; None for a model that generates no text."""

@@ -262,3 +262,15 @@ def test_siblings_are_called_once_on_every_way_with_one_input() -> None:
     assert [found.names for found in siblings_in(Attention())] == [("q_proj", "k_proj", "v_proj")]
     attention = zoo.build("qwen3").model.layers[0].self_attn
     assert [found.names for found in siblings_in(attention)] == [("q_proj", "k_proj", "v_proj")]
+
+
+def test_a_head_that_computes_logits_is_a_layer_as_the_others() -> None:
+    """With all kernels, of which that of the loss has the head defer logits while there are labels."""
+    kernels_ext_npu.register()
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")).train()
+    inputs = {name: value.npu() for name, value in zoo.inputs("qwen3", model).items()}
+    loss = model(**inputs, use_cache=False).logits.square().mean()
+    with Cost() as cost:
+        loss.backward()
+    assert not cost.launches["copy_"]
+    assert all(parameter.grad.is_contiguous() for parameter in model.parameters())

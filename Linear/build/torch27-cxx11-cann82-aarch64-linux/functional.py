@@ -96,7 +96,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
     Raises:
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
-    if torch.is_autocast_enabled("npu") and x.device.type == "npu":
+    if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
         adapters = [_adapter_for_autocast(adapter) for adapter in adapters]
     if not _is_adapted(x, weight, adapters):
@@ -124,7 +124,7 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
     Raises:
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
-    if torch.is_autocast_enabled("npu") and x.device.type == "npu":
+    if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         x = _for_autocast(x)  # type: ignore[assignment]
         layers = [(_for_autocast(w), _for_autocast(bias), _adapter_for_autocast(a)) for w, bias, a in layers]  # type: ignore[misc]
     adapters = [adapter for *_, adapter in layers]
@@ -194,13 +194,12 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 def is_trained(x: Tensor, weight: Tensor) -> bool:
     """Tell whether a product on the NPU needs a gradient of its weight, and nothing is in the way of a node of ours."""
-    if torch.compiler.is_compiling():
+    if weight.device.type != "npu" or torch.compiler.is_compiling():  # where there is none torch does not know its name
         return False
     dtype, autocast = weight.dtype, torch.is_autocast_enabled("npu")
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
-        and weight.device.type == "npu"
         and x.device == weight.device
         and weight.dim() == 2
         and x.dim() > 0

@@ -28,6 +28,7 @@ from kernels_ext_npu.swapping.projections import name_of
 NAME = "lora_linear"
 PAUSED = "its adapters are merged or switched off: it is the layer that it adapts"
 _LIBRARY = "peft.tuners.lora.layer"
+_MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
 _WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
 
 
@@ -111,7 +112,7 @@ def refusal(module: Any, is_sharded: bool = False) -> str | None:
         return reason
     if type(module) is not library.Linear:
         return f"it is a {name_of(type(module))}: the kernel is for peft's Linear"
-    if not _is_written(library.Linear.forward):
+    if not (_is_written(library.Linear.forward) and vars(module).keys() >= _MEMBERS):
         return "this release of peft computes adapters in other words"
     if is_elsewhere(module):
         return refusals.elsewhere(module)

@@ -138,9 +138,22 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
             model = _called_with_labels(sys._getframe(1))
             if model is not None:
                 return _deferred(self, input, model, kernel)
-        return nn.Linear.forward(self, input)  # type: ignore[arg-type]
+        return _called(self, input)
 
     return forward  # type: ignore[return-value]
+
+
+def _called(head: Any, hidden_states: Tensor) -> Tensor:
+    """Compute logits as the other linear layers of the model are computed."""
+    linear = None if state.current is None else state.current.linear_kernel
+    if (
+        linear is None
+        or torch.compiler.is_compiling()
+        or type(head) is not nn.Linear
+        or type(head.weight) not in _PLAIN
+    ):
+        return nn.Linear.forward(head, hidden_states)
+    return linear.linear(hidden_states, head.weight, head.bias)
 
 
 def _defers(head: Any, hidden_states: Tensor) -> bool:

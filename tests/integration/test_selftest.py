@@ -80,6 +80,7 @@ def test_differences_are_relative_and_a_nan_is_one(wrong, larger) -> None:
     assert (difference.largest > comparing.TOLERANCE[torch.float32]) == larger
 
 
+@pytest.mark.long
 def test_a_crash_has_a_name_and_the_rest_goes_on(tmp_path) -> None:
     """The process that goes on is another one, which does what the first did not."""
     told = []

@@ -150,6 +150,15 @@ def test_the_mappings_of_other_devices_are_what_they_were(run_patched) -> None:
     assert {d: entry for d, entry in half.items() if d != "npu"} == {d: e for d, e in base.items() if d != "npu"}
 
 
+@pytest.mark.long
+def test_expectations_by_device_can_be_asked_for_on_an_npu(run_patched, run_python) -> None:
+    code = (
+        "import softnpu; from transformers.testing_utils import get_device_properties; print(get_device_properties())"
+    )
+    assert run_patched(code) == "('npu', None, None)"
+    assert "UnboundLocalError" in run_python(code, check=False).stderr  # if not, the patch needs it no longer
+
+
 def test_what_was_marked_before_keeps_its_mark_but_for_three_rotary_functions(source: Path) -> None:
     """A mark is what other devices look for."""
     changed = {}

@@ -10,7 +10,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow test-distributed test-variants benchmark lint build docs publish release clean
+.PHONY: help demo test test-fast test-slow test-distributed test-variants test-faults benchmark lint build docs publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
 	@echo "make test-distributed   the tests on several software devices: FSDP, tensor and expert parallelism"
 	@echo "make test-variants   every strict variant on the torch and torch_npu that it names, emulated [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
+	@echo "make test-faults   plant faults of one per cent in the kernels, and say which test sees which [ARGS=RMSNorm]"
 	@echo "make benchmark   how long the host is busy with forwards, imports, models and commands, ours and others'"
 	@echo "make lint        ruff, mypy and the order of imports"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
@@ -45,6 +46,10 @@ test-distributed: $(READY)
 # aarch64 wheels, under qemu where this machine is another one; they stay in a cache
 test-variants: $(READY)
 	@$(BIN)/python scripts/prove.py --pairs "$(PAIRS)" $(ARGS)
+
+# in a copy of the tree; some ten seconds a fault
+test-faults: $(READY)
+	@OMP_NUM_THREADS=1 PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python scripts/faults.py $(ARGS)
 
 # from the root: it shares its models with the tests
 benchmark: $(READY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -161,3 +162,11 @@ def test_the_tested_set_is_within_the_declared_ranges() -> None:
 def test_the_ranges_that_are_checked_at_run_time_are_the_declared_ones() -> None:
     for name, tested in environment.TESTED.items():
         assert RANGES[name].specifier == tested
+
+
+def test_the_installed_selftest_computes_without_a_clone(site: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    arguments = ["selftest", "--quick", "--only", "RMSNorm, ", "--output", str(path)]
+    output = run(site, sys.executable, "-c", f"from kernels_ext_npu.cli import app; app({arguments!r})")
+    assert "On the software device, no card: all 8 agree." in output
+    assert json.loads(path.read_text())["agrees"]

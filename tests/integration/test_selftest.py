@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_differences_are_relative_and_a_nan_is_one(wrong, larger) -> None:
     assert (difference.largest > comparing.TOLERANCE[torch.float32]) == larger
 
 
+@pytest.mark.long
 def test_a_crash_has_a_name_and_the_rest_goes_on(tmp_path) -> None:
     """The process that goes on is another one, which does what the first did not."""
     told = []
@@ -149,3 +151,37 @@ def test_the_profiler_sees_the_waits_that_the_software_device_counts(read) -> No
     with waits.profiled() as profiled:
         read(x)
     assert profiled.number == counted.number
+
+
+HARDWARE = (ROOT / "docs" / "hardware.md").read_text("utf-8")
+
+
+def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
+    table = HARDWARE.partition("Of the selftest")[2].partition("Of the benchmark")[0]
+    named = [
+        line
+        for row in table.splitlines()
+        if row.startswith("|")
+        for line in re.findall("`([^`]+)`", row.rpartition(" | ")[2])
+    ]
+    known = {identity.replace(" | ", ", ") for identity in work.pieces(quick=False)}
+    assert len(named) > 20
+    assert set(named) <= known
+    assert {line.partition(",")[0] for line in named} == {*REPOSITORIES, "models"}
+
+
+def test_the_example_is_the_software_devices_and_as_a_report_is_now() -> None:
+    example = json.loads((ROOT / "docs" / "selftest-software-device.json").read_text("utf-8"))
+    assert example["machine"]["device"] == "software device"
+    assert example["quick"]
+    assert example["agrees"]
+    ids = [" | ".join((row["of"], row["what"], row["dtype"])) for row in example["results"]]
+    assert ids == list(work.pieces(quick=True))
+
+
+def test_received_reports_have_a_row_each_and_are_of_cards() -> None:
+    rows = re.findall(r"\(reports/([^)]+\.json)\)", HARDWARE)
+    reports = sorted((ROOT / "docs" / "reports").glob("*.json"))
+    assert sorted(rows) == [path.name for path in reports]
+    for path in reports:
+        assert json.loads(path.read_text("utf-8"))["machine"]["device"] == "card"

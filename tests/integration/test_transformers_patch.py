@@ -133,11 +133,13 @@ def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub,
             assert ("npu_grouped_matmul" in calls) == (name in ("qwen3_moe", "gpt_oss", "qwen3_next")), name
 
 
-def test_transformers_own_tests_learn_which_device_they_run_on(run_patched) -> None:
+@pytest.mark.long
+def test_expectations_by_device_can_be_asked_for_on_an_npu(run_patched, run_python) -> None:
     code = (
         "import softnpu; from transformers.testing_utils import get_device_properties; print(get_device_properties())"
     )
     assert run_patched(code) == "('npu', None, None)"
+    assert "UnboundLocalError" in run_python(code, check=False).stderr  # if not, the patch needs it no longer
 
 
 def test_the_mappings_of_other_devices_are_what_they_were(run_patched) -> None:

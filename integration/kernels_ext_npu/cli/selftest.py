@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +62,6 @@ def selftest(
             )
     report.show(console, outcome)
     if output is not None:
-        output.write_text(json.dumps(report.to_json(outcome), indent=1) + "\n")
+        output.write_text(report.to_text(outcome))
         console.print(f"Wrote {output}: it can be attached to an issue as it is.", highlight=False)
     raise typer.Exit(0 if outcome.agrees else 1)

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kernels_ext_npu.catalogue import KINDS, SERVING, Kind, Repository
+from kernels_ext_npu.catalogue import ACTIVATIONS, KINDS, SERVING, Kind, Repository
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import kinds
@@ -21,7 +21,7 @@ _BREAK = re.compile("(?<=.)(?=[A-Z][a-z])")  # before a word of a name: the head
 MEANING = (
     "A model type has what the modeling files of its folder in transformers define, and shares it with the other model "
     "types of the folder. After “with” are model types of other folders that its models have parts of, unless a config "
-    "names others. Activations are shared by all, and in the sums only. Served means that a kernel computes what the "
+    "names others. Activations are in the sums only. Served means that a kernel computes what the "
     "class or function computes. What can stand in the way of an instance, such as an activation that the kernel does "
     "not have, is in the report of a model."
 )
@@ -78,8 +78,12 @@ def of_model_types(rows: Sequence[Row]) -> list[Row]:
 
 
 def columns(rows: Sequence[Row]) -> list[Repository]:
-    """Return the kernels that serve something which belongs to a model type, or would."""
-    return [kernel for kernel in SERVING if any(row.of(kernel) for row in of_model_types(rows))]
+    """Return the kernels that serve something which belongs to a model type, or would.
+
+    Activations belong to all of them, though Bloom has one of its own.
+    """
+    kernels = [kernel for kernel in SERVING if kernel.kinds != (ACTIVATIONS,)]
+    return [kernel for kernel in kernels if any(row.of(kernel) for row in of_model_types(rows))]
 
 
 def not_empty(rows: Sequence[Row]) -> list[Row]:

@@ -11,7 +11,7 @@ import torch
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.demo import models, run
+from kernels_ext_npu.demo import models, results, run
 from kernels_ext_npu.selftest import waits
 from kernels_ext_npu.selftest.comparing import Difference
 
@@ -56,8 +56,8 @@ def _compared(
     return {
         "forward": found.forward,
         "backward": found.backward,
-        "tolerance": run.TOLERANCE[softnpu.is_software()],
-        "agrees": found.largest <= run.TOLERANCE[softnpu.is_software()] and swapped > 0,
+        "tolerance": results.TOLERANCE[softnpu.is_software()],
+        "agrees": found.largest <= results.TOLERANCE[softnpu.is_software()] and swapped > 0,
         "swapped": swapped,
         "waits": [of_a_forward.number, of_a_step.number],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import platform
 import re
 from pathlib import Path
@@ -36,6 +37,13 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
             "results": [{key: _finite(value) for key, value in row.items()} for row in rows],
         }
     )
+
+
+def to_text(outcome: Outcome) -> str:
+    """Return the same as JSON, a result a line."""
+    head = to_json(outcome)
+    results = ",\n".join(f"  {json.dumps(row)}" for row in head.pop("results"))
+    return f'{json.dumps(head, indent=1)[:-2]},\n "results": [\n{results}\n ]\n}}\n'
 
 
 def clean(value: Any) -> Any:

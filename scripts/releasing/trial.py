@@ -129,6 +129,7 @@ def steps(environment: Environment, version: str, quick_start: str) -> Iterator[
         "--version": states_its_version,
         "quick start": runs_the_quick_start,
         "doctor": lambda: environment.run("python", "-m", "softnpu", program, "doctor"),
+        "selftest": lambda: environment.run("kernels-ext-npu", "selftest", "--quick"),
         "bundle": carries_its_kernels_over,
     }
     for name, attempt in tried.items():

@@ -6,8 +6,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.support.delta_rule_truth import delta_rule, draw
 from torch import Tensor
+
+from kernels_ext_npu.selftest.delta_rule_formula import delta_rule, draw
 
 CHUNK = 64
 ONE_STEP = -100.0 * torch.nn.functional.one_hot(torch.tensor(30), CHUNK).float()

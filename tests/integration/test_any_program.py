@@ -52,6 +52,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
+    ("linear attention", [("hook_all_modules", 909), ("kernelize_for_training", 43288), ("call_for_a_tuple", 33451)]),
     (
         "tied embeddings",
         [

@@ -18,4 +18,9 @@ def has_hooks(module: object) -> bool:
     if not isinstance(module, nn.Module):
         return False
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(own) or any(_OF_ALL)
+    return any(own) or all_have_hooks()
+
+
+def all_have_hooks() -> bool:
+    """Tell whether there are hooks that the calls of all modules run, also of one that is made for a call."""
+    return any(_OF_ALL)

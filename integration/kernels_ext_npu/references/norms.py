@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.references.held import COMPUTED, held
+from kernels_ext_npu.references.hooks import all_have_hooks
 from kernels_ext_npu.references.reference import Reference
 
 
@@ -296,6 +297,8 @@ def _refuse_xlstm(module: nn.Module) -> str | None:
 def _refuse_gated(module: nn.Module) -> str | None:
     if module.activation not in ("silu", "swish", "sigmoid"):
         return f"its activation is {module.activation!r}, the kernel has silu and sigmoid"
+    if all_have_hooks():
+        return "hooks watch its activation, which the kernel does not call"
     return _refuse_weighted(module)
 
 

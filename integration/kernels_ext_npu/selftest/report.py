@@ -100,6 +100,7 @@ def _verdict(outcome: Outcome) -> RenderableType:
 
 def _without_paths(value: Any) -> Any:
     if isinstance(value, str):
+        value = re.sub(rf"{re.escape(str(Path.home()))}(?!\w)", "~", value)
         value = _PATH.sub(lambda path: f"…/{path[0].rstrip('/').rpartition('/')[2]}", value)
         for own in filter(None, (platform.node(), _user(), Path.home().name)):
             if len(own) > 3 and own not in ("root",):

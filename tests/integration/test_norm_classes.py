@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.norm_classes import exact, inputs, instance
 from torch import Tensor, nn
 from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
@@ -18,6 +17,7 @@ from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import COUNTED, KEPT
 from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.selftest.norm_modules import exact, inputs, instance
 from tests.support.counted import counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]

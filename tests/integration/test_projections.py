@@ -257,6 +257,22 @@ class Siblings(nn.Module):
         return a + b + d + self.g(y) + f + self.h(f) + self.h(f)
 
 
+class Changing(Attention):
+    """Changes its input between two calls, so that nobody counts it."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        query = self.q_proj(hidden_states)
+        hidden_states.data.mul_(2)
+        return query + self.k_proj(hidden_states).repeat(1, 1, 3) + self.v_proj(hidden_states).repeat(1, 1, 3)
+
+
+def test_an_input_that_is_changed_between_two_calls_is_multiplied_as_it_is() -> None:
+    torch.manual_seed(0)
+    original = Changing()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).npu())
+    torch.testing.assert_close(model(X.npu()).cpu(), original(X.clone()), rtol=1e-4, atol=1e-5)
+
+
 def test_siblings_are_called_once_on_every_way_with_one_input() -> None:
     assert [found.names for found in siblings_in(Siblings())] == [("d", "g")]
     assert [found.names for found in siblings_in(Attention())] == [("q_proj", "k_proj", "v_proj")]

@@ -258,7 +258,7 @@ class Siblings(nn.Module):
 
 
 class Around(nn.Module):
-    """Stands around a layer since the kernels were swapped in, and changes its input, or its weight, before it calls."""
+    """Stands around a layer since kernels were swapped in, and changes its input, or its weight, before it calls."""
 
     def __init__(self, layer: nn.Linear, what: str) -> None:
         super().__init__()

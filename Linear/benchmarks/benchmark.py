@@ -9,7 +9,7 @@ from kernels.benchmark import Benchmark
 from torch import Tensor
 from torch.nn import functional as F
 
-LENGTH, INPUTS = 4096, 4096
+PROJECTED_ROWS, INPUTS = 4096, 4096
 SIZES = (4096, 1024, 1024)
 RANK = 16
 
@@ -19,7 +19,7 @@ class LinearBenchmark(Benchmark):
 
     def setup_projections(self) -> None:
         """Queries, keys and values, forward and backward; what is verified is the gradient of the hidden states."""
-        self.x = _drawn((LENGTH, INPUTS), 1, self.device).requires_grad_()
+        self.x = _drawn((PROJECTED_ROWS, INPUTS), 1, self.device).requires_grad_()
         self.weights = [_drawn((size, INPUTS), INPUTS, self.device).requires_grad_() for size in SIZES]
 
     def benchmark_projections(self) -> None:

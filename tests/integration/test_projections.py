@@ -257,6 +257,45 @@ class Siblings(nn.Module):
         return a + b + d + self.g(y) + f + self.h(f) + self.h(f)
 
 
+class Around(nn.Module):
+    """Stands around a layer since kernels were swapped in, and changes its input, or its weight, before it calls."""
+
+    def __init__(self, layer: nn.Linear, what: str) -> None:
+        super().__init__()
+        self.layer, self.what = layer, what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "weight":
+            with torch.no_grad():
+                self.layer.weight.mul_(2)
+            return self.layer(x)
+        return self.layer(x * 2)
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_a_layer_that_is_called_with_something_else_than_was_expected_is_computed_with_that(what: str) -> None:
+    model, original = pair()
+    for each in (model, original):
+        each.k_proj = Around(each.k_proj, what)
+    torch.testing.assert_close(model(X.npu()).cpu(), original(X), rtol=1e-4, atol=1e-5)
+
+
+class Changing(Attention):
+    """Changes its input between two calls, so that nobody counts it."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        query = self.q_proj(hidden_states)
+        hidden_states.data.mul_(2)
+        return query + self.k_proj(hidden_states).repeat(1, 1, 3) + self.v_proj(hidden_states).repeat(1, 1, 3)
+
+
+def test_an_input_that_is_changed_between_two_calls_is_multiplied_as_it_is() -> None:
+    torch.manual_seed(0)
+    original = Changing()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).npu())
+    torch.testing.assert_close(model(X.npu()).cpu(), original(X.clone()), rtol=1e-4, atol=1e-5)
+
+
 def test_siblings_are_called_once_on_every_way_with_one_input() -> None:
     assert [found.names for found in siblings_in(Siblings())] == [("d", "g")]
     assert [found.names for found in siblings_in(Attention())] == [("q_proj", "k_proj", "v_proj")]

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+_LOOKS = ("device", "dtype", "shape")
+
 
 class Siblings(NamedTuple):
     """Layers that a module calls with one input.
@@ -58,7 +60,7 @@ def _siblings_of(forward: FunctionType) -> tuple[Siblings, ...]:
     return tuple(
         Siblings(tuple(name for _, name in called), forward)
         for variable, called in calls.items()
-        if len(called) > 1 and not _is_assigned(variable, tree.body[called[0][0] : called[-1][0]])
+        if len(called) > 1 and _is_only_read(variable, tree.body[called[0][0] : called[-1][0] + 1], me)
     )
 
 
@@ -81,11 +83,17 @@ def _calls(statement: ast.stmt, me: str) -> list[tuple[str, str]]:
     return [(variable, name) for _, _, variable, name in sorted(found)]
 
 
-def _is_assigned(variable: str, statements: list[ast.stmt]) -> bool:
-    """Tell whether statements may change what a variable is, or leave the forward."""
+def _is_only_read(variable: str, statements: list[ast.stmt], me: str) -> bool:
+    """Tell whether statements do nothing with a variable but call members with it and look at its shape.
+
+    The last of them may give the name to something else, once it has called.
+    """
     nodes = [node for statement in statements for node in ast.walk(statement)]
-    return any(
-        isinstance(node, (ast.Return, ast.Raise))
-        or (isinstance(node, ast.Name) and node.id == variable and not isinstance(node.ctx, ast.Load))
-        for node in nodes
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == variable]
+    assigned = [node for node in ast.walk(statements[-1]) if node in uses and not isinstance(node.ctx, ast.Load)]  # type: ignore[attr-defined]
+    looks = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in _LOOKS]
+    calls = [name for statement in statements for name, _ in _calls(statement, me) if name == variable]
+    leaves = any(
+        isinstance(node, (ast.Return, ast.Raise)) for statement in statements[:-1] for node in ast.walk(statement)
     )
+    return not leaves and len(uses) == len(assigned) + len(calls) + sum(node in uses for node in looks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -87,6 +88,33 @@ def assert_equal_computed(found: Computed, expected: Computed, limit: float) -> 
     whole = max(torch.stack(norms).norm().item(), 1e-30) if norms else 1.0
     for name, gradient in expected.gradients.items():
         assert (found.gradients[name] - gradient).norm().item() / whole <= 2 * limit, f"gradient of {name}"
+
+
+def in_float64(side: Side) -> Computed | None:
+    """Return what a model computes in float64; None where a copy of it cannot."""
+    model = side.model
+    try:
+        side.model = copy.deepcopy(model).double()
+        return computed(side, 0.0)
+    except Exception:  # of whatever a user has put into it
+        return None
+    finally:
+        side.model = model
+
+
+def is_as_near(found: Computed, other: Computed, exact: Computed, limit: float) -> bool:
+    """Tell whether a model is as near to float64 as another is: within a limit, or four times the other's distance.
+
+    A gradient may be a difference of large numbers: then both have lost its digits, each in an order of its own.
+    """
+    if not found.gradients.keys() == other.gradients.keys() == exact.gradients.keys():
+        return False
+    whole = torch.stack([exact.logits.new_zeros(()), *(g.norm() for g in exact.gradients.values())]).norm()
+    triples = [
+        *((a, b, c, c.norm()) for a, b, c in zip(found[:2], other[:2], exact[:2])),
+        *((found.gradients[name], other.gradients[name], c, whole) for name, c in exact.gradients.items()),
+    ]
+    return all((a - c).norm() <= max(limit * norm, 4 * (b - c).norm()) for a, b, c, norm in triples)
 
 
 def assert_equal_members(found: Side, expected: Side, values: bool) -> None:

@@ -35,7 +35,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
     if x.device.type == "npu":
         if x.dtype not in _FUSED_DTYPES:
             return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-        if x.is_contiguous(memory_format=torch.channels_last):  # torch_npu 2.13 makes no GELU that lies so
+        # torch_npu 2.13 makes no GELU that lies so; torch.func does not tell
+        if x.dim() == 4 and (is_transformed() or x.is_contiguous(memory_format=torch.channels_last)):
             x = x.contiguous()
     return F.gelu(x, approximate="tanh")
 

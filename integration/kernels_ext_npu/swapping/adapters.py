@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, projections, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
-from kernels_ext_npu.swapping.projections import name_of
+from kernels_ext_npu.swapping.plain_linear import name_of
 
 NAME = "lora_linear"
 PAUSED = "its adapters are merged or switched off: it is the layer that it adapts"

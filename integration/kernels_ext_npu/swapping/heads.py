@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import linear
 from transformers import PreTrainedModel
 
 from kernels_ext_npu import sources
@@ -29,14 +27,12 @@ from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.deferred_logits import Product, defer
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _FRAMES = 8  # of calls between the forward of a model and that of its head
-_PLAIN = (nn.Parameter, FakeTensor)
-# torch's own: somebody may have put another in its place, before or since
-_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
 
 _looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
@@ -105,7 +101,7 @@ def refusal(head: Head) -> str | None:
     if (reason := refusals.left_out(REPOSITORY)) is not None:
         return reason
     if type(module) is not nn.Linear:
-        return f"its head is a {_name_of(type(module))}: the kernel multiplies with one weight"
+        return f"its head is a {name_of(type(module))}: the kernel multiplies with one weight"
     if head.path.rpartition(".")[2] not in kinds.names(_forward_of(head.model)):
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
@@ -114,10 +110,10 @@ def refusal(head: Head) -> str | None:
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
         return "hooks watch its calls"
-    if nn.Linear.forward is not _FORWARD:
+    if nn.Linear.forward is not FORWARD:
         return "the forward of all linear layers was replaced, and must see logits"
-    if type(module.weight) not in (*_PLAIN, Tensor, DTensor):  # FSDP2's weights are plain while the model is called
-        return f"its weight is a {_name_of(type(module.weight))}: the kernel multiplies with numbers alone"
+    if type(module.weight) not in (*PLAIN, Tensor, DTensor):  # FSDP2's weights are plain while the model is called
+        return f"its weight is a {name_of(type(module.weight))}: the kernel multiplies with numbers alone"
     if _is_view(module):
         return "its weight is a part of another tensor, as under FSDP1, whose memory may change behind the forward"
     return None
@@ -150,7 +146,8 @@ def _called(head: Any, hidden_states: Tensor) -> Tensor:
         linear is None
         or torch.compiler.is_compiling()
         or type(head) is not nn.Linear
-        or type(head.weight) not in _PLAIN
+        or nn.Linear.forward is not FORWARD
+        or type(head.weight) not in PLAIN
     ):
         return nn.Linear.forward(head, hidden_states)
     return linear.linear(hidden_states, head.weight, head.bias)
@@ -163,12 +160,12 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         return False  # one that was parametrized since is not read here: that would compute its weight
     weight, bias = parameters["weight"], parameters["bias"]
     return (
-        type(weight) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
+        type(weight) in PLAIN
+        and (bias is None or type(bias) in PLAIN)
         and not _is_view(head)
         and hidden_states.numel() > 0
         and weight.device == hidden_states.device
-        and nn.Linear.forward is _FORWARD
+        and nn.Linear.forward is FORWARD
         and not has_hooks(head)
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_inference_mode_enabled()
@@ -179,10 +176,6 @@ def _is_ours(module: nn.Module) -> bool:
     """Tell whether the forward of a module was put there by this package, as a linear layer's or a head's."""
     function = getattr(vars(module).get("forward"), "__func__", None)
     return getattr(function, "__module__", "").startswith(f"{__name__.partition('.')[0]}.")
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _is_view(head: nn.Module) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,13 +24,12 @@ from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, experts, heads, loaded, packing, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
 
 REPOSITORY = "Linear"
 NAME = "linear"
 PART = "it is a part of what is served as a whole, or kept so: "
 _TUNERS = "peft.tuners.tuners_utils"
-PLAIN = (nn.Parameter, FakeTensor)
-_FORWARD = nn.Linear.forward
 
 
 def take(model: nn.Module) -> None:
@@ -94,7 +92,7 @@ def refusal(module: nn.Module, is_sharded: bool = False) -> str | None:
 
 def unfit(module: nn.Module, is_sharded: bool = False) -> str | None:
     """Return why an ``nn.Linear`` may not be computed by something else than a call of it; None if it may."""
-    if nn.Linear.forward is not _FORWARD:
+    if nn.Linear.forward is not FORWARD:
         return "the forward of all linear layers was replaced"
     if "forward" in vars(module) and not is_swapped(module):
         return "another library has wrapped its forward"
@@ -106,11 +104,6 @@ def unfit(module: nn.Module, is_sharded: bool = False) -> str | None:
     if type(weight) not in PLAIN and not (is_sharded and isinstance(weight, DTensor)):
         return f"its weight is a {name_of(type(weight))}: the kernel multiplies with numbers alone"
     return None
-
-
-def name_of(cls: type) -> str:
-    """Return the full name of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def kernel() -> ModuleType:
@@ -129,7 +122,7 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return type(self).forward(self, input)
-        if torch.is_grad_enabled() and type(self) is nn.Linear and nn.Linear.forward is _FORWARD:
+        if torch.is_grad_enabled() and type(self) is nn.Linear and nn.Linear.forward is FORWARD:
             parameters = self._parameters
             weight = parameters.get("weight")
             if type(weight) in PLAIN and weight.requires_grad:  # type: ignore[union-attr]

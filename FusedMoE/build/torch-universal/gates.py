@@ -7,7 +7,7 @@ attributes of the instance.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import NamedTuple
 
 import torch
@@ -138,7 +138,10 @@ def activation_of(experts: nn.Module) -> Activation:
     if "act_fn" in modules:
         activation = modules["act_fn"]
         cls = type(activation)
-        kind = cls.__qualname__, cls.forward.__qualname__  # somebody may have replaced it
+        forward = cls.forward  # somebody may have replaced it
+        # a graph finds no qualified name of a function equal to itself, and no class may be saved with the module
+        where = forward.__code__.co_firstlineno if type(forward) is FunctionType else repr(forward)
+        kind = f"{cls.__qualname__}", where
         members = activation.__dict__
         if (  # what is_watched tells of hooks, without the call: every forward asks
             cls.__call__ is not _CALL
@@ -154,7 +157,7 @@ def activation_of(experts: nn.Module) -> Activation:
             return experts._apply_gate
         if "forward" in members:  # `kernels` binds that of the class
             own = members["forward"]
-            if type(own) is not MethodType or own.__func__ is not cls.forward:
+            if type(own) is not MethodType or own.__func__ is not forward:
                 kind = repr(own)
     elif "act_fn" in experts.__dict__:  # somebody has made it a function
         kind = repr(experts.__dict__["act_fn"])

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .adapters import Adapter, add_product, in_torch, scaled_product
 from .derivatives import gradients
-from .products import rows_of
+from .products import product, rows_of
 from .several import gradients_of
 
 
@@ -71,7 +70,7 @@ def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) ->
     outputs = []
     small = kept.split([each.shape[0] for each in a], 1)  # type: ignore[union-attr]
     for weight, bias, each, factor, scale in zip(weights, biases, small, b, scales):
-        y = F.linear(x, weight, bias)  # type: ignore[arg-type]
+        y = product(x, weight, bias)  # type: ignore[arg-type]
         add_product(rows_of(y), each, factor.t(), scale)  # type: ignore[union-attr]
         outputs.append(y)
     return tuple(outputs), kept

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .adapters import Adapter, add_product, in_torch, scaled_product
 from .derivatives import gradients
-from .products import rows_of
+from .products import product, rows_of
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -61,7 +60,7 @@ def outputs_of(
     scales: tuple[float, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute what :class:`AdaptedLinear` does, and return the small products with it."""
-    y, kept = F.linear(x, weight, bias), []
+    y, kept = product(x, weight, bias), []
     rows = rows_of(y)
     for scale, own, a, b in zip(scales, tensors[::3], tensors[1::3], tensors[2::3]):
         assert a is not None

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # What npu_linear_backward takes. It has no page of its own: op-plugin, op_plugin/ops/opapi/LinearKernelNpuOpApi.cpp,
 # calls aclnnMm twice, which is what torch.mm calls too.
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x @ weightᵀ + bias``, as no view: autograd lets nobody write to a view that a node of ours gives."""
+    y = F.linear(x, weight, bias)
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def rows_of(x: Tensor) -> Tensor:

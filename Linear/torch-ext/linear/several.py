@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .products import of_input_and_weight, rows_of
+from .products import of_input_and_weight, product, rows_of
 
 
 class Linears(torch.autograd.Function):
@@ -28,7 +27,7 @@ class Linears(torch.autograd.Function):
         weights, biases = parameters[:number], parameters[number:]
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        return tuple([F.linear(x, weight, bias) for weight, bias in zip(weights, biases)])  # type: ignore[arg-type]
+        return tuple([product(x, weight, bias) for weight, bias in zip(weights, biases)])  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
@@ -32,6 +33,7 @@ from kernels_ext_npu.selftest import (
 )
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.comparing import Results
+from kernels_ext_npu.swapping.packing import WITH_GATE_AND_UP
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -159,10 +161,17 @@ LINEAR: dict[str, Callable[[], list[Tensor]]] = {
 TABLES: tuple[Reference, ...] = (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS)
 
 
-def _of_module(make: Callable[[], Made], layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _of_module(
+    make: Callable[[], Made], layer: type[nn.Module], dtype: torch.dtype, packed: bool = False
+) -> tuple[Results, Results]:
     module, arguments = make()
     original, arguments = module.to(dtype), comparing.rounded(arguments, dtype)
     device = copy.deepcopy(original).to("npu")
+    if packed:
+        packing = sys.modules[layer.__module__.rpartition(".")[0]].packing
+        gate, up, _ = packing.projections(device)
+        if (reason := packing.pack(gate, up)) is not None:
+            raise AssertionError(f"gate and up are not packed: {reason}")
     device.forward = MethodType(layer.forward, device)
     truth = copy.deepcopy(original).double()
     found = comparing.results(device, comparing.moved(arguments), device.parameters())
@@ -235,6 +244,8 @@ def _cases() -> Iterator[Layer]:
         for number, make in enumerate(makers):
             of = f"its module {number + 1}" if len(makers) > 1 else ""
             yield Layer(LAYERS[layer], layer, partial(_of_module, make), of)
+            if layer in WITH_GATE_AND_UP:
+                yield Layer(LAYERS[layer], layer, partial(_of_module, make, packed=True), "gate and up packed")
     for function in FUNCTION_REFERENCES:
         if function.repository == "RoPE":
             yield Layer("RoPE", function.layer, partial(_of_rotation, function), function.function.__name__)

@@ -219,3 +219,23 @@ def test_it_compiles_whole_and_is_torchs_then(kernel) -> None:
     found = torch.autograd.grad(compiled(*leaves), leaves)
     for gradient, expected in zip(found, torch.autograd.grad(function(*leaves), leaves)):
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)])
+def test_what_a_layer_gives_may_be_written_to(kernel, shape) -> None:
+    """As models do that set what is padded to zero."""
+    x, weight, a, b = drawn(shape, (8, 16), (2, 16), (8, 2))
+    adapter = kernel.Adapter(a.npu().requires_grad_(), b.npu().requires_grad_(), 2.0)
+    (x, weight), frozen = on_npu([x, weight]), weight.npu()
+    outputs = [
+        kernel.linear(x, weight),
+        *kernel.linears(x, [weight, weight]),
+        kernel.lora_linear(x, frozen, None, [adapter]),
+        *kernel.lora_linears(x, [(frozen, None, adapter)] * 2),
+    ]
+    for y in outputs:
+        y[..., :3] = 0
+    sum(y.sum() for y in outputs).backward()
+    assert not weight.grad[:3].any()
+    assert not adapter.b.grad[:3].any()
+    assert weight.grad[3:].all()

@@ -40,7 +40,9 @@ def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, name: str, 
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager))
 
 
-@pytest.mark.parametrize(("name", "batch"), [("qwen3", "plain"), ("gemma3", "left padding")])
+@pytest.mark.parametrize(
+    ("name", "batch"), [pytest.param("qwen3", "plain", marks=pytest.mark.long), ("gemma3", "left padding")]
+)
 def test_a_model_is_one_graph(kernel: ModuleType, monkeypatch, name: str, batch: str) -> None:
     """To the tolerance of test_attention_models.py, where a token is no padding."""
     torch.compiler.reset()

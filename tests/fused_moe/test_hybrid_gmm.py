@@ -44,7 +44,7 @@ def on_device(tensors: list[Tensor], dtype: torch.dtype, joined: bool = False) -
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("experts", [1, 4, 128, 130, 260])
+@pytest.mark.parametrize("experts", [1, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (128, 260)), 130])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("joined", [False, True])
 def test_whole_numbers_give_the_very_same_values_and_gradients(kernel: ModuleType, joined, dtype, experts, counts):

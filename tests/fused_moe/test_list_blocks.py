@@ -41,7 +41,7 @@ def test_float32_values_and_gradients_are_the_originals(
 
 
 @packed_or_not
-@pytest.mark.parametrize("experts", [8, 130, 260])
+@pytest.mark.parametrize("experts", [8, *(pytest.param(n, marks=pytest.mark.long) for n in (130, 260))])
 @each_block
 def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleType, cls, experts, packed) -> None:
     """In root mean square over the result and all gradients: single ones are too small to compare roundings by.

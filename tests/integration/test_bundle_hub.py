@@ -109,6 +109,7 @@ def test_from_the_hub_to_a_machine_without_a_network(run_python, publish, bundle
     assert {path.name for path in (folder / "snapshots").iterdir()} == {before, after}
 
 
+@pytest.mark.long
 def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation(
     run_python, localhub: LocalHub, publish, bundle, tmp_path: Path
 ) -> None:

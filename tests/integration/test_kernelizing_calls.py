@@ -84,7 +84,7 @@ def test_94_layers_on_meta_are_kernelized(registered) -> None:
             assert len(result) == 94 * 8 + 3
 
 
-@pytest.mark.parametrize("build", [qwen3_235b_a22b, dense])
+@pytest.mark.parametrize("build", [qwen3_235b_a22b, pytest.param(dense, marks=pytest.mark.long)])
 def test_every_layer_costs_the_same(registered, build) -> None:
     """Calls of Python functions: 12 layers more are 12 times one more, to a tenth."""
 

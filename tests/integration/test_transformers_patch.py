@@ -106,6 +106,7 @@ def run_patched(source: Path, run_python) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.long
 def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub, tmp_path: Path) -> None:
     """Each agrees with the CPU in forward, gradients, tokens, and both modes: see tests/support/patched_models.py."""
     script = str(ROOT / "tests" / "support" / "patched_models.py")

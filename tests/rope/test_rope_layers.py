@@ -115,7 +115,10 @@ LAYERS = sorted({reference.layer: reference.function.__name__ for reference in R
 
 @pytest.mark.parametrize(
     ("layer", "reference", "dtype", "dynamic"),
-    [(*layer, *((FLOAT32, False), (BFLOAT16, True))[i % 2]) for i, layer in enumerate(LAYERS)],
+    [
+        pytest.param(*layer, *((FLOAT32, False), (BFLOAT16, True))[i % 2], marks=[pytest.mark.long] * (i % 5 > 0))
+        for i, layer in enumerate(LAYERS)
+    ],
 )
 def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, reference, dtype, dynamic) -> None:
     torch._dynamo.reset()

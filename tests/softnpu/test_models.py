@@ -10,7 +10,10 @@ from tests.support.agreement import assert_agrees
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",  # those with kernels are compared in tests/integration/test_kernelized_models.py
+    [pytest.param(name, marks=[pytest.mark.long] * (i % 4 > 0)) for i, name in enumerate(zoo.ARCHITECTURES)],
+)
 # padded caches of hybrids
 @pytest.mark.filterwarnings("ignore:npu_fusion_attention_v3. atten_mask leaves a row nothing")
 def test_logits_gradients_and_tokens_are_the_cpus(name: str) -> None:

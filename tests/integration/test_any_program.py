@@ -93,7 +93,7 @@ def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> Non
 
 @pytest.mark.slow
 def test_programs_of_a_few_acts() -> None:
-    run(90, 5)
+    run(60, 5)
 
 
 @pytest.mark.long

@@ -83,6 +83,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.long
 def test_the_table_has_every_model_type_and_fits_a_terminal(whole: tuple[str, str, int]) -> None:
     output, _, _ = whole
     lines = output.splitlines()

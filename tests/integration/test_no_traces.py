@@ -113,6 +113,7 @@ def strange(line: str) -> dict[str, list[str]]:
     return {name: paths for name, paths in found.items() if paths}
 
 
+@pytest.mark.long
 def test_neither_a_model_nor_an_interrupted_kernelize_leaves_a_trace(run_python) -> None:
     """Ten models are registered for, loaded, trained, restored; and one is kernelized up to each of two dozen calls."""
     output = run_python(PRELUDE + EVERY_MODEL + INTERRUPTED).stdout

@@ -81,6 +81,7 @@ def test_all_four_are_published_loaded_and_used(localhub, environment, run_pytho
     }
 
 
+@pytest.mark.long
 def test_the_token_is_nowhere(localhub, environment, run_python, tmp_path) -> None:
     """In nothing that is printed or written, whether it works, is refused, or the server repeats what it was sent.
 

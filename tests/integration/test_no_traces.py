@@ -18,6 +18,8 @@ from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
 
+import pytest
+
 FOLDER = Path(tempfile.mkdtemp())
 
 def load(name, **options):

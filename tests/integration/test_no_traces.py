@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 # what `kernels` keeps of a kernel that it has loaded
 KEPT_BY_KERNELS = ("kernels.layer.layer._CACHED_LAYER", "kernels.importer._loaded_kernels")
 
@@ -17,8 +19,6 @@ from kernels_ext_npu.swapping import lasting
 from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
-
-import pytest
 
 FOLDER = Path(tempfile.mkdtemp())
 

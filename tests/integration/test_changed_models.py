@@ -284,3 +284,16 @@ def test_a_forward_that_all_of_a_class_were_given_counts_at_once(registered, mon
     monkeypatch.setattr(cls, "forward", lambda self, x: 1.25 * forward(self, x))
     found, expected = outputs(model, name), outputs(original, name)
     assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def test_a_forward_of_another_file_counts_even_if_it_begins_in_the_same_line(registered, monkeypatch) -> None:
+    original = zoo.build("qwen3_moe")
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    outputs(model, "qwen3_moe")
+    cls = type(modules(original, "Experts")[0].act_fn)
+    lines_before = "\n" * (cls.forward.__code__.co_firstlineno - 1)
+    exec(compile(f"{lines_before}def forward(self, x): return 0.5 * x", "other.py", "exec"), found := {})
+    monkeypatch.setattr(cls, "forward", found["forward"])
+    assert "other.py" in cls.forward.__code__.co_filename
+    ours, expected = outputs(model, "qwen3_moe"), outputs(original, "qwen3_moe")
+    assert (ours - expected).norm() <= TOLERANCE * expected.norm()

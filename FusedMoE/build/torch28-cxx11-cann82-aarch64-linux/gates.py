@@ -140,7 +140,8 @@ def activation_of(experts: nn.Module) -> Activation:
         cls = type(activation)
         forward = cls.forward  # somebody may have replaced it
         # a graph finds no qualified name of a function equal to itself, and no class may be saved with the module
-        where = forward.__code__.co_firstlineno if type(forward) is FunctionType else repr(forward)
+        code = forward.__code__ if type(forward) is FunctionType else None
+        where = repr(forward) if code is None else (code.co_filename, code.co_firstlineno)
         kind = f"{cls.__qualname__}", where
         members = activation.__dict__
         if (  # what is_watched tells of hooks, without the call: every forward asks

@@ -98,7 +98,7 @@ class Masking:
         """Refuse another mask than the one that a mode takes."""
         assert self.atten_mask is not None
         require(self.atten_mask.shape == constant.shape, self.operator, rule)
-        require_values(torch.equal(self.atten_mask.bool(), constant), self.operator, rule)
+        require_values(_are_equal(self.atten_mask.bool(), constant), self.operator, rule)
 
     def _given(self, mask: Tensor, shape: list[int]) -> Tensor:
         b, _, s_q, s_k = shape
@@ -125,6 +125,13 @@ def outside(s_q: int, s_k: int, shift: int, before: int, behind: int) -> Tensor:
     """Mark keys outside the band that query i may see: i + shift - before to i + shift + behind."""
     distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
     return (distance < -before) | (distance > behind)
+
+
+def _are_equal(mask: Tensor, constant: Tensor) -> bool:
+    """Compare two bool tensors of one shape, eight numbers at a time: it is asked in each call of attention."""
+    if not mask.is_contiguous() or mask.storage_offset() % 8:
+        mask = mask.clone(memory_format=torch.contiguous_format)
+    return torch.equal(mask.view(torch.int64), constant.view(torch.int64))
 
 
 @cache

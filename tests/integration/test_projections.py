@@ -168,6 +168,24 @@ def test_layers_that_are_called_otherwise_are_computed_by_themselves() -> None:
     assert ahead._ahead.computed is None
 
 
+def test_a_layer_that_was_put_in_the_place_of_another_is_computed_and_the_other_is_not() -> None:
+    model, original = pair()
+    first = model.k_proj  # which somebody keeps
+    for each in (model, original):
+        torch.manual_seed(1)
+        each.k_proj = nn.Linear(16, 8).to(each.q_proj.weight.device)
+    assert_same(model, original, X)
+    assert first.weight.grad is None
+    assert ahead._ahead.computed is None  # it would keep a graph of autograd
+    model.half()  # not the first one, which could not be multiplied with this input
+    assert model(X.npu().half()).isfinite().all()
+    kernels_ext_npu.kernelize(model)
+    assert {row.reason for row in kernels_ext_npu.report(model).projections} == {
+        None,
+        "one node with q_proj, k_proj, v_proj",
+    }
+
+
 def test_a_forward_that_ends_in_between_leaves_nothing_to_the_next() -> None:
     model, original = pair()
     broken = copy.deepcopy(model.k_proj)

@@ -24,8 +24,17 @@ _FRAMES = 8  # of calls between the forward of a module and that of its layer
 
 
 class _Group(NamedTuple):
-    """Layers that one module calls with one input, the first of them first, and the code that calls them."""
+    """Layers that one module calls with one input, the first of them first.
 
+    Attributes:
+        parent: the module.
+        names: of the layers in it.
+        members: the layers.
+        caller: the code that calls them.
+    """
+
+    parent: weakref.ref[nn.Module]
+    names: tuple[str, ...]
     members: tuple[weakref.ref[nn.Module], ...]
     caller: CodeType
 
@@ -66,7 +75,8 @@ def note(model: nn.Module, served: Collection[nn.Module]) -> None:
             members = [parent._modules.get(name) for name in names]
             if len(set(members)) == len(names) and all(member in served for member in members):
                 references = tuple([weakref.ref(member) for member in members if member is not None])
-                _groups[members[0]] = _Group(references, (kernel or caller).__code__)  # type: ignore[index]
+                group = _Group(weakref.ref(parent), names, references, (kernel or caller).__code__)
+                _groups[members[0]] = group  # type: ignore[index]
 
 
 def forget(module: nn.Module) -> None:
@@ -75,10 +85,19 @@ def forget(module: nn.Module) -> None:
 
 
 def members_of(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that may be computed when this one is called; none where there are no others."""
+    """Return the layers that may be computed when this one is called; none where there are no others.
+
+    Nor where somebody has put another one in the place of one of them since.
+    """
     group = _groups.get(module)
-    members = [] if group is None else [member() for member in group.members]
-    return [] if None in members else members  # type: ignore[return-value]
+    parent = None if group is None else group.parent()
+    if group is None or parent is None:
+        return []
+    children = parent._modules
+    members = [member() for member in group.members]
+    if any(member is None or children.get(name) is not member for name, member in zip(group.names, members)):
+        return []
+    return members  # type: ignore[return-value]
 
 
 def called_next(module: nn.Module) -> list[nn.Module]:

@@ -36,6 +36,24 @@ SHARED = (
 Kept = dict[Any, Callable]
 
 
+class _Attached(dict[str, Any]):
+    """The functions that a module shows to `kernels.kernelize`, of which copies and pickles have what others put there.
+
+    Ours could not be pickled any more once unregister() has given the modeling file its function back.
+
+    Args:
+        others: what others have put there.
+        found: that and ours.
+    """
+
+    def __init__(self, others: dict[str, Any], found: dict[str, Any]) -> None:
+        super().__init__(found)
+        self.others = others
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (self.others,)
+
+
 def mark(registration: state.Registration, model: nn.Module) -> Kept:
     """Mark the functions that a kernel serves, unmark the others, and show them to `kernels.kernelize`.
 
@@ -171,7 +189,7 @@ def _attach(registration: state.Registration, module: nn.Module, name: str, func
         return
     original = original_function(function)
     others = {key: value for key, value in attached.items() if original_function(value) is not original}
-    registration.patches.attribute(module, "_kernel_funcs", others | {name: function})
+    registration.patches.attribute(module, "_kernel_funcs", _Attached(others, others | {name: function}))
 
 
 def _unswap(function: nn.Module) -> None:

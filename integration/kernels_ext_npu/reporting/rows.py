@@ -11,6 +11,7 @@ from kernels_ext_npu.catalogue import (
     ACTIVATIONS,
     ATTENTION,
     HEADS,
+    KIND_OF_LAYER,
     LAYER_NORMS,
     LAYERS,
     MLPS,
@@ -81,9 +82,10 @@ class Row:
 
 
 def of_modules(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that is of a kind that kernels serve."""
+    """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
-        if (kind := of_module(module)) not in (None, ATTENTION):
+        kind = of_module(module) or KIND_OF_LAYER.get(loaded.layer_name(kernel_forward(module)) or "")
+        if kind not in (None, ATTENTION):
             yield _of_module(path, module, kind)
 
 

@@ -61,7 +61,8 @@ def transpose_experts(model: Model) -> Model:
     transformers stores most of them the other way around, and ``npu_grouped_matmul`` is given transposed views. Stored
     like this, the views fall to the gradient of the input: it suits inference and frozen experts, where it is faster,
     which the device at hand has to tell. Nothing is held twice: the parameters are moved, one after the other.
-    restore(model) moves them back, but for those that somebody else holds by then.
+    restore(model) moves them back, but for those that somebody else holds by then. Until then they are not contiguous:
+    what views a parameter as one row, such as torch's ``parameters_to_vector``, raises.
 
     Returns:
         The model itself.

@@ -52,6 +52,16 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
+    ("gate and up in one projection", [("copy_deeply", 1), ("register", 1), ("pickle_it", 1)]),
+    (
+        "pictures",
+        [
+            ("keep_a_weight_as_a_tensor", 43122),
+            ("register", 17627),
+            ("share_an_activation", 57824),
+            ("change_the_forward_of_a_class", 31708),
+        ],
+    ),
     ("linear attention", [("hook_all_modules", 909), ("kernelize_for_training", 43288), ("call_for_a_tuple", 33451)]),
     (
         "tied embeddings",
@@ -117,11 +127,15 @@ def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple
     live_through(tmp_path, variant, acts)
 
 
-def test_a_program_ends_where_a_weight_of_zeros_is_divided_by_its_norm(tmp_path: Path) -> None:
-    """That of queries: torch's attention on the CPU makes zeros of what is no number, a plain model here does not."""
-    program = Program("tied embeddings", tmp_path)
+@pytest.mark.parametrize(("variant", "acts"), [
+    ("tied embeddings", [("parametrize_by_spectral_norm", 19), ("zero", 589)]),
+    ("linear attention", [("cast_to_half", 30841), ("zero", 9496)]),
+])  # fmt: skip
+def test_a_program_ends_where_zeros_leave_no_numbers(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
+    """Queries of zeros, of which torch's attention on the CPU makes zeros; embeddings of zeros in half precision."""
+    program = Program(variant, tmp_path)
     try:
-        for act, number in (("parametrize_by_spectral_norm", 19), ("zero", 589)):
+        for act, number in acts:
             program.do(act, number)
         assert program.is_over
     finally:

@@ -26,6 +26,11 @@ class Computed(NamedTuple):
     gradients: dict[str, Tensor]
     is_clear: bool
 
+    @property
+    def are_numbers(self) -> bool:
+        """Whether nothing has overflowed or was divided by zero."""
+        return all(bool(tensor.isfinite().all()) for tensor in (self.logits, *self.gradients.values()))
+
 
 def tolerance(side: Side) -> float:
     """Return how far apart the sides may be: that of the coarsest dtype in the model."""

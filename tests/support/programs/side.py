@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,14 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.function_uses import uses
 from tests.support.programs import variants
+
+
+class Shown(NamedTuple):
+    """What an act has computed: a tensor, and how many roundings of a dtype it may be away from the other side's."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    roundings: int
 
 
 class Side:
@@ -31,7 +39,7 @@ class Side:
         is_away: whether the model was moved to the CPU.
         asked: whether the user has said ``use_kernels=True``, by which transformers takes kernels for the CPU there.
         held: what the user keeps: a state dict, a flat buffer, an optimizer, handles of hooks.
-        shown: what acts have computed, in order, each with the rounding of its dtype.
+        shown: what acts have computed, in order.
         cleanups: what undoes the changes to the process that acts make.
     """
 
@@ -44,7 +52,7 @@ class Side:
         self.places = self.count_places()
         self.is_away = self.asked = False
         self.held: dict[str, Any] = {}
-        self.shown: list[tuple[Tensor, torch.dtype]] = []
+        self.shown: list[Shown] = []
         self.cleanups: list[Callable[[], object]] = []
         self._modules: list[tuple[str, nn.Module]] | None = None
 
@@ -83,9 +91,13 @@ class Side:
         """Return at how many places in memory the weights are: fewer than names where some are shared."""
         return len({tensor.data_ptr() for tensor in self.model.state_dict().values()})
 
-    def show(self, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
-        """Keep a result of an act, to be compared with the other side's to the rounding of a dtype."""
-        self.shown.append((tensor.detach().clone(), dtype))
+    def show(self, tensor: Tensor, dtype: torch.dtype = torch.float32, roundings: int = 1) -> None:
+        """Keep a result of an act, to be compared with the other side's to so many roundings of a dtype."""
+        self.shown.append(Shown(tensor.detach().clone(), dtype, roundings))
+
+    def show_gradient(self, tensor: Tensor) -> None:
+        """Keep a gradient, which is rounded on its way back, too."""
+        self.show(tensor, roundings=2)
 
     @property
     def inputs(self) -> dict[str, Any]:

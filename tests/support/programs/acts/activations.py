@@ -69,4 +69,4 @@ def call_an_activation(side: Side, choice: Random) -> None:
     result = choice.choice(activations(side))(x)
     if isinstance(result, Tensor) and result.requires_grad:
         side.show(result)
-        side.show(torch.autograd.grad(result.sum(), x)[0])
+        side.show_gradient(torch.autograd.grad(result.sum(), x)[0])

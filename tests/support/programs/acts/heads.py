@@ -94,7 +94,7 @@ def call_without_labels(side: Side, choice: Random) -> None:
     logits = side.run(labels=None).logits
     side.show(logits)
     if logits.requires_grad:
-        side.show(gradient(side, logits.float().square().mean()))
+        side.show_gradient(gradient(side, logits.float().square().mean()))
 
 
 @act()
@@ -102,7 +102,7 @@ def call_with_some_labels(side: Side, choice: Random) -> None:
     result = side.run(labels=labels(side, choice))
     side.show(result.loss)
     if result.loss.requires_grad:
-        side.show(gradient(side, result.loss))
+        side.show_gradient(gradient(side, result.loss))
 
 
 @act()
@@ -111,7 +111,7 @@ def call_with_a_number_of_items(side: Side, choice: Random) -> None:
     result = side.run(labels=labels(side, choice), num_items_in_batch=number)
     side.show(result.loss)
     if result.loss.requires_grad:
-        side.show(gradient(side, result.loss))
+        side.show_gradient(gradient(side, result.loss))
 
 
 @act()
@@ -135,7 +135,7 @@ def look_at_logits_before_the_backward(side: Side, choice: Random) -> None:
     result = side.run()
     whole = result.loss + 0.25 * result.logits.float().square().mean()
     if whole.requires_grad:
-        side.show(gradient(side, whole))
+        side.show_gradient(gradient(side, whole))
 
 
 @act(can_train)
@@ -167,15 +167,15 @@ def change_logits_before_the_backward(side: Side, choice: Random) -> None:
         result.logits[..., 0] = -1.0
     side.show(result.logits)
     if result.loss.requires_grad:
-        side.show(gradient(side, result.loss))
+        side.show_gradient(gradient(side, result.loss))
 
 
 @act(can_train)
 def differentiate_the_loss_twice(side: Side, choice: Random) -> None:
     result = side.run()
     if result.loss.requires_grad:
-        side.show(gradient(side, result.loss, retain_graph=True))
-        side.show(gradient(side, result.loss))
+        side.show_gradient(gradient(side, result.loss, retain_graph=True))
+        side.show_gradient(gradient(side, result.loss))
 
 
 @act(can_train)
@@ -186,7 +186,7 @@ def smooth_labels(side: Side, choice: Random) -> None:
     loss = LabelSmoother(0.125)(result, given["labels"], shift_labels=True)
     side.show(loss)
     if loss.requires_grad:
-        side.show(gradient(side, loss))
+        side.show_gradient(gradient(side, loss))
 
 
 @act()

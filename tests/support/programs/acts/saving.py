@@ -87,7 +87,7 @@ def _load_by_pretrained(side: Side, use_kernels: bool) -> None:
     is_training, dtype = model.training, next(model.parameters()).dtype
     model.save_pretrained(folder)
     options: dict[str, Any] = {"use_kernels": True} if use_kernels and side.has_kernels else {}
-    if side.is_experts and not side.has_kernels:
+    if side.is_experts and side.home == "cpu":
         options["experts_implementation"] = "eager"
     device = str(side.device)
     side.model = type(model).from_pretrained(folder, device_map=device, dtype=dtype, **options).train(is_training)

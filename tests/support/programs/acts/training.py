@@ -87,7 +87,7 @@ def leave_gradients(side: Side, choice: Random) -> None:
     """Compare the gradients that stand in parameters, relative to all of them, and let them stand."""
     backward(side)
     gradients = [p.grad for _, p in side.parameters() if p.grad is not None]
-    side.show(torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]))
+    side.show_gradient(torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]))
 
 
 @act(can_train, computes=True)

@@ -100,19 +100,6 @@ def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(regis
         assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
 
 
-# decoders with and without windows and experts, encoders, an encoder with a decoder, images
-COMPILED = [
-    *SAMPLE[1:],
-    "BertLMHeadModel",
-    "CLIPVisionModel",
-    "modernbert",
-    "qwen3",
-    "gemma3_text",
-    "gpt_oss",
-    "mistral",
-]
-
-
 def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:
     """Compile a model, and return its outputs and how often its graph breaks."""
     torch.compiler.reset()
@@ -127,7 +114,7 @@ def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [getattr(param, "values", [param])[0] for param in ALL])
 def test_compiled_it_gives_what_eager_attention_gives_in_no_more_graphs_than_others(registered, name) -> None:
     """Plain, padded on either side, and packed; than sdpa, or eager where a class has no sdpa."""
     model, ours = pair(name)
@@ -138,7 +125,10 @@ def test_compiled_it_gives_what_eager_attention_gives_in_no_more_graphs_than_oth
         except ValueError:
             continue
         break
-    _, breaks = compiled(name, others)
+    try:
+        _, breaks = compiled(name, others)
+    except Exception as error:
+        pytest.skip(f"it does not compile with {implementation}: {type(error).__name__}: {str(error).splitlines()[0]}")
     found, own = compiled(name, ours)
     with torch.no_grad():
         for ours_out, (_, inputs, mask) in zip(found, types.batches(name, model)):

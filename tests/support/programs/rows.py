@@ -38,7 +38,10 @@ def look_again(side: Side, seed: int) -> kernels_ext_npu.Report:
         return report
     model = side.pretrained
     if seed % 2 and model.use_kernels and stays_off_the_hub(side):
-        model.train(not model.training).train(not model.training)
+        modes = {module: module.training for module in model.modules()}
+        model.train(not model.training)
+        for module, is_training in modes.items():  # of which parts may have another than the model
+            module.training = is_training
     else:
         advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons}
         assert advised <= {"kernelize", "restore"}

@@ -7,7 +7,7 @@ and every bar has its figure beside it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import matplotlib
@@ -43,8 +43,8 @@ def draw(inspection: Inspection) -> Figure:
     if before is not None and after is not None:
         figure = plt.figure(figsize=(16, 12), dpi=120)
         grid = figure.add_gridspec(2, 1, height_ratios=(1, 2))
-        _phases(grid[0].subgridspec(1, 3).subplots(), inspection)
-        axes, what, by = grid[1].subgridspec(1, 2).subplots(), "a whole training step", " by operator"
+        _phases(grid[0].subgridspec(1, 3).subplots(squeeze=False)[0], inspection)
+        axes, what, by = grid[1].subgridspec(1, 2).subplots(squeeze=False)[0], "a whole training step", " by operator"
     else:
         phase = next(p for p in ("step", "forward") if all(v.counts[p] for v in _ends(inspection)))
         before, after = (variant.counts[phase] for variant in _ends(inspection))
@@ -103,7 +103,7 @@ def _ends(inspection: Inspection) -> tuple[Variant, Variant]:
     return inspection.variants[0], inspection.variants[-1]
 
 
-def _phases(panels: Sequence[Axes], inspection: Inspection) -> None:
+def _phases(panels: Iterable[Axes], inspection: Inspection) -> None:
     """Draw what each phase of a whole step launches, moves and holds, to scale."""
     sums: list[tuple[str, Callable[[Counts], float]]] = [
         ("launches", lambda counts: counts.launches.total()),

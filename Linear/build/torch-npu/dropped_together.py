@@ -64,9 +64,9 @@ class DroppedLinears(torch.autograd.Function):
                 found[4 * place + 3] = scaled_product(wide.t(), small[place], scale)
             del wide
             if needs[4 * place + 2]:
-                found[4 * place + 2] = d_small.t() @ masks.multiply(given, drawn[place], p)  # type: ignore[arg-type]
+                found[4 * place + 2] = d_small.t() @ masks.apply_mask(given, drawn[place], p)  # type: ignore[arg-type]
             if needs_x:
-                part = masks.multiply(d_small @ a[place], drawn[place], p)
+                part = masks.apply_mask(d_small @ a[place], drawn[place], p)
                 total = part if total is None else total.add_(part)
                 del part
         del given
@@ -100,7 +100,7 @@ def _formula(factors: Factors, drawn: list[Tensor], place: int):
     (scale, p), mask = factors[place], drawn[place]
 
     def layer(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-        kept = masks.multiply(rows_of(x).to(a.dtype), mask, p).view(x.shape)
+        kept = masks.apply_mask(rows_of(x).to(a.dtype), mask, p).view(x.shape)
         return in_torch(x, weight, bias, Adapter(a, b, scale, kept))
 
     return layer

@@ -14,6 +14,6 @@ def draw(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     return torch.native_dropout(x, p, True)
 
 
-def multiply(x: Tensor, mask: Tensor, p: float) -> Tensor:
+def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """Return ``x / (1 - p)`` where a mask keeps an element and zero elsewhere: a dropout again, or its gradient."""
     return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p))

@@ -40,7 +40,7 @@ def table(language: str) -> str:
 def draw(root: Path) -> None:
     """Write the pictures anew."""
     for path, model in PICTURE.items():
-        plotting.plot(inspected(model), root / path)
+        plotting.plot(inspect(subject.find(model), SOCS["910b"], update=True), root / path)
 
 
 @cache

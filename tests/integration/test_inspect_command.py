@@ -237,5 +237,29 @@ def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
         assert all(
             name.startswith("_foreach") for name, count in before[phase]["operators"].items() if count["launches"] > 5
         )
+    for variant in (before, after):
+        parts = variant["training_forward"], variant["backward"]
+        for what in ("launches", "bytes", "host_waits"):
+            assert sum(part[what] for part in parts) == variant["step"][what]
+            assert variant["whole_step"][what] == sum(variant[p][what] for p in ("step", "clipping", "optimizer"))
+        peaks = [part["peak_activation_bytes"] for part in parts]
+        assert 0 < max(peaks) == variant["step"]["peak_activation_bytes"]
+        assert variant["whole_step"]["peak_activation_bytes"] == max(
+            *peaks, variant["optimizer"]["peak_activation_bytes"]
+        )
     plain = json.loads(inspect(folder, "--tokens", 32, "--json").stdout)
-    assert "optimizer" not in plain["variants"][0]
+    assert not {"optimizer", "backward", "whole_step"} & plain["variants"][0].keys()
+
+
+@pytest.mark.long
+def test_a_whole_step_is_shown_by_its_phases(folder: Path) -> None:
+    """Layers that are computed again are a part of the backward."""
+    arguments = folder, "--tokens", 32, "--lora", 4, "--update"
+    shown = inspect(*arguments, "--checkpointing", columns=120).stdout
+    table = shown[shown.index("a whole step") :].splitlines()
+    rows = {line.split()[0]: line.split() for line in table if "→" in line and not line.startswith("original")}
+    assert set(rows) >= {"forward", "backward", "all"}
+    with_kernels = {name: int(row[3].replace(",", "")) for name, row in rows.items()}
+    plain = json.loads(inspect(*arguments, "--json").stdout)["variants"][-1]
+    assert with_kernels["forward"] == plain["training_forward"]["launches"]
+    assert with_kernels["backward"] > plain["backward"]["launches"]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 
 from kernels_ext_npu.inspection import plotting
 from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, Inspection, Variant
+from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, WHOLE, Inspection, Variant
 from kernels_ext_npu.inspection.mesh import ONE
 from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.inspection.subject import Subject
@@ -42,6 +42,28 @@ def inspection() -> Inspection:
     subject = Subject("tiny", AutoConfig.for_model("qwen3"), Qwen3ForCausalLM, [])
     mesh, soc = ONE, SOCS["910b"]
     return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), variants, [])
+
+
+def test_a_whole_step_has_its_phases_above_the_operators() -> None:
+    """Each is drawn to scale, in the order of a step; the operators are those of all phases."""
+    counted = inspection()
+    for which, variant in enumerate(counted.variants):
+        for place, phase in enumerate(WHOLE):
+            number = (place + 1) * (2 - which)
+            counts = Counts(Counter({"mm": number}), Counter({"mm": number * 10**9}), peak=number * 10**9)
+            variant.counts[phase] = counts
+    figure = plotting.draw(counted)
+    figure.canvas.draw()
+    above, below = figure.axes[:3], figure.axes[3:]
+    for axes in above:
+        assert [label.get_text() for label in axes.get_yticklabels()] == list(WHOLE.values())
+        for bars_of, factor in zip(bars(axes), (2, 1), strict=True):
+            assert [bar.get_width() for bar in bars_of] == [factor * place for place in (1, 2, 3, 4)]
+            assert [bar.get_y() for bar in bars_of] == sorted((bar.get_y() for bar in bars_of), reverse=True)
+        assert Counter(text.get_text() for text in axes.texts) == Counter("24681234")
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in below]
+    assert legends == [["original: 20", "with kernels: 10"]] * 2
+    plt.close(figure)
 
 
 def bars(axes: Axes) -> list[list[Rectangle]]:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.measuring.costs import Cost
 from tests.support import memory
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -330,6 +331,35 @@ def test_lora_adapters_are_not_passed_by(before) -> None:
     for found, expected in zip(train(model), train(original)):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert_equal_logits(model.merge_and_unload(), original.merge_and_unload())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_elsewhere_leave_gate_and_up_one_product(before) -> None:
+    """On queries and values, as peft puts them by default: the MLP is the same node, trained or not."""
+    models = []
+    for model in (llama().to("npu"), llama()):
+        if before and model.device.type == "npu":
+            kernels_ext_npu.kernelize(model)
+        torch.manual_seed(1)
+        models.append(get_peft_model(model, LoraConfig(r=4, init_lora_weights=False)))
+    model, original = models
+    original.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    kernels_ext_npu.kernelize(model)
+    rows = kernels_ext_npu.report(model).projections
+    assert {row.path.rpartition(".")[2] for row in rows if row.kernel == "lora_linear"} == {"q_proj", "v_proj"}
+    assert reasons(model) == {None}
+    launches = []
+    for each in (model.train(), kernelized().train().requires_grad_(False)):
+        given = torch.randn(3, 32, device="npu", requires_grad=True)
+        with Cost() as cost:
+            mlp = next(module for path, module in each.named_modules() if path.endswith("layers.0.mlp"))
+            mlp(given).sum().backward()
+        launches.append(cost.launches)
+    assert launches[0] == launches[1]
+    assert launches[0]["matmul"] == 4  # gate with up, down, and the gradients of what they take
+    assert_equal_logits(model.eval(), original)
+    for found, expected in zip(train(model), train(original)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_quantised_weights_are_used() -> None:

@@ -91,6 +91,46 @@ def test_no_weight_gradient_is_copied_and_projections_of_one_input_are_one_node(
     assert cost.launches["npu_linear_backward"] == 1  # that of o_proj: the input needs no gradient
 
 
+def test_gradients_are_taken_over_by_buffers_as_they_come() -> None:
+    """As Megatron's optimisers do: a hook adds each gradient to a ``main_grad`` in float32, and lets it go.
+
+    In bfloat16, of two batches: what is added is rounded once, relative to the norm of the gradient.
+    """
+    model, original = pair()
+    model.to(torch.bfloat16)
+    for weight in model.parameters():
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+        def take_over(weight: Tensor) -> None:
+            weight.main_grad.add_(weight.grad)
+            weight.grad = None
+
+        weight.register_post_accumulate_grad_hook(take_over)
+    original.load_state_dict({name: value.cpu().float() for name, value in model.state_dict().items()})
+    with Cost() as cost:
+        for x in (X, X.flip(1)):
+            model(x.npu().bfloat16()).float().square().mean().backward()
+    for x in (X, X.flip(1)):
+        original(x.bfloat16().float()).square().mean().backward()
+    assert not cost.launches["copy_"]
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        assert found.grad is None
+        assert (found.main_grad.cpu() - expected.grad).norm() <= 2.0**-6 * expected.grad.norm()
+
+
+def test_gradients_accumulate_in_what_the_first_backward_gave() -> None:
+    """Also where those of several layers lie in one storage: nothing of another layer's is written."""
+    model, original = pair()
+    for each, device in ((model, "npu"), (original, "cpu")):
+        each(X.to(device)).square().mean().backward()
+    first = [weight.grad.data_ptr() for weight in model.parameters()]
+    for each, device in ((model, "npu"), (original, "cpu")):
+        each(X.flip(1).to(device)).square().mean().backward()
+    assert [weight.grad.data_ptr() for weight in model.parameters()] == first
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        assert (found.grad.cpu() - expected.grad).norm() <= TOLERANCE * expected.grad.norm()
+
+
 def test_without_gradients_of_weights_nothing_changes() -> None:
     model, original = pair()
     plain = original.npu()

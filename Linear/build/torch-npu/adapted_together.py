@@ -6,6 +6,9 @@ to the gradient of the input.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -38,7 +41,8 @@ class AdaptedLinears(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(needs)
         used = [place for place, grad in enumerate(grads) if grad is not None]
         if torch.is_grad_enabled():
-            return None, *_differentiable(ctx, x, weights, a, b, grads, used)
+            layers = [*zip(weights, ctx.biases, a, b)]
+            return None, *one_by_one(partial(_formula, ctx.scales), x, layers, grads, needs_x, needs)
         rows = [rows_of(grads[place]) for place in used]  # type: ignore[arg-type]
         small = kept.split([each.shape[0] for each in a], 1)
         sizes = [a[place].shape[0] for place in used]
@@ -80,24 +84,43 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 
-def _differentiable(
-    ctx, x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[Tensor], grads: tuple, used: list[int]
+def one_by_one(
+    formula: Callable[[int], Callable[..., Tensor]],
+    x: Tensor,
+    layers: Sequence[tuple[Tensor | None, ...]],
+    grads: Sequence[Tensor | None],
+    needs_x: bool,
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Compute the gradients in such a way that they can be differentiated themselves."""
-    _, needs_x, *needs = ctx.needs_input_grad
+    """Compute the gradients of several layers in such a way that they can be differentiated themselves.
+
+    Args:
+        formula: gives for a place the function that computes the layer, of ``x`` and the four tensors of the layer.
+        x: the input of all of them.
+        layers: weight, bias, ``a`` and ``b`` of each.
+        grads: the gradient of what each has given, None if nothing was made of that.
+        needs_x: whether the gradient of ``x`` is wanted.
+        needs: of which of all the layers' tensors it is.
+
+    Returns:
+        The gradient of ``x``, and those of the layers' tensors; None for what is not wanted.
+    """
     total: Tensor | None = None
     found: list[Tensor | None] = [None] * len(needs)
-    for place in used:
-        scale = ctx.scales[place]
-        inputs = x, weights[place], ctx.biases[place], a[place], b[place]
-        wanted = (needs_x, *needs[4 * place : 4 * place + 4])
-        d_x, *rest = gradients(
-            lambda x, w, bias, a, b, scale=scale: in_torch(x, w, bias, Adapter(a, b, scale)),
-            inputs,
-            wanted,
-            grads[place],
-        )
-        found[4 * place : 4 * place + 4] = rest
+    for place, (layer, grad) in enumerate(zip(layers, grads)):
+        if grad is None:
+            continue
+        span = slice(4 * place, 4 * place + 4)
+        d_x, *found[span] = gradients(formula(place), (x, *layer), (needs_x, *needs[span]), grad)
         if d_x is not None:
             total = d_x if total is None else total + d_x
     return [total, *found]
+
+
+def _formula(scales: tuple[float, ...], place: int) -> Callable[..., Tensor]:
+    """Return the formula of one of the layers as a function of tensors."""
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        return in_torch(x, weight, bias, Adapter(a, b, scales[place]))
+
+    return layer

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import adapted_together
+from . import adapted_together, dropped_together
 from .adapted import AdaptedLinear, outputs_of
 from .adapted_together import AdaptedLinears
-from .adapters import Adapter, in_torch
+from .adapters import Adapter, in_torch, input_of
 from .alone import Linear
 from .distributed import is_distributed
+from .dropped_together import DroppedLinears
 from .several import Linears
 from .transforms import is_transformed
 
@@ -80,15 +81,17 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
     """Compute ``x @ weightᵀ + bias + Σ scale * x_i @ aᵀ @ bᵀ``, a frozen linear layer with adapters of low rank.
 
     On the NPU it is one node of autograd, in which what an adapter adds is added to the output in one call, and three
-    launches for one adapter. An adapter may be float32 beside a layer of 16 bits: then its products are. Under
-    ``torch.compile``, torch.func and forward-mode derivatives, for DTensors, and where the weight needs a gradient, it
-    is the same formula in torch. Under autocast all are of its dtype. Differentiable as often as one likes.
+    launches for one adapter. An adapter may be float32 beside a layer of 16 bits: then its products are, and what it
+    drops is dropped from float32. Under ``torch.compile``, torch.func and forward-mode derivatives, for DTensors, and
+    where the weight needs a gradient, it is the same formula in torch. Under autocast all are of its dtype.
+    Differentiable as often as one likes.
 
     Args:
         x: ``[..., H]``, of a floating dtype.
         weight: ``[N, H]``, of the same dtype.
         bias: ``[N]``, of the same dtype, or None.
-        adapters: one or more, each with an input of its own, as dropout makes it, or that of the layer.
+        adapters: one or more, each with an input of its own, or that of the layer, of which it may drop elements. Masks
+            are drawn in this order.
 
     Returns:
         ``[..., N]``, of the dtype of ``x``, or of autocast.
@@ -97,12 +100,12 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
+        adapters = [_adapter_for_autocast(adapter, x) for adapter in adapters]
         x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
-        adapters = [_adapter_for_autocast(adapter) for adapter in adapters]
     if not _is_adapted(x, weight, adapters):
         return in_torch(x, weight, bias, *adapters)
     scales = tuple([adapter.scale for adapter in adapters])
-    tensors = [tensor for a, b, _, own in adapters for tensor in (own, a, b)]
+    tensors = [tensor for adapter in adapters for tensor in (input_of(adapter, x), adapter.a, adapter.b)]
     if not _is_differentiated(x, bias, *tensors):
         return outputs_of(scales, x, weight, bias, *tensors)[0]
     return AdaptedLinear.apply(scales, x, weight, bias, *tensors)
@@ -111,12 +114,14 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
 def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
     """Compute :func:`lora_linear` for several layers of one input, each with one adapter, as one node of autograd.
 
-    The first products of the adapters are one, and so are most of what their gradients are made of.
+    The first products of the adapters are one, and so are most of what their gradients are made of. Where they drop
+    elements of the input, each others, their products are apart; the input is cast and kept once.
 
     Args:
         x: ``[..., H]``, of a floating dtype.
         layers: for each of them its weight, its bias or None, and its adapter. Adapters that have an input of their
-            own, or differ in dtype, are computed one by one.
+            own, differ in dtype, or of which only some drop elements are computed one by one. Masks are drawn in this
+            order.
 
     Returns:
         ``[..., N]`` for each layer, of the dtype of ``x``, or of autocast.
@@ -125,18 +130,23 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
+        layers = [(_for_autocast(w), _for_autocast(bias), _adapter_for_autocast(a, x)) for w, bias, a in layers]  # type: ignore[misc]
         x = _for_autocast(x)  # type: ignore[assignment]
-        layers = [(_for_autocast(w), _for_autocast(bias), _adapter_for_autocast(a)) for w, bias, a in layers]  # type: ignore[misc]
     adapters = [adapter for *_, adapter in layers]
     together = (
-        len({adapter.a.dtype for adapter in adapters}) == 1
+        len({(adapter.a.dtype, adapter.p > 0) for adapter in adapters}) == 1
         and all(adapter.x is None for adapter in adapters)
         and all(_is_adapted(x, weight, [adapter]) for weight, _, adapter in layers)
     )
     if not together:
         return tuple([lora_linear(x, weight, bias, [adapter]) for weight, bias, adapter in layers])
-    scales = tuple([adapter.scale for adapter in adapters])
     tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
+    if adapters[0].p:
+        factors = tuple([(adapter.scale, adapter.p) for adapter in adapters])
+        if not _is_differentiated(x, *tensors):
+            return dropped_together.outputs_of(factors, x, *tensors)[0]
+        return DroppedLinears.apply(factors, x, *tensors)
+    scales = tuple([adapter.scale for adapter in adapters])
     if not _is_differentiated(x, *tensors):
         return adapted_together.outputs_of(scales, x, *tensors)[0]
     return AdaptedLinears.apply(scales, x, *tensors)
@@ -146,9 +156,12 @@ def _for_autocast(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(torch.get_autocast_dtype("npu"))
 
 
-def _adapter_for_autocast(adapter: Adapter) -> Adapter:
-    a, b, scale, own = adapter
-    return Adapter(_for_autocast(a), _for_autocast(b), scale, _for_autocast(own))  # type: ignore[arg-type]
+def _adapter_for_autocast(adapter: Adapter, x: Tensor) -> Adapter:
+    """Cast an adapter; where its input is not of autocast's dtype, elements of it are dropped before it is cast."""
+    a, b, scale, own, p = adapter
+    if x.dtype is not torch.get_autocast_dtype("npu"):
+        own = input_of(adapter, x)
+    return Adapter(_for_autocast(a), _for_autocast(b), scale, _for_autocast(own), p)  # type: ignore[arg-type]
 
 
 def _is_adapted(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
@@ -174,9 +187,10 @@ def _is_adapted(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
 
 
 def _is_fitting(adapter: Adapter, x: Tensor, weight: Tensor) -> bool:
-    a, b, _, own = adapter
+    a, b, _, own, p = adapter
     return (
         a.dtype is b.dtype
+        and 0 <= p < 1
         and a.dtype in (weight.dtype, torch.float32)
         and a.device == b.device == weight.device
         and a.dim() == b.dim() == 2

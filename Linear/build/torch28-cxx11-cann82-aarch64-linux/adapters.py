@@ -20,22 +20,32 @@ class Adapter(NamedTuple):
         a: ``[R, H]``, of the dtype of the layer or float32.
         b: ``[N, R]``, of the same dtype.
         scale: a factor.
-        x: what it multiplies, ``[..., H]``, such as the input of the layer after dropout; None for the input itself.
+        x: what it multiplies, ``[..., H]``, such as what a dropout of another kind gives; None for the input itself.
+        p: the probability with which each element of the input of the layer is dropped, and the others are multiplied
+            by ``1 / (1 - p)``. An ``x`` of its own is taken as it is.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     x: Tensor | None = None
+    p: float = 0.0
 
 
 def in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Adapter) -> Tensor:
     """Compute a linear layer with adapters by operators of torch, as peft does."""
     y = F.linear(x, weight, bias)
     dtype = y.dtype
-    for a, b, scale, own in adapters:
-        y = y + F.linear(F.linear((x if own is None else own).to(a.dtype), a), b) * scale
+    for adapter in adapters:
+        own = input_of(adapter, x)
+        given = (x if own is None else own).to(adapter.a.dtype)
+        y = y + F.linear(F.linear(given, adapter.a), adapter.b) * adapter.scale
     return y.to(dtype)
+
+
+def input_of(adapter: Adapter, x: Tensor) -> Tensor | None:
+    """Return what an adapter multiplies in the place of the layer's input, which may have to be drawn; None if that."""
+    return F.dropout(x.to(adapter.a.dtype), adapter.p) if adapter.x is None and adapter.p else adapter.x
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:

@@ -95,8 +95,8 @@ def restore(model: Model) -> Model:
     attention.restore(model)
     heads.restore(model)
     residuals.restore(model)
-    projections.restore(model)
-    adapters.restore(model)
+    projections.LAYERS.restore(model)
+    adapters.LAYERS.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)

@@ -62,8 +62,8 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         functions.give_back(kept)
     _take_otherwise_served(model, mode)
     heads.take(model)
-    adapters.take(model)
-    projections.take(model)  # after heads, and before weights are packed: it leaves alone what others read
+    adapters.LAYERS.take(model)
+    projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)

@@ -52,7 +52,9 @@ def inspect(
         int,
         typer.Option(min=0, help="The rank of adapters of all linear layers but the head, which alone are trained."),
     ] = 0,
-    update: Annotated[bool, typer.Option("--update", help="Count gradient clipping and a step of AdamW, too.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Count a whole step by phases, too, with gradient clipping and AdamW.")
+    ] = False,
     decode: Annotated[
         bool,
         typer.Option(

@@ -69,10 +69,15 @@ class Counting(Cost):
 
     def start(self, *kept: Tensor) -> None:
         """Forget what was counted so far. Tensors that are kept from it count no memory."""
-        for counted in (self.launches, self.bytes, self.seconds, self.calls, self.messages):
-            counted.clear()
         self.memory.exclude(kept)
         self.memory.start()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Forget what was counted so far, but for the memory that is taken."""
+        for counted in (self.launches, self.bytes, self.seconds, self.calls, self.messages):
+            counted.clear()
+        self.memory.peak = self.memory.current
         self._waits_before, self._copies_before = self.values.waits, self.values.copies_in
 
     def counts(self) -> Counts:
@@ -132,6 +137,37 @@ def count_step(
     return count_layers(model, inputs, lambda: Counting(values, soc, axes), step)
 
 
+def count_training_forward(
+    model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
+) -> Counts:
+    """Count the forward of a step, which keeps what its backward needs.
+
+    Raises:
+        UnknownValueError: the model reads a value on the host that follows from weights.
+    """
+    model.train()
+    return count_layers(model, inputs, lambda: Counting(values, soc, axes), lambda _: _loss(model(**inputs)))
+
+
+def count_backward(
+    model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
+) -> Counts:
+    """Count the backward of a step, whose peak is beside what the forward has kept.
+
+    Raises:
+        UnknownValueError: the model reads a value on the host that follows from weights.
+    """
+    model.train()
+
+    def backward(costs: Counting) -> None:
+        loss = _loss(model(**inputs))
+        costs.go_on()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return count_layers(model, inputs, lambda: Counting(values, soc, axes), backward)
+
+
 def count_clipping(
     model: PreTrainedModel, inputs: Inputs, values: KnownValues, soc: Soc, axes: Axes | None = None
 ) -> Counts:
@@ -179,7 +215,7 @@ def count_layers(
     model: PreTrainedModel,
     inputs: Inputs,
     counting: Callable[[], Counting],
-    run: Callable[[Counting], None],
+    run: Callable[[Counting], object],
     apart: Sequence[list[nn.Module]] = (),
 ) -> Counts:
     """Count two layers of each kind, and once more three of one kind, for what each further one costs."""

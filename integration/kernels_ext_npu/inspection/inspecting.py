@@ -16,7 +16,15 @@ import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import decoding, modules
 from kernels_ext_npu.inspection.adapting import adapt
-from kernels_ext_npu.inspection.counting import Counting, count_clipping, count_forward, count_optimizer, count_step
+from kernels_ext_npu.inspection.counting import (
+    Counting,
+    count_backward,
+    count_clipping,
+    count_forward,
+    count_optimizer,
+    count_step,
+    count_training_forward,
+)
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
 from kernels_ext_npu.inspection.memory import weight_bytes
@@ -31,15 +39,24 @@ ORIGINAL, ALL = "original", "with kernels"
 _COUNTERS = {
     "forward": count_forward,
     "step": count_step,
+    "training_forward": count_training_forward,
+    "backward": count_backward,
     "clipping": count_clipping,
     "optimizer": count_optimizer,
     decoding.GROWING: decoding.count_growing,
     decoding.STATIC: decoding.count_static,
 }
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
+PARTS = {"training_forward": "forward of a step", "backward": "backward"}
 UPDATE = {  # what follows a backward, and is none of the kernels'
     "clipping": "gradient clipping: clip_grad_norm_, in lists",
     "optimizer": "optimizer: a step of AdamW, in lists",
+}
+WHOLE = {  # a whole step of training, in its order
+    "training_forward": "forward",
+    "backward": "backward",
+    "clipping": "clipping",
+    "optimizer": "optimizer",
 }
 
 
@@ -111,7 +128,7 @@ def inspect(
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
         lora: the rank of adapters of all linear layers but the head, which alone are trained then; none with 0.
-        update: count gradient clipping and a step of the optimiser, too.
+        update: count a whole step, too, phase by phase: forward, backward, gradient clipping and the optimiser's step.
         decode: count steps of decoding behind these tokens, in place of a forward and a training step.
 
     Raises:
@@ -130,7 +147,7 @@ def inspect(
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
             described += adapted
             remarks += remarks_on_mesh(model, mesh)
-            phases = decoding.PHASES if decode else PHASES | (UPDATE if update else {})
+            phases = decoding.PHASES if decode else PHASES | (PARTS | UPDATE if update else {})
             if decode:
                 decoding.refuse(model)
                 described += ", and one more a row"
@@ -144,7 +161,7 @@ def inspect(
                         report, variant.swapped = found, found.summary()
                     for phase, title in phases.items():
                         advance(f"{name}: {title}")
-                        given = inputs | labels(model, inputs) if phase in ("step", *UPDATE) else inputs
+                        given = inputs | labels(model, inputs) if phase in ("step", *PARTS, *UPDATE) else inputs
                         counter = partial(_COUNTERS[phase], model, given, values, soc, axes)
                         with modules.remark_idle(model, remarks if phase in _FIRST and found is None else []):
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
@@ -156,9 +173,21 @@ def inspect(
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
+def whole(variant: Variant) -> Counts | None:
+    """Add up the phases of a whole step; its peak is the largest of theirs. None where one was not counted."""
+    phases = [variant.counts.get(phase) for phase in WHOLE]
+    total = Counts()
+    for counts in phases:
+        if counts is None:
+            return None
+        total.add(counts)
+    total.peak = max(counts.peak for counts in phases if counts is not None)
+    return total
+
+
 def steps(compare: bool, update: bool = False) -> int:
     """Return how often inspect() says what comes next."""
-    return 1 + (len(PHASES) + update * len(UPDATE)) * len(_variants(compare))
+    return 1 + (len(PHASES) + update * len(PARTS | UPDATE)) * len(_variants(compare))
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:

@@ -7,6 +7,7 @@ and every bar has its figure beside it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import matplotlib
@@ -16,9 +17,10 @@ matplotlib.use("agg")  # no display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from kernels_ext_npu.inspection.inspecting import Inspection
+from kernels_ext_npu.inspection.counts import Counts
+from kernels_ext_npu.inspection.inspecting import WHOLE, Inspection, Variant, whole
 
 _SHOWN = 12
 _SPAN = 1e5  # of the largest bar to the smallest one that is drawn to scale
@@ -33,15 +35,25 @@ def plot(inspection: Inspection, path: Path) -> None:
 
 
 def draw(inspection: Inspection) -> Figure:
-    """Draw the training step, or the forward where a step was not counted, of the original and with all kernels."""
-    phase = next(p for p in ("step", "forward") if all(_ends(inspection, p)))
-    before, after = _ends(inspection, phase)
-    assert before is not None
-    assert after is not None
-    figure, axes = plt.subplots(1, 2, figsize=(16, 9), dpi=120)
-    _bars(axes[0], "launches", before.launches, after.launches, 1)
-    _bars(axes[1], "GB that move", before.bytes, after.bytes, 1e9)
-    what = "a training step" if phase == "step" else "a forward"
+    """Draw the training step, or the forward where a step was not counted, of the original and with all kernels.
+
+    Where all phases of a whole step were counted it is that, and they are drawn above the operators.
+    """
+    before, after = (whole(variant) for variant in _ends(inspection))
+    if before is not None and after is not None:
+        figure = plt.figure(figsize=(16, 12), dpi=120)
+        grid = figure.add_gridspec(2, 1, height_ratios=(1, 2))
+        _phases(grid[0].subgridspec(1, 3).subplots(squeeze=False)[0], inspection)
+        axes, what, by = grid[1].subgridspec(1, 2).subplots(squeeze=False)[0], "a whole training step", " by operator"
+    else:
+        phase = next(p for p in ("step", "forward") if all(v.counts[p] for v in _ends(inspection)))
+        before, after = (variant.counts[phase] for variant in _ends(inspection))
+        assert before is not None
+        assert after is not None
+        figure, axes = plt.subplots(1, 2, figsize=(16, 9), dpi=120)
+        what, by = "a training step" if phase == "step" else "a forward", ""
+    _bars(axes[0], f"launches{by}", before.launches, after.launches, 1)
+    _bars(axes[1], f"GB that move{by}", before.bytes, after.bytes, 1e9)
     figure.suptitle(f"{inspection.subject.name}: {what}, {inspection.inputs}", fontsize=22, fontweight="bold")
     figure.text(
         0.99,
@@ -87,8 +99,34 @@ def plot_peaks(model: str, peaks: dict[int, tuple[float, float]], path: Path) ->
     plt.close(figure)
 
 
-def _ends(inspection: Inspection, phase: str):
-    return inspection.variants[0].counts[phase], inspection.variants[-1].counts[phase]
+def _ends(inspection: Inspection) -> tuple[Variant, Variant]:
+    return inspection.variants[0], inspection.variants[-1]
+
+
+def _phases(panels: Iterable[Axes], inspection: Inspection) -> None:
+    """Draw what each phase of a whole step launches, moves and holds, to scale."""
+    sums: list[tuple[str, Callable[[Counts], float]]] = [
+        ("launches", lambda counts: counts.launches.total()),
+        ("GB that move", lambda counts: counts.bytes.total() / 1e9),
+        ("peak GB beyond weights", lambda counts: counts.peak / 1e9),
+    ]
+    places = range(len(WHOLE), 0, -1)
+    for axes, (title, of) in zip(panels, sums):
+        for shift, variant, colour in zip((0.2, -0.2), _ends(inspection), (_BEFORE, _AFTER)):
+            found = [0 if (counts := variant.counts[phase]) is None else of(counts) for phase in WHOLE]
+            heights = [place + shift for place in places]
+            axes.barh(heights, found, 0.4, color=colour)
+            for height, value in zip(heights, found):
+                axes.annotate(
+                    _number(value), (value, height), (4, 0), textcoords="offset points", va="center", fontsize=11
+                )
+        axes.set_yticks(list(places), list(WHOLE.values()), fontsize=13)
+        axes.set_title(title, fontsize=15)
+        axes.margins(x=0.2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.tick_params(axis="x", labelsize=11)
+        _plain(axes)
 
 
 def _bars(axes: Axes, title: str, before: Counter[str], after: Counter[str], unit: float) -> None:
@@ -117,6 +155,10 @@ def _bars(axes: Axes, title: str, before: Counter[str], after: Counter[str], uni
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(axis="x", labelsize=12)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
     axes.grid(axis="x", color="#e6e8ec")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kernels_ext_npu.inspection import decoding, roofline, scalar_cores
 from kernels_ext_npu.inspection.counts import Counts, Layer
-from kernels_ext_npu.inspection.inspecting import Inspection, Variant
+from kernels_ext_npu.inspection.inspecting import PARTS, UPDATE, WHOLE, Inspection, Variant, whole
 from kernels_ext_npu.inspection.mesh import ONE
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
@@ -29,9 +29,13 @@ def show(inspection: Inspection, console: Console) -> None:
         console.print(f"- {remark}", highlight=False, markup=False)
     console.print(inspection.report)
     for phase, title in inspection.phases.items():
+        if phase in PARTS:
+            continue
         console.print(_table(inspection, phase, title))
         if inspection.mesh != ONE:
             console.print(_collectives(inspection, phase))
+    if inspection.phases.keys() >= UPDATE.keys():
+        console.print(_whole(inspection))
     console.print(_COUNTED, highlight=False)
     if decoding.STATIC in inspection.phases:
         console.print(_REPLAYED, highlight=False)
@@ -61,6 +65,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "variants": [
             {"name": variant.name, "swapped": variant.swapped}
             | {phase: _fields(phase, counts) for phase, counts in variant.counts.items()}
+            | ({"whole_step": _fields("whole_step", whole(variant))} if "optimizer" in variant.counts else {})
             for variant in inspection.variants
         ],
         "estimate": {
@@ -97,6 +102,25 @@ def _table(inspection: Inspection, phase: str, title: str) -> Table:
         for variant, counts in zip(_ends(inspection), pair):
             table.add_row(f"  {variant.name}", *_cells(counts))
     table.caption, table.caption_justify = _on_scalar_cores(inspection, phase), "left"
+    return table
+
+
+def _whole(inspection: Inspection) -> Table:
+    """Make a table of the phases of a whole step, and of all of them."""
+    table = Table(
+        box=box.SIMPLE_HEAD, title="a whole step", title_justify="left", title_style="bold", padding=(0, 1, 0, 0)
+    )
+    table.add_column(overflow="fold")
+    for heading in ("launches", "GB moved", "host waits", "peak GB", "estimate ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    ends = _ends(inspection)
+    for phase, title in WHOLE.items():
+        cells = zip(*(_cells(variant.counts[phase]) for variant in ends))
+        table.add_row(title, *(_both(*pair) for pair in cells))
+    table.add_section()
+    table.add_row("all", *(_both(*pair) for pair in zip(*(_cells(whole(variant)) for variant in ends))), style="bold")
+    table.caption = "original → with kernels. What an optimizer keeps for each weight is no part of a peak."
+    table.caption_justify = "left"
     return table
 
 

@@ -28,6 +28,9 @@ SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, 
 class Report:
     """The rows of a model; ``print(report)`` shows them as a table, by class, and equal layers on one line.
 
+    Iterating over it, its length, ``summary()`` and ``to_json()`` are about ``rows``. Linear layers, of which a model
+    has more than of all others together, are in ``projections`` and in the table.
+
     Attributes:
         rows: the modules and functions, without linear layers.
         projections: the linear layers that are called as such. The table shows them behind the rows.
@@ -51,7 +54,7 @@ class Report:
         return ", ".join(f"{sum(rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows) or "nothing"
 
     def to_json(self) -> str:
-        """Return a list of objects with path, class, kernel, swapped and reason."""
+        """Return a list of objects with path, class, kernel, swapped and reason, without linear layers."""
         return json.dumps(self.as_list(), indent=2)
 
     def as_list(self) -> list[dict[str, Any]]:
@@ -98,7 +101,7 @@ def report(model: nn.Module) -> Report:
     """Report what was swapped, or kept and why.
 
     Norms, gated MLPs, experts, routers, attention, rotary functions and tables, and heads of
-    language models, each module and call by itself; linear layers apart from them.
+    language models, each module and call by itself; linear layers apart from them, in ``report(model).projections``.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU

@@ -117,24 +117,25 @@ def of_projections(model: nn.Module) -> Iterator[Row]:
 
     Those are left out whose weights a kernel reads for what they are part of.
     """
-    adapted = dict.fromkeys(path for path, *_ in adapters.adapted_of(model))
+    adapted = list(adapters.adapted_of(model))
+    with_adapters = {path for path, *_ in adapted}
     together = _called_together(model)
-    for path, module, reason in (*adapters.adapted_of(model), *projections.projections_of(model)):
+    for path, module, reason in (*adapted, *projections.projections_of(model)):
         if reason is not None and reason.startswith(projections.PART):
             continue
-        name = adapters.NAME if path in adapted else projections.NAME
-        swapped = adapters.is_swapped(module) if path in adapted else projections.is_swapped(module)
+        kind = adapters if path in with_adapters else projections
+        swapped = kind.LAYERS.is_swapped(module)
         if swapped and reason is None:
             reason = f"one node with {together[module]}" if module in together else None
-            if path in adapted and adapters.is_paused(module):
+            if kind is adapters and adapters.is_paused(module):
                 reason = adapters.PAUSED
         elif swapped:
             reason = refusals.changed(module, reason or "")
         elif reason is None:
             reason = refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR
         fits = swapped and not (reason or "").startswith(refusals.CHANGED)
-        kind = PROJECTIONS.in_models
-        yield Row(path, type(module).__name__, name if fits else None, fits, reason, is_candidate=False, kind=kind)
+        name = kind.NAME if fits else None
+        yield Row(path, type(module).__name__, name, fits, reason, is_candidate=False, kind=PROJECTIONS.in_models)
 
 
 def _called_together(model: nn.Module) -> dict[nn.Module, str]:

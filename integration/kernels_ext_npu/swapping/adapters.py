@@ -13,22 +13,25 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import ahead, projections, refusals, state
+from kernels_ext_npu.swapping import ahead, draws, projections, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import name_of
 
 NAME = "lora_linear"
 PAUSED = "its adapters are merged or switched off: it is the layer that it adapts"
 _LIBRARY = "peft.tuners.lora.layer"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
+_DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
 _WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
 
 
@@ -38,49 +41,18 @@ class _Layer(NamedTuple):
     Attributes:
         weight: of the frozen layer.
         bias: its bias, or None.
-        adapters: for each active one ``a``, ``b``, its scale, and its dropout, or None where that drops nothing.
+        adapters: for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for
+            never; or the module that does, where that is no plain one.
     """
 
     weight: Tensor
     bias: Tensor | None
-    adapters: list[tuple[Tensor, Tensor, float, nn.Module | None]]
+    adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that a value of it depends on."""
         return [self.weight, *(tensor for a, b, *_ in self.adapters for tensor in (a, b))]
-
-
-def take(model: nn.Module) -> None:
-    """Give the layers with adapters of a model the kernel's forward, where nothing speaks against it."""
-    served = set()
-    for _, module, reason in adapted_of(model):
-        if reason is not None:
-            take_out(module)
-            continue
-        served.add(module)
-        if not is_swapped(module):
-            module.forward = MethodType(_forward_with(projections.kernel()), module)  # type: ignore[method-assign]
-    ahead.note(model, served)
-
-
-def restore(model: nn.Module) -> None:
-    """Give all layers with adapters of a model the forward of their class."""
-    for module in model.modules():
-        take_out(module)
-
-
-def take_out(module: nn.Module) -> None:
-    """Give a module the forward of its class, if it is a layer with adapters that has the kernel's."""
-    if is_swapped(module):
-        del module.forward
-        ahead.forget(module)
-
-
-def is_swapped(module: nn.Module) -> bool:
-    """Tell whether a module is a layer with adapters that has the kernel's forward."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", None) == __name__
 
 
 def adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -116,7 +88,7 @@ def refusal(module: Any, is_sharded: bool = False) -> str | None:
         return "this release of peft computes adapters in other words"
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    if "forward" in vars(module) and not is_swapped(module):
+    if "forward" in vars(module) and not LAYERS.is_swapped(module):
         return "another library has wrapped its forward"
     base = module.base_layer
     if type(base) is not nn.Linear:
@@ -158,7 +130,9 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
         if found is not None:
             return found
         given = [
-            adapter(a, b, scale, None if dropout is None else dropout(self._cast_input_dtype(x, a.dtype)))
+            adapter(a, b, scale, dropout(self._cast_input_dtype(x, a.dtype)))
+            if isinstance(dropout, nn.Module)
+            else adapter(a, b, scale, None, dropout)
             for a, b, scale, dropout in layer.adapters
         ]
         return kernel.lora_linear(x, layer.weight, layer.bias, given)
@@ -172,18 +146,31 @@ def _is_plain_call() -> bool:
 
 def _computed_together(members: list[nn.Module], x: Tensor, kernel: ModuleType) -> Tensor | None:
     """Compute a layer and those that are called next with the same input; None if that cannot be."""
-    if x.is_inference() or any(has_hooks(member) or not is_swapped(member) for member in members):
+    if x.is_inference() or any(has_hooks(member) or not LAYERS.is_swapped(member) for member in members):
         return None
-    layers = [_layer_of(member) for member in members]
-    for layer in layers:
-        if layer is None or len(layer.adapters) != 1 or layer.adapters[0][3] is not None:
+    layers = []
+    for member in members:
+        layer = _layer_of(member)
+        if layer is None or len(layer.adapters) != 1 or isinstance(layer.adapters[0][3], nn.Module):
             return None
-    given = [
-        (layer.weight, layer.bias, kernel.Adapter(*layer.adapters[0][:3])) for layer in layers if layer is not None
-    ]
-    first, *others = kernel.lora_linears(x, given)
-    ahead.keep(x, members[1:], [layer.tensors for layer in layers[1:] if layer is not None], others)
+        layers.append(layer)
+    drop = {layer.adapters[0][3] > 0 for layer in layers}  # type: ignore[operator]
+    if len(drop) > 1 or (True in drop and draws.are_captured()):
+        return None
+    generator = draws.generator_of(x.device) if True in drop else None
+    start = 0 if generator is None else generator.get_offset()
+    first, *others = kernel.lora_linears(x, [_given(layer, kernel) for layer in layers])
+    drawn = None
+    if generator is not None and (drawn := draws.put_back(generator, start, len(members))) is None:
+        return None
+    ahead.keep(x, members[1:], [layer.tensors for layer in layers[1:]], others, drawn)
     return first
+
+
+def _given(layer: _Layer, kernel: ModuleType) -> tuple[Tensor, Tensor | None, Any]:
+    """Return a layer with one adapter as the kernel takes it."""
+    ((a, b, scale, p),) = layer.adapters
+    return layer.weight, layer.bias, kernel.Adapter(a, b, scale, None, p)
 
 
 def _layer_of(module: Any) -> _Layer | None:
@@ -218,9 +205,15 @@ def _factor(layer: Any) -> Tensor | None:
     return layer._parameters["weight"]
 
 
-def _dropout(module: nn.Module) -> nn.Module | None:
-    """Return the dropout of an adapter; None where it hands on what it gets."""
+def _dropout(module: nn.Module) -> float | nn.Module:
+    """Return with which probability a dropout drops its input; the module itself where that is no plain one."""
     if has_hooks(module) or "forward" in vars(module):
         return module
-    kind = type(module)
-    return None if kind is nn.Identity or (kind is nn.Dropout and not (module.training and module.p)) else module
+    if type(module) is nn.Identity:
+        return 0.0
+    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or module.inplace or module.p >= 1:
+        return module
+    return module.p if module.training else 0.0
+
+
+LAYERS = OwnForwards(__name__, adapted_of, lambda: _forward_with(projections.kernel()))

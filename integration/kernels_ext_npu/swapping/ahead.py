@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from kernels_ext_npu.swapping.draws import Draw
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.siblings import siblings_in
 
@@ -47,11 +48,19 @@ class _State(NamedTuple):
     address: int
 
 
+class _Output(NamedTuple):
+    """What was computed for a layer: of what beside its input, with which random numbers, and the output."""
+
+    of: list[_State]
+    draw: Draw | None
+    output: Tensor
+
+
 class _Computed(NamedTuple):
-    """What was computed for layers that have not been called yet: for each what it was computed of, and the output."""
+    """What was computed for layers that have not been called yet, and of what."""
 
     x: _State
-    outputs: dict[nn.Module, tuple[list[_State], Tensor]]
+    outputs: dict[nn.Module, _Output]
 
 
 class _Ahead(threading.local):
@@ -116,7 +125,13 @@ def called_next(module: nn.Module) -> list[nn.Module]:
     return members_of(module) if frame is not None and frame.f_code is group.caller else []
 
 
-def keep(x: Tensor, members: Sequence[nn.Module], of: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+def keep(
+    x: Tensor,
+    members: Sequence[nn.Module],
+    of: Sequence[Sequence[Tensor]],
+    outputs: Sequence[Tensor],
+    draws: Sequence[Draw | None] | None = None,
+) -> None:
     """Keep what was computed for layers, until they are called or something else is kept.
 
     Args:
@@ -124,10 +139,12 @@ def keep(x: Tensor, members: Sequence[nn.Module], of: Sequence[Sequence[Tensor]]
         members: the layers.
         of: for each of them the tensors that it was computed of, beside the input.
         outputs: what was computed.
+        draws: what was drawn for each of them; by default nothing.
     """
+    draws = [None] * len(members) if draws is None else draws
     kept = {
-        member: ([_state(tensor) for tensor in tensors], output)
-        for member, tensors, output in zip(members, of, outputs, strict=True)
+        member: _Output([_state(tensor) for tensor in tensors], draw, output)
+        for member, tensors, output, draw in zip(members, of, outputs, draws, strict=True)
     }
     _ahead.computed = _Computed(_state(x), kept)
 
@@ -137,11 +154,11 @@ def handed_out(module: nn.Module, x: Tensor, of: Sequence[Tensor]) -> Tensor | N
     computed = _ahead.computed
     if computed is None or computed.x.tensor is not x or module not in computed.outputs:
         return None
-    states, output = computed.outputs.pop(module)
+    states, draw, output = computed.outputs.pop(module)
     if not computed.outputs:
         _ahead.computed = None
     is_as_then = _is_as_then(computed.x, x) and len(states) == len(of) and all(map(_is_as_then, states, of))
-    return output if is_as_then else None
+    return output if is_as_then and (draw is None or draw.take()) else None
 
 
 def _state(tensor: Tensor) -> _State:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,44 +24,13 @@ from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, experts, heads, loaded, packing, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
 
 REPOSITORY = "Linear"
 NAME = "linear"
 PART = "it is a part of what is served as a whole, or kept so: "
 _TUNERS = "peft.tuners.tuners_utils"
-
-
-def take(model: nn.Module) -> None:
-    """Give the linear layers of a model the kernel's forward, where nothing speaks against it, and the others not."""
-    served = set()
-    for _, module, reason in projections_of(model):
-        if reason is not None:
-            take_out(module)
-            continue
-        served.add(module)
-        if not is_swapped(module):
-            module.forward = MethodType(_forward_with(kernel()), module)  # type: ignore[method-assign]
-    ahead.note(model, served)
-
-
-def restore(model: nn.Module) -> None:
-    """Give all linear layers of a model the forward of their class."""
-    for module in model.modules():
-        take_out(module)
-
-
-def take_out(module: nn.Module) -> None:
-    """Give a module the forward of its class, if it is a linear layer that has the kernel's."""
-    if is_swapped(module):
-        del module.forward
-        ahead.forget(module)
-
-
-def is_swapped(module: nn.Module) -> bool:
-    """Tell whether a module is a linear layer that has the kernel's forward."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", None) == __name__
 
 
 def projections_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -94,7 +63,7 @@ def unfit(module: nn.Module, is_sharded: bool = False) -> str | None:
     """Return why an ``nn.Linear`` may not be computed by something else than a call of it; None if it may."""
     if nn.Linear.forward is not FORWARD:
         return "the forward of all linear layers was replaced"
-    if "forward" in vars(module) and not is_swapped(module):
+    if "forward" in vars(module) and not LAYERS.is_swapped(module):
         return "another library has wrapped its forward"
     if has_hooks(module):
         return "hooks watch its calls"
@@ -147,7 +116,7 @@ def _computed_together(members: list[nn.Module], x: Tensor, kernel: ModuleType) 
 
 def _is_trained(module: nn.Module) -> bool:
     """Tell whether a layer is a plain one now that needs a gradient of its weight, and that nobody watches."""
-    if type(module) is not nn.Linear or not is_swapped(module) or has_hooks(module):
+    if type(module) is not nn.Linear or not LAYERS.is_swapped(module) or has_hooks(module):
         return False
     weight = module._parameters.get("weight")
     return type(weight) in PLAIN and weight.requires_grad and not weight.is_meta  # type: ignore[union-attr]
@@ -177,3 +146,6 @@ def _whole(module: nn.Module) -> str | None:
         return type(module).__name__ if experts.is_called_by_name(module) else None
     layer = loaded.layer_name(forward)
     return None if layer in MLPS.layers and layer not in packing.WITH_GATE_AND_UP else layer
+
+
+LAYERS = OwnForwards(__name__, projections_of, lambda: _forward_with(kernel()))

@@ -65,7 +65,9 @@ def assert_report_is_true(
     row, module = Random(seed).choice(served)
     if any(parametrize.is_parametrized(child) for child in module.modules()):
         return  # some change when they are called
-    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    # that of what it multiplies with first, which may be a buffer, while adapters are of another one
+    weights = (*(m.weight for m in module.modules() if isinstance(m, nn.Linear)), *module.parameters())
+    dtype = weights[0].dtype if weights else torch.float32
     with torch.no_grad():
         called = _arguments(row, module, side, dtype)
         if called is None:

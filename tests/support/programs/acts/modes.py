@@ -16,9 +16,14 @@ def stays_off_the_hub(side: Side) -> bool:
 
     Those for the CPU, or, for what was pickled while ours were registered, those for the NPU.
     """
-    if side.asked and side.is_away and side.variant == "experts with clipped SwiGLU":
+    if side.asked and has_others_where_it_is(side):
         return False
     return side.is_registered or vars(side.pretrained).get("_use_kernels") is not True
+
+
+def has_others_where_it_is(side: Side) -> bool:
+    """Tell whether transformers has kernels of its own for the device that a model is on."""
+    return side.is_away and side.variant == "experts with clipped SwiGLU"
 
 
 @act(stays_off_the_hub)

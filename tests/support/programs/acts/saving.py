@@ -13,6 +13,7 @@ from huggingface_hub import load_torch_model, save_torch_model
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
+from tests.support.programs.acts.modes import has_others_where_it_is
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
@@ -106,7 +107,7 @@ def save_and_load_by_pretrained(side: Side, choice: Random) -> None:
     _load_by_pretrained(side, use_kernels=False)
 
 
-@act(lambda side: is_unchanged(side) and side.is_registered)
+@act(lambda side: is_unchanged(side) and side.is_registered and not has_others_where_it_is(side))
 def save_and_load_by_pretrained_with_kernels(side: Side, choice: Random) -> None:
     side.asked = True
     _load_by_pretrained(side, use_kernels=True)

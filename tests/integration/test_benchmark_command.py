@@ -33,7 +33,8 @@ def report(mixture) -> dict:
 def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
     result, _ = mixture
     assert result.exit_code == 0, result.stderr
-    assert {row["kernel"] for row in report["results"]} == {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "layer"}
+    parts = {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "Linear"}
+    assert {row["kernel"] for row in report["results"]} == parts | {"CrossEntropy", "layer", "step"}
     assert {row["name"] for row in rows(report, kernel="FusedMoE")} == {"Qwen3MoeExperts", "Qwen3MoeTopKRouter"}
     for provider in ("transformers", "kernels-ext-npu"):
         assert not [row for row in rows(report, provider=provider) if "refused" in row]
@@ -43,7 +44,7 @@ def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
     for one, other in zip(rows(report, provider="transformers"), rows(report, provider="kernels-ext-npu")):
         assert (one["path"], one["phase"], one["direction"]) == (other["path"], other["phase"], other["direction"])
         assert other["launches"] <= one["launches"]
-        assert other["bytes"] < one["bytes"]
+        assert other["bytes"] < one["bytes"] or (one["kernel"], one["direction"]) == ("Linear", "forward")
         assert other["host_waits"] == 0
 
 

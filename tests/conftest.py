@@ -1,4 +1,4 @@
-"""What all tests share: no network, one thread a process, and fresh processes where an import is what is tested."""
+"""What all tests share: no network, one thread a process, fresh processes where an import is tested, and what skips."""
 
 import json
 import os
@@ -18,10 +18,16 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
+from tests.support import real_device
 
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+real_device.say_that_it_is_a_card()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    real_device.refuse_parts_of_the_software_device(items)
 
 
 @pytest.fixture

@@ -33,7 +33,8 @@ def report(mixture) -> dict:
 def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
     result, _ = mixture
     assert result.exit_code == 0, result.stderr
-    assert {row["kernel"] for row in report["results"]} == {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "layer"}
+    parts = {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "Linear"}
+    assert {row["kernel"] for row in report["results"]} == parts | {"CrossEntropy", "layer", "step"}
     assert {row["name"] for row in rows(report, kernel="FusedMoE")} == {"Qwen3MoeExperts", "Qwen3MoeTopKRouter"}
     for provider in ("transformers", "kernels-ext-npu"):
         assert not [row for row in rows(report, provider=provider) if "refused" in row]
@@ -43,8 +44,8 @@ def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
     for one, other in zip(rows(report, provider="transformers"), rows(report, provider="kernels-ext-npu")):
         assert (one["path"], one["phase"], one["direction"]) == (other["path"], other["phase"], other["direction"])
         assert other["launches"] <= one["launches"]
-        assert other["bytes"] < one["bytes"]
-        assert other["host_waits"] == 0
+        assert other["bytes"] < one["bytes"] or (one["kernel"], one["direction"]) == ("Linear", "forward")
+        assert other.get("host_waits", 0) == 0  # which a card does not tell
 
 
 def test_counts_are_those_of_the_operator(report) -> None:
@@ -64,7 +65,7 @@ def test_there_are_no_times_on_the_software_device(mixture, report) -> None:
         return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
     assert not [key for key in keys(report) if any(part in key for part in ("ms", "time", "quartile", "second"))]
-    assert "measures no times" in report["note"]
+    assert "The software device computes on the host" in report["note"]
     shown = mixture[0].stderr
     assert "measures no times" in shown
     assert "launches" in shown

@@ -1,11 +1,7 @@
-"""How `kernels-ext-npu benchmark` measures and compares: all but the reading of a card's clock runs here."""
+"""How `kernels-ext-npu benchmark` counts and compares."""
 
 from __future__ import annotations
 
-import time
-from itertools import pairwise
-
-import numpy
 import pytest
 import torch
 
@@ -13,56 +9,7 @@ import softnpu
 from kernels_ext_npu.benchmarking import agreement, measuring
 from kernels_ext_npu.benchmarking.agreement import DisagreementError
 
-# --- times
-
-
-def test_events_enclose_each_run_and_nothing_else() -> None:
-    order = []
-
-    def before() -> torch.Tensor:
-        order.append("before")
-        return torch.ones(4, device="npu")
-
-    def run(prepared: torch.Tensor) -> None:
-        order.append("run")
-        prepared.add_(1)
-
-    softnpu.reset_counters()
-    events = measuring.record(before, run, warm_up=3, repeats=5)
-    assert order == ["before", "run"] * 8
-    assert softnpu.counters()["add_"] == 8
-    assert softnpu.counters()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
-    assert len(events) == 5
-    flat = [event for pair in events for event in pair]
-    assert all(event.query() for event in flat)
-    # in the order in which they were recorded, by the real runtime interface of torch_npu
-    assert all(first.elapsed_time(second) >= 0 for first, second in pairwise(flat))
-    assert sum(first.elapsed_time(second) for first, second in pairwise(flat)) > 0
-
-
-def test_the_software_device_gives_no_times_whoever_asks() -> None:
-    events = measuring.record(lambda: None, lambda _: None, warm_up=0, repeats=2)
-    with pytest.raises(measuring.NoTimesError, match="on a machine with a card"):
-        measuring.milliseconds(events)
-
-
-@pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 4.0], [1.0] * 50, [0.1, 0.2, 9.0, 0.15], [1.0, 2.0]])
-def test_the_spread_is_median_and_quartiles(times) -> None:
-    lower, median, upper = numpy.percentile(times, [25, 50, 75])
-    expected = {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}
-    assert measuring.spread(times) == pytest.approx(expected)
-
-
 # --- counts
-
-
-def test_what_comes_before_a_run_takes_no_time_of_it() -> None:
-    """Of a device that works at once; the numbers are those of the two sleeps."""
-    events = measuring.record(lambda: time.sleep(0.05), lambda _: time.sleep(0.005), warm_up=0, repeats=3)
-    for start, end in events:
-        assert start.elapsed_time(end) >= 5
-    for (_, end), (start, _) in pairwise(events):
-        assert end.elapsed_time(start) >= 50
 
 
 def test_what_is_counted_is_the_run() -> None:

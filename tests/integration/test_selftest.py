@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from build import ROOT
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kernels_ext_npu import cli, sources
@@ -116,12 +118,30 @@ def test_the_command_agrees_here_and_its_report_names_nobody(tmp_path) -> None:
     result = CliRunner().invoke(cli.app, ["selftest", "--output", str(path)], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     assert "On the software device, no card: all " in result.output
+    assert "allowed: float32 4.0e-06, float16 3.9e-03, bfloat16 3.1e-02, models 1.0e-05" in words(result.output)
     written = path.read_text()
     assert str(Path.home()) not in written
     assert "/" not in written.replace("torch_npu", "")
     found = json.loads(written)
     assert found["machine"]["device"] == "software device"
     assert all(row["agrees"] and row["backward"] >= 0 and row["peak_bytes"] >= 0 for row in found["results"])
+
+
+def words(shown: str) -> str:
+    """What was shown, however it was wrapped."""
+    return " ".join(shown.split())
+
+
+def test_the_table_says_what_its_numbers_are_and_of_which_machine() -> None:
+    outcome = run.Outcome(quick=True, ids=["RMSNorm | rms_norm | float32", "models | Qwen3 | float32"])
+    row = {"forward": 1e-8, "backward": 2e-8, "tolerance": 4e-6, "agrees": True, "peak_bytes": 0}
+    outcome.rows = {outcome.ids[0]: row, outcome.ids[1]: row | {"tolerance": 1e-5, "waits": [1, 2]}}
+    outcome.machine = {"device": "card", "chip": "Ascend910B4", "driver": None, "cann": "8.2.RC1", "torch": "2.8.0"}
+    console = Console(width=80, file=io.StringIO())
+    report.show(console, outcome)
+    said = words(console.file.getvalue())
+    assert "from float64 on the host, of models from their originals; allowed: float32 4.0e-06, models 1.0e-05." in said
+    assert "chip Ascend910B4, cann 8.2.RC1, torch 2.8.0 On Ascend910B4: all 2 agree." in said
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from kernels_ext_npu.benchmarking.models import Model
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
@@ -22,6 +24,7 @@ from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.patches import Patches
 
 SEQUENCES = 32  # in decoding
+PROJECTIONS = "Linear"
 REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
 
 
@@ -54,10 +57,11 @@ class Call:
     """One call of a module, or of a rotary function, with the arguments that the model gave.
 
     Attributes:
-        kernel: the repository of the kernel for it, or "layer".
+        kernel: the repository of the kernel for it, "layer", or "step" for the whole model.
         name: the name of the class or function.
         path: the path of the module in the model; of a function ``path.name``, as in a report.
         use: where the function stands in its modeling file; None for a module.
+        of_model: takes the model before the arguments; None where the module at the path, or a function, is called.
     """
 
     kernel: str
@@ -66,9 +70,12 @@ class Call:
     use: Use | None = None
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    of_model: Callable[..., Any] | None = None
 
     def target(self, model: nn.Module) -> Callable:
         """Return what is called, as it stands there now."""
+        if self.of_model is not None:
+            return partial(self.of_model, model)
         return model.get_submodule(self.path) if self.use is None else self.use.function
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -95,7 +102,12 @@ class Call:
         return args, kwargs, leaves
 
     def outputs(self, result: Any) -> list[Tensor]:
-        """Return the tensors that a call gave; of attention without scores, which eager attention gives unasked."""
+        """Return the tensors that a call gave.
+
+        Of attention without scores, which eager attention gives unasked; of a model its loss, or its logits.
+        """
+        if isinstance(result, ModelOutput):
+            result = result.get("loss", result.get("logits"))
         if self.kernel == REPOSITORIES[IMPLEMENTATION] and isinstance(result, tuple):
             result = result[0]
         return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
@@ -122,14 +134,18 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
     inputs = source.hidden_states(phase.batch, phase.tokens, dtype).requires_grad_(phase.training)
     with torch.set_grad_enabled(phase.training):
         cache = base(inputs_embeds=context, use_cache=True).past_key_values if phase.context else None
-        with _recording(model, kernels, keep):
+        with _recording(model, kernels, keep, phase):
             base(inputs_embeds=inputs, past_key_values=cache, use_cache=bool(phase.context))
     return list(found.values())
 
 
 @contextmanager
-def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
-    calls = [call for call in _calls(model) if call.kernel in kernels]
+def _recording(
+    model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None], phase: Phase
+) -> Iterator[None]:
+    # linear layers have a kernel for gradients alone
+    left_out = () if phase.training else (PROJECTIONS,)
+    calls = [call for call in calls_of(model) if call.kernel in kernels and call.kernel not in left_out]
     hooks, patches = [], Patches()
 
     def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -160,9 +176,10 @@ def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
     return function
 
 
-def _calls(model: PreTrainedModel) -> Iterator[Call]:
+def calls_of(model: PreTrainedModel) -> Iterator[Call]:
     """Find the calls that a kernel may serve, and that of the last layer, without their arguments."""
-    for row in report(model):
+    found = report(model)
+    for row in found:
         # a model that was made without kernels has chosen its attention, and is no candidate for another
         if row.kernel not in REPOSITORIES or not (row.is_candidate or row.kernel == IMPLEMENTATION):
             continue
@@ -170,6 +187,11 @@ def _calls(model: PreTrainedModel) -> Iterator[Call]:
         if row.function is not None:
             use = next(use for use in uses(type(model.get_submodule(row.module))) if use.name == row.function)
         yield Call(REPOSITORIES[row.kernel], row.class_name, row.path, use)
+    for row in found.projections:
+        parts = (other for other in found if other.is_candidate and other.kernel in LAYERS and other.function is None)
+        if not any(row.path.startswith(f"{part.path}.") for part in parts):
+            width = model.get_submodule(row.path).out_features
+            yield Call(PROJECTIONS, f"{row.class_name} to {width}", row.path)
     count = model.config.num_hidden_layers
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     for path, layers in list(lists.items())[:1]:

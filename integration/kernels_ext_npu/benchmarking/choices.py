@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kernels_ext_npu.catalogue import CATALOGUE
 
-KERNELS = (*(repository.name for repository in CATALOGUE), "layer")
+KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
+REPEATS = 50  # of a call, on a card
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for of each model.
+
+    Attributes:
+        dtypes: by their short names.
+        kernels: the repositories whose calls are measured, "layer" for that of the last layer, and "step" for that of
+            the whole model.
+        tokens: those of a prefill and of a training step.
+        shrink: what widths, heads and experts are divided by.
+        repeats: how many times a call is timed on a card.
+    """
+
+    dtypes: list[str]
+    kernels: list[str]
+    tokens: int
+    shrink: int
+    repeats: int = REPEATS
 
 
 class CannotRunError(ValueError):

@@ -1,10 +1,8 @@
-"""One call, run once to be compared, once to be counted, and on a card many times to be timed."""
+"""One call, run once to be compared and once to be counted."""
 
 from __future__ import annotations
 
 import gc
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,27 +12,9 @@ from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.benchmarking.calls import Call
+from kernels_ext_npu.benchmarking.timing import Before, Run
 from kernels_ext_npu.inspection.fallbacks import fallback
 from kernels_ext_npu.measuring.costs import Cost
-
-WARM_UP, REPEATS = 10, 50
-NO_TIMES = (
-    "The software device computes on the host and says nothing about how fast a card is: it counts launches, bytes, "
-    "waits of the host and memory, and measures no times. Run the same command on a machine with a card for those."
-)
-METHOD = (
-    f"Times are between device events around each of {REPEATS} runs, after {WARM_UP} that are not counted: median and "
-    "quartiles. The host waits for the device before the first and after the last, not in between."
-)
-
-
-# what comes before a run and gives its argument, and the run
-Before = Callable[[], Any]
-Run = Callable[[Any], Any]
-
-
-class NoTimesError(RuntimeError):
-    """There is no device here whose times would mean anything."""
 
 
 @dataclass
@@ -140,35 +120,3 @@ def count(before: Before, run: Run) -> dict[str, int]:
 def _requested(when: str) -> int:
     """Bytes that were asked for: blocks are larger, by what was free beside them."""
     return torch_npu.npu.memory_stats()[f"requested_bytes.all.{when}"]
-
-
-def record(
-    before: Before, run: Run, warm_up: int = WARM_UP, repeats: int = REPEATS
-) -> list[tuple[torch_npu.npu.Event, torch_npu.npu.Event]]:
-    """Run it with a device event before and after each run; what comes before a run lies outside."""
-    for _ in range(warm_up):
-        run(before())
-    torch_npu.npu.synchronize()
-    events = []
-    for _ in range(repeats):
-        prepared = before()
-        start, end = (torch_npu.npu.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run(prepared)
-        end.record()
-        events.append((start, end))
-    torch_npu.npu.synchronize()
-    return events
-
-
-def milliseconds(events: list[tuple[torch_npu.npu.Event, torch_npu.npu.Event]]) -> list[float]:
-    """Raises NoTimesError on the software device, whoever asks."""
-    if softnpu.is_software():
-        raise NoTimesError(NO_TIMES)
-    return [start.elapsed_time(end) for start, end in events]
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from kernels_ext_npu.inspection.published_models import MODELS
 from kernels_ext_npu.reporting.report import report
 
 SEED = 0
-VOCABULARY = 64  # the embedding is nobody's kernel
+VOCABULARY = 64  # of what is measured in parts: the embedding is nobody's kernel
 # what --shrink divides, to a multiple of 64: the operators want rows and halves of rows of whole 64 bytes
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 HEADS = (
@@ -30,17 +30,28 @@ NOISE, LOGIT = 0.5, 3.0
 
 @dataclass(frozen=True)
 class Model:
-    """A model to measure: its config with a layer of each kind, and where its sizes come from."""
+    """A model to measure: its config with a layer of each kind and few words, and where its sizes come from.
+
+    Attributes:
+        vocabulary: how many words it has as a whole.
+    """
 
     name: str
     source: str
     config: PretrainedConfig
+    vocabulary: int
+
+    def whole(self) -> Model:
+        """Return the model with all its words."""
+        config = copy.deepcopy(self.config)
+        config.vocab_size = self.vocabulary
+        return replace(self, config=config)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes in the config that decide how large a call is, by name."""
         names = (*WIDTHS, *HEADS, *EXPERTS, "head_dim", "num_experts_per_tok")
         values = {name: getattr(self.config, name, None) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None} | {"vocab_size": self.vocabulary}
 
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
         """Build the model on the NPU with random weights, among which no two norms or experts are alike.
@@ -79,14 +90,19 @@ def load(name: str, shrink: int) -> Model:
         CannotRunError: there is no such model, or transformers cannot read its config.
     """
     if name in MODELS:
-        return Model(name, MODELS[name].source, _reduce(published_models.config(name), shrink))
+        return _made(name, MODELS[name].source, published_models.config(name), shrink)
     try:
         found = subject.find(name)
     except subject.CannotInspectError as error:
         is_path = "/" in name
         raise (CannotRunError(f"--model: {error}") if is_path else unknown_model(name, MODELS, str(error))) from error
     source = "; ".join([name, *found.remarks])
-    return Model(name, source, _reduce(found.config.get_text_config(decoder=True), shrink))
+    return _made(name, source, found.config.get_text_config(decoder=True), shrink)
+
+
+def _made(name: str, source: str, config: Any, shrink: int) -> Model:
+    vocabulary = -(-config.vocab_size // shrink)
+    return Model(name, source, _reduce(config, shrink), vocabulary)
 
 
 def _reduce(config: Any, shrink: int) -> PretrainedConfig:

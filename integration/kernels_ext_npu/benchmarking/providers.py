@@ -57,7 +57,8 @@ class Ours:
         kernels_ext_npu.register()
         try:
             kernels_ext_npu.kernelize(model)
-            reasons = {row.path: row.reason for row in kernels_ext_npu.report(model) if not row.swapped}
+            found = kernels_ext_npu.report(model)
+            reasons = {row.path: row.reason for row in (*found, *found.projections) if not row.swapped}
             yield lambda call: reasons.get(call.path)
         finally:
             kernels_ext_npu.unregister()
@@ -106,7 +107,7 @@ class LlamaFactory:
     def _serves(call: Call, model: nn.Module, originals: dict[Use, Callable]) -> bool:
         if call.use is not None:
             return call.target(model) is not originals[call.use]
-        if call.kernel == "layer":
+        if call.kernel in ("layer", "step"):
             changed = any("forward" in vars(module) for module in model.get_submodule(call.path).modules())
             return changed or any(use.function is not original for use, original in originals.items())
         return "forward" in vars(call.target(model))

@@ -5,24 +5,27 @@ from __future__ import annotations
 import copy
 import gc
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.benchmarking import agreement, measuring
+from kernels_ext_npu.benchmarking import agreement, measuring, steps, timing
 from kernels_ext_npu.benchmarking.agreement import DisagreementError, Distances
 from kernels_ext_npu.benchmarking.calls import Call, Phase, phases, record
-from kernels_ext_npu.benchmarking.choices import DTYPES
+from kernels_ext_npu.benchmarking.choices import DTYPES, Asked
 from kernels_ext_npu.benchmarking.measuring import Work
 from kernels_ext_npu.benchmarking.models import Model
 from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
+from kernels_ext_npu.benchmarking.timing import Before, Run
 
 
 @dataclass(frozen=True)
@@ -57,26 +60,40 @@ class Result:
         return {key: value for key, value in (fields | figures).items() if value is not None}
 
 
-def run(model: Model, dtype: str, tokens: int, kernels: list[str], found: list[Provider]) -> Iterator[Result]:
+def run(model: Model, dtype: str, asked: Asked, found: list[Provider]) -> Iterator[Result]:
     """Measure a model by everybody who can compute it, one phase after the other, and give each result.
 
     Args:
         dtype: bf16 or fp16.
-        tokens: those of a prefill and of a training step.
-        kernels: the repositories whose calls are measured, and "layer" for that of the last layer.
-        found: who computes them, the original first: the others are compared with what it differs.
+        asked: what is measured of it.
+        found: who computes it, the original first: the others are compared with what it differs.
 
     Raises:
         CannotRunError: the model cannot be built.
     """
-    for phase in phases(tokens):
-        yield from _run_phase(model, dtype, phase, kernels, found)
-        gc.collect()
-        torch_npu.npu.empty_cache()
+    parts = [kernel for kernel in asked.kernels if kernel not in steps.KERNELS]
+    for phase in phases(asked.tokens):
+        if parts:
+            yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, asked.repeats)
+            _free()
+        if whole := steps.wanted(asked.kernels, phase):
+            calls_of = partial(steps.calls, kernels=whole)
+            yield from _run_phase(model.whole(), dtype, phase, calls_of, found, asked.repeats)
+            _free()
+
+
+def _free() -> None:
+    gc.collect()
+    torch_npu.npu.empty_cache()
 
 
 def _run_phase(
-    source: Model, dtype_name: str, phase: Phase, kernels: list[str], found: list[Provider]
+    source: Model,
+    dtype_name: str,
+    phase: Phase,
+    calls_of: Callable[[Model, PreTrainedModel, Phase], list[Call]],
+    found: list[Provider],
+    repeats: int,
 ) -> Iterator[Result]:
     dtype: torch.dtype = getattr(torch, DTYPES[dtype_name])
     model = source.build(dtype).train(phase.training)
@@ -84,7 +101,7 @@ def _run_phase(
     # one expert after the other, as they are written in their model: what has the fewest parts that could be missing
     plain.set_experts_implementation("eager")
     try:
-        calls = record(source, plain, phase, kernels)
+        calls = calls_of(source, plain, phase)
     except Exception as error:
         yield _no_calls(source, dtype_name, phase, error)
         return
@@ -97,7 +114,9 @@ def _run_phase(
             for call, reference in zip(calls, exact):
                 work = Work(call, candidate, dtype, phase.training, reference.gradients)
                 reason = refuse(call)
-                outcomes = [_nothing(work, reason)] if reason else _outcomes(work, reference, originals, provider)
+                outcomes = (
+                    [_nothing(work, reason)] if reason else _outcomes(work, reference, originals, provider, repeats)
+                )
                 for outcome in outcomes:
                     identity = (source.name, dtype_name, str(phase), call.kernel, call.name, call.path, call.shapes())
                     yield Result(*identity, provider.name, **outcome)
@@ -128,7 +147,7 @@ def _exact(work: Work, dtype: torch.dtype) -> Exact:
 
 
 def _outcomes(
-    work: Work, exact: Exact, originals: dict[Call, Distances], provider: Provider
+    work: Work, exact: Exact, originals: dict[Call, Distances], provider: Provider, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Compare what a provider makes of a call, then count and time it; give the outcome of each direction."""
     if exact.failed or (work.call not in originals and provider.name != ORIGINAL):
@@ -139,7 +158,7 @@ def _outcomes(
         agreement.check(distances, originals.get(work.call, distances), work.dtype)
         distance = max((distance.norm for distance in distances.values()), default=0.0)
         for direction, (before, measured) in work.directions().items():
-            yield {"direction": direction, "distance": distance, "figures": _figures(before, measured)}
+            yield {"direction": direction, "distance": distance, "figures": _figures(before, measured, repeats)}
     except DisagreementError as error:
         yield _nothing(work, f"disagrees: {error}") | {"wrong": True}
     except Exception as error:  # whatever an operator raises: the others go on
@@ -156,10 +175,10 @@ def _sentence(error: Exception) -> str:
     return f"raised {type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0]}"
 
 
-def _figures(before: Any, measured: Any) -> dict[str, Any]:
+def _figures(before: Before, measured: Run, repeats: int) -> dict[str, Any]:
     figures: dict[str, Any] = measuring.count(before, measured)
     if not softnpu.is_software():
-        figures |= measuring.spread(measuring.milliseconds(measuring.record(before, measured)))
+        figures |= timing.spread(timing.times(timing.DeviceClock(), before, measured, timing.WARM_UP, repeats))
     return figures
 
 

@@ -11,7 +11,7 @@ import typer
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import choices
 from kernels_ext_npu.cli import pictures
-from kernels_ext_npu.cli.refusals import refusing, take_device
+from kernels_ext_npu.cli.refusals import RefusedError, refusing, take_device
 from kernels_ext_npu.environment import UnsupportedEnvironmentError
 from kernels_ext_npu.inspection.published_models import MODELS
 
@@ -31,7 +31,9 @@ def benchmark(
     ] = None,
     kernel: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(choices.KERNELS[:-1])}, or {choices.KERNELS[-1]} for whole ones; repeatable."),
+        typer.Option(
+            help=f"{', '.join(choices.KERNELS[:-2])}, layer for whole ones, or step for whole models; repeatable."
+        ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable. Both by default.")] = None,
     tokens: Annotated[
@@ -40,16 +42,22 @@ def benchmark(
     shrink: Annotated[
         int | None, typer.Option(min=1, help="Divide widths, heads and experts: by 1, on the software device by 8.")
     ] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="How many times each call is timed on a card.")] = choices.REPEATS,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="On a card: a JSON file with every figure, to attach to an issue. It names no one."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this file, such as benchmark.png.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A report on standard output, and nothing else there.")
     ] = False,
 ) -> None:
-    """Measure kernels and decoder layers of real models against transformers and, where installed, LLaMA-Factory.
+    """Measure kernels, decoder layers and steps of real models against transformers' and, where installed,
+    LLaMA-Factory's.
 
     Prefill, decoding and training; forward, backward and both. What disagrees with the original has no figures. On a
-    card: times between device events, launches, bytes and memory; on the software device all but times. Ends with 0,
-    with 1 if one of our kernels disagreed or failed, with 2 if nothing could be measured.
+    card: times between device events, launches, bytes and memory; on the software device all but times, and so no
+    --report. Ends with 0, with 1 if one of our kernels disagreed or failed, with 2 if nothing could be measured.
     """
     with refusing(choices.CannotRunError, pictures.CannotDrawError, UnsupportedEnvironmentError, ImportError):
         models = choices.choose_models(model or [], MODELS)
@@ -57,80 +65,82 @@ def benchmark(
         dtypes = choices.choose_dtypes(dtype or [])
         if plot is not None:
             pictures.check(plot)
+        if report is not None and not report.absolute().parent.is_dir():
+            raise RefusedError(f"--report {report}: there is no folder {report.absolute().parent}")
         take_device(needed=True)
         environment.check()
         choices.check_device(dtypes)
         import softnpu
         from kernels_ext_npu.benchmarking.models import load
+        from kernels_ext_npu.benchmarking.timing import NO_TIMES
 
         software = softnpu.is_software()
+        if software and report is not None:
+            raise RefusedError(f"--report: {NO_TIMES}")
         tokens, shrink = tokens or (64 if software else 4096), shrink or (8 if software else 1)
-        loaded = [load(name, shrink) for name in models]
-        wrong = _run(loaded, dtypes, kernels, tokens, shrink, plot, as_json)
+        asked = choices.Asked(dtypes, kernels, tokens, shrink, repeats)
+        wrong = _run([load(name, shrink) for name in models], asked, report, plot, as_json)
     raise typer.Exit(1 if wrong else 0)
 
 
-def _run(
-    models: list[Model],
-    dtypes: list[str],
-    kernels: list[str],
-    tokens: int,
-    shrink: int,
-    plot: Path | None,
-    as_json: bool,
-) -> bool:
+def _run(models: list[Model], asked: choices.Asked, report_path: Path | None, plot: Path | None, as_json: bool) -> bool:
     """Measure, show, and tell whether one of our kernels was wrong."""
     from rich.console import Console
 
     import softnpu
-    from kernels_ext_npu.benchmarking import agreement, measuring, providers, run, showing
+    from kernels_ext_npu.benchmarking import agreement, providers, report, run, showing, timing
 
     console = Console(stderr=as_json)
     if not console.is_terminal:  # then nothing says how wide it is
         console.width = max(console.width, 140)
     found, llama_factory = providers.providers()
-    report: dict[str, Any] = run.environment(llama_factory)
-    note = measuring.NO_TIMES if softnpu.is_software() else measuring.METHOD
-    report |= {"note": note, "tolerance": agreement.RULE, "tokens": tokens, "shrink": shrink}
-    report["models"] = {model.name: {"source": model.source, "sizes": model.sizes()} for model in models}
-    console.print(_heading(report), highlight=False, markup=False, soft_wrap=True)
+    note = timing.NO_TIMES if softnpu.is_software() else timing.method(asked.repeats)
+    sizes: dict[str, Any] = {"tokens": asked.tokens, "shrink": asked.shrink}
+    said: dict[str, Any] = run.environment(llama_factory) | {"note": note, "tolerance": agreement.RULE} | sizes
+    said["models"] = {model.name: {"source": model.source, "sizes": model.sizes()} for model in models}
+    console.print(_heading(said), highlight=False, markup=False, soft_wrap=True)
+    sizes["models"] = [{"name": model.name} | model.sizes() for model in models]
     names = [provider.name for provider in found]
     results: list[Result] = []
     for model in models:
-        for dtype in dtypes:
-            measured = _measure(console, model, dtype, tokens, kernels, found)
+        for dtype in asked.dtypes:
+            measured = _measure(console, model, dtype, asked, found)
             if measured:
                 showing.show(console, measured, names)
             else:
-                console.print(f"{model.name} has nothing of {', '.join(kernels)}", highlight=False)
+                console.print(f"{model.name} has nothing of {', '.join(asked.kernels)}", highlight=False)
             results += measured
+            if report_path is not None:  # each time: what comes next may end the process
+                head = report.head(llama_factory, note, agreement.RULE, sizes)
+                report_path.write_text(report.to_text(head, results))
     if not any(result.figures for result in results):
-        nothing = f"none of the models has a call of {', '.join(kernels)}"
+        nothing = f"none of the models has a call of {', '.join(asked.kernels)}"
         raise choices.CannotRunError(next((str(result.refused) for result in results), nothing))
     if plot is not None:
-        showing.plot(plot, results, names, f"{report['device']}, {dtypes[0]}, {tokens} tokens{_shrunk(shrink)}")
+        title = f"{said['device']}, {asked.dtypes[0]}, {asked.tokens} tokens{_shrunk(asked.shrink)}"
+        showing.plot(plot, results, names, title)
         console.print(f"drawn into {plot}", highlight=False, soft_wrap=True)
+    if report_path is not None:
+        console.print(f"Wrote {report_path}: it can be attached to an issue as it is.", highlight=False, soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps(report | {"results": [result.to_dict() for result in results]}, indent=2))
+        typer.echo(json.dumps(said | {"results": [result.to_dict() for result in results]}, indent=2))
     return any(result.wrong and result.provider == providers.OURS for result in results)
 
 
-def _measure(
-    console: Console, model: Model, dtype: str, tokens: int, kernels: list[str], found: list[Provider]
-) -> list[Result]:
+def _measure(console: Console, model: Model, dtype: str, asked: choices.Asked, found: list[Provider]) -> list[Result]:
     from kernels_ext_npu.benchmarking import run
 
     results: list[Result] = []
     with console.status(f"{model.name}, {dtype}") as status:
-        for result in run.run(model, dtype, tokens, kernels, found):
+        for result in run.run(model, dtype, asked, found):
             results.append(result)
             status.update(f"{model.name}, {dtype}, {result.phase}, {result.provider}: {result.name}")
     return results
 
 
-def _heading(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
-    return f"{report['device']}{_shrunk(report['shrink'])}\n{versions}\n{report['note']}\n{report['tolerance']}\n"
+def _heading(said: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in said["versions"].items())
+    return f"{said['device']}{_shrunk(said['shrink'])}\n{versions}\n{said['note']}\n{said['tolerance']}\n"
 
 
 def _shrunk(by: int) -> str:

@@ -18,8 +18,10 @@ from kernels_ext_npu.doctor.secrecy import HIDDEN, hide
 from kernels_ext_npu.selftest.run import Outcome
 
 FORMAT = 1  # of the JSON
+SOFTWARE = "software device"  # what the machine's facts call it
+MODELS = "models"  # what a test is of that is of no repository
 _PATH = re.compile(r"(?<![\w.])(?:~|/[\w.+@-]+)(?:/[\w.+@-]+)+/?")
-_HEADINGS = ("pieces", "forward", "backward", "peak MB", "host waits", "agree")
+_HEADINGS = ("tests", "forward", "backward", "peak MB", "host waits", "agree")
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
@@ -54,6 +56,7 @@ def clean(value: Any) -> Any:
 def show(console: Console, outcome: Outcome) -> None:
     """Print a row for each repository and dtype, what does not agree, and what it ran on."""
     console.print(_table(outcome))
+    console.print(_legend(outcome), highlight=False, markup=False)
     console.print(_verdict(outcome))
 
 
@@ -80,6 +83,24 @@ def _table(outcome: Outcome) -> Table:
     return table
 
 
+def _legend(outcome: Outcome) -> str:
+    """Say what the numbers of the table are, what is allowed, and of which machine they are."""
+    tolerances: dict[str, float] = {}
+    for identity in outcome.ids:
+        repository, _, dtype = identity.split(" | ")
+        if "tolerance" in outcome.rows[identity]:
+            tolerances[repository if repository == MODELS else dtype] = outcome.rows[identity]["tolerance"]
+    allowed = ", ".join(f"{name} {value:.1e}" for name, value in tolerances.items())
+    left_out = ("device", "chip") if outcome.machine.get("device") == SOFTWARE else ("device",)
+    machine = {name: value for name, value in outcome.machine.items() if value is not None and name not in left_out}
+    return (
+        "forward, backward: the largest difference of an output and of a gradient, relative, from float64 on the host, "
+        f"of models from their originals; allowed: {allowed}. "
+        "host waits: of a forward and a training step of each model.\n"
+        f"{', '.join(f'{name} {value}' for name, value in machine.items())}"
+    )
+
+
 def _verdict(outcome: Outcome) -> RenderableType:
     lines = []
     for identity in outcome.ids:
@@ -92,7 +113,7 @@ def _verdict(outcome: Outcome) -> RenderableType:
         lines.append(Text(f"{identity.replace(' | ', ', ')}: {clean(said)}", style="red"))
     count = len(lines)
     machine = outcome.machine
-    what = "the software device, no card" if machine.get("device") == "software device" else f"{machine.get('chip')}"
+    what = "the software device, no card" if machine.get("device") == SOFTWARE else f"{machine.get('chip')}"
     agrees = f"all {len(outcome.ids)} agree" if not count else f"{count} of {len(outcome.ids)} do not agree"
     lines.append(Text(f"On {what}: {agrees}.", style="bold green" if not count else "bold red"))
     return Group(*lines)

@@ -1,0 +1,134 @@
+"""`kernels-ext-npu benchmark --report`: refused without a card, and what it writes on a device that says it is one."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import platform
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from build import ROOT
+from transformers import AutoModelForCausalLM
+
+import softnpu
+from kernels_ext_npu.benchmarking import calls, models, report, steps, timing
+from kernels_ext_npu.benchmarking.run import Result
+from kernels_ext_npu.inspection.published_models import MODELS
+from tests.support.benchmark_runs import EXPERTS, TOKENS, run, write_config
+
+DIRECTIONS = {"prefill": ["forward"], "decode": ["forward"], "training": ["forward", "backward", "both"]}
+TIMES = ("lower_quartile_ms", "median_ms", "upper_quartile_ms")
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software device says that it is real: its events tell how long the host took."""
+    monkeypatch.setattr(softnpu, "is_software", lambda: False)
+    monkeypatch.setattr(timing, "WARM_UP", 1)
+
+
+def lines_of(kernels: set[str]) -> set[str]:
+    """What a report has of a model for which these kernels have calls."""
+    in_training = {steps.HEAD, calls.PROJECTIONS}
+    return {
+        f"{kernel}, {phase}, {direction}"
+        for kernel in kernels
+        for phase, directions in DIRECTIONS.items()
+        for direction in directions
+        if phase == "training" or kernel not in in_training
+    }
+
+
+def test_the_software_device_writes_none(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    result = run("--model", write_config(tmp_path, "llama"), "--report", path)
+    assert result.exit_code == 2
+    assert "--report: The software device computes on the host" in result.stderr
+    assert "on a machine with a card" in result.stderr
+    assert result.stdout == ""
+    assert not path.exists()
+
+
+def test_a_report_that_cannot_be_written_is_refused_first(on_a_card, tmp_path: Path) -> None:
+    result = run("--model", write_config(tmp_path, "llama"), "--report", tmp_path / "none" / "report.json")
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernels", "sizes"),
+    [
+        ("llama", {"SwiGLU", "Linear", "CrossEntropy", "step"}, {}),
+        pytest.param("qwen3_moe", {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "layer", "step"}, EXPERTS,
+                     marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path, model_type, kernels, sizes) -> None:
+    path, config = tmp_path / "report.json", write_config(tmp_path, model_type, **sizes)
+    options = ["--dtype", "bf16", "--tokens", TOKENS, "--shrink", 1, "--repeats", 3, "--report", path]
+    result = run("--model", config, *options, *(part for kernel in kernels for part in ("--kernel", kernel)))
+    assert result.exit_code == 0, result.output
+    assert "it can be attached to an issue as it is" in result.stdout
+    text = path.read_text("utf-8")
+    written = json.loads(text)
+    assert {line["what"] for line in written["results"]} == lines_of(kernels)
+    for line in written["results"]:
+        for provider in ("transformers", "kernels-ext-npu"):
+            figures = line[provider]
+            assert figures["repeats"] == 3
+            assert 0 < figures[TIMES[0]] <= figures[TIMES[1]] <= figures[TIMES[2]]
+            assert figures["launches"] > 0
+            assert figures["bytes"] > 0
+    assert {"chip", "driver", "cann", "torch", "torch_npu", "transformers", "python"} <= written["machine"].keys()
+    assert written["machine"]["device"] == "card"
+    assert "around each of 3 runs, after 1 that are not counted" in written["method"]
+    assert written["models"][0]["vocab_size"] == 32
+    for own in (str(tmp_path), str(Path.home()), platform.node(), f"/{getpass.getuser()}/"):
+        assert own not in text
+
+
+def test_who_is_not_installed_has_no_column_and_is_named() -> None:
+    head = report.head("not installed", "by a clock", "equal", {"tokens": 16})
+    assert head["machine"]["LLaMA-Factory"] == "not installed"
+    (line,) = report.lines([result("transformers", median_ms=2.0)])
+    assert "LLaMA-Factory" not in line
+
+
+def result(provider: str, refused: str | None = None, direction: str = "forward", **figures: float) -> Result:
+    """A result of one call, written by hand."""
+    call = ("Qwen3-8B", "bf16", "prefill, 1 × 16", "RMSNorm", "Qwen3RMSNorm", "model.norm", [[1, 16, 64]])
+    return Result(*call, provider, direction, None if refused else 1e-3, figures, refused, wrong=refused is not None)
+
+
+def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
+    (line,) = report.lines([result("transformers", median_ms=2.0, repeats=50), result("LLaMA-Factory", median_ms=1.5)])
+    assert (line["of"], line["what"], line["dtype"]) == ("Qwen3-8B", "RMSNorm, prefill, forward", "bf16")
+    assert line["transformers"] == {"distance": 1e-3, "median_ms": 2.0, "repeats": 50}
+    assert line["LLaMA-Factory"] == {"distance": 1e-3, "median_ms": 1.5}
+
+
+def test_what_was_refused_says_why_and_names_nobody(monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
+    said = f"raised OSError: {Path.home()}/models/own.so with hf_abcdefghijkl"
+    written = report.to_text({"format": 1}, [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)])
+    assert json.loads(written)["results"][0]["kernels-ext-npu"] == {"refused": "raised OSError: …/own.so with ***"}
+    assert "models" not in written
+
+
+def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
+    page = (ROOT / "docs" / "hardware.md").read_text("utf-8")
+    table = page.partition("Of the benchmark")[2].partition("\n## ")[0]
+    rows = [row.rpartition(" | ")[2] for row in table.splitlines() if row.startswith("|")]
+    named = {tuple(line.split(", ", 1)) for row in rows for line in re.findall("`([^`]+, [^`]+)`", row)}
+    assert len(named) > 10
+    for name in {model for model, _ in named}:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(models.load(name, 8).config)
+        known = lines_of({call.kernel for call in calls.calls_of(model)} | set(steps.KERNELS))
+        assert {line for model, line in named if model == name} <= known
+    assert {name for name, _ in named} <= set(MODELS)
+    of_kernels = {line.partition(",")[0] for _, line in named}
+    assert {path.parent.name for path in ROOT.glob("*/build.toml")} - of_kernels == {"Activation"}

@@ -1,0 +1,94 @@
+"""How `kernels-ext-npu benchmark` takes times: by a clock of the test, and by the events of torch_npu."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy
+import pytest
+import torch
+
+import softnpu
+from kernels_ext_npu.benchmarking import timing
+
+
+class WrittenClock:
+    """A clock whose runs take what the test says, on a device that does its work when it is waited for."""
+
+    def __init__(self, *runs: float) -> None:
+        self.runs = iter(runs)
+        self.now, self.waits, self.passed = 0.0, 0, False
+
+    def mark(self) -> float:
+        self.passed = False
+        return self.now
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.passed = True
+
+    def between(self, start: float, end: float) -> float:
+        assert self.passed, "the device may not be there yet"
+        return end - start
+
+    def prepare(self) -> str:
+        self.now += 1000
+        return "prepared"
+
+    def run(self, prepared: str) -> None:
+        assert prepared == "prepared"
+        self.now += next(self.runs)
+
+
+def test_each_run_has_its_time_and_what_comes_before_none() -> None:
+    clock = WrittenClock(900, 800, 3, 1, 2, 5, 4)
+    assert timing.times(clock, clock.prepare, clock.run, warm_up=2, repeats=5) == [3, 1, 2, 5, 4]
+    assert clock.waits == 2
+    assert next(clock.runs, None) is None
+
+
+def test_events_enclose_each_run_and_nothing_else() -> None:
+    order = []
+
+    def before() -> torch.Tensor:
+        order.append("before")
+        return torch.ones(4, device="npu")
+
+    def run(prepared: torch.Tensor) -> None:
+        order.append("run")
+        prepared.add_(1)
+
+    softnpu.reset_counters()
+    events = timing.record(timing.DeviceClock(), before, run, warm_up=3, repeats=5)
+    assert order == ["before", "run"] * 8
+    assert softnpu.counters()["add_"] == 8
+    assert softnpu.counters()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
+    assert len(events) == 5
+    flat = [event for pair in events for event in pair]
+    assert all(event.query() for event in flat)
+    # in the order in which they were recorded, by the real runtime interface of torch_npu
+    assert all(first.elapsed_time(second) >= 0 for first, second in pairwise(flat))
+    assert sum(first.elapsed_time(second) for first, second in pairwise(flat)) > 0
+
+
+def test_what_comes_before_a_run_is_outside_of_its_events() -> None:
+    """Of a device that works at once; the numbers are those of the two sleeps."""
+    clock = timing.DeviceClock()
+    events = timing.record(clock, lambda: time.sleep(0.05), lambda _: time.sleep(0.005), warm_up=0, repeats=3)
+    for start, end in events:
+        assert start.elapsed_time(end) >= 5
+    for (_, end), (start, _) in pairwise(events):
+        assert end.elapsed_time(start) >= 50
+
+
+def test_the_software_device_gives_no_times_whoever_asks() -> None:
+    with pytest.raises(timing.NoTimesError, match="The software device computes on the host"):
+        timing.times(timing.DeviceClock(), lambda: None, lambda _: None, warm_up=0, repeats=2)
+
+
+@pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 4.0], [1.0] * 50, [0.1, 0.2, 9.0, 0.15], [1.0, 2.0]])
+def test_the_spread_is_median_and_quartiles(times) -> None:
+    lower, median, upper = numpy.percentile(times, [25, 50, 75])
+    expected = {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}
+    assert timing.spread(times) == pytest.approx(expected)

@@ -43,7 +43,7 @@ def draw(inspection: Inspection) -> Figure:
     if before is not None and after is not None:
         figure = plt.figure(figsize=(16, 12), dpi=120)
         grid = figure.add_gridspec(2, 1, height_ratios=(1, 2))
-        _phases(grid[0].subgridspec(1, 3).subplots(squeeze=False)[0], inspection)
+        _phases(grid[0].subgridspec(1, 3).subplots(sharey=True, squeeze=False)[0], inspection)
         axes, what, by = grid[1].subgridspec(1, 2).subplots(squeeze=False)[0], "a whole training step", " by operator"
     else:
         phase = next(p for p in ("step", "forward") if all(v.counts[p] for v in _ends(inspection)))

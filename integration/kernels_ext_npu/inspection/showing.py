@@ -110,15 +110,15 @@ def _whole(inspection: Inspection) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, title="a whole step", title_justify="left", title_style="bold", padding=(0, 1, 0, 0)
     )
-    table.add_column(overflow="fold")
+    table.add_column(no_wrap=True)
     for heading in ("launches", "GB moved", "host waits", "peak GB", "estimate ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     ends = _ends(inspection)
     for phase, title in WHOLE.items():
         cells = zip(*(_cells(variant.counts[phase]) for variant in ends))
-        table.add_row(title, *(_both(*pair) for pair in cells))
+        table.add_row(title, *(_stacked(*pair) for pair in cells))
     table.add_section()
-    table.add_row("all", *(_both(*pair) for pair in zip(*(_cells(whole(variant)) for variant in ends))), style="bold")
+    table.add_row("all", *(_stacked(*pair) for pair in zip(*(_cells(whole(variant)) for variant in ends))), style="bold")
     table.caption = "original → with kernels. What an optimizer keeps for each weight is no part of a peak."
     table.caption_justify = "left"
     return table
@@ -165,6 +165,10 @@ def _collectives(inspection: Inspection, phase: str) -> Table:
 
 def _same(before: Counts, after: Counts) -> bool:
     return before.calls == after.calls and before.messages == after.messages
+
+
+def _stacked(before: str, after: str) -> str:
+    return before if before == after else f"{before}\n→ {after}"
 
 
 def _both(before: str, after: str) -> str:

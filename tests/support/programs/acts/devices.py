@@ -112,7 +112,12 @@ def change_the_memory_format(side: Side, choice: Random) -> None:
     side.model.to(memory_format=torch.channels_last)
 
 
-@act(is_home)
+def _can_swap(side: Side) -> bool:
+    """Tell whether torch may exchange parameters: not below the older weight norm, whose weight stays behind."""
+    return is_home(side) and not any(hasattr(module, "weight_g") for module in side.model.modules())
+
+
+@act(_can_swap)
 def swap_parameters_in_conversions(side: Side, choice: Random) -> None:
     """The way in which torch may convert parameters: by exchanging them with others."""
     before = torch.__future__.get_swap_module_params_on_conversion()

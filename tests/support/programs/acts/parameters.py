@@ -178,7 +178,7 @@ def load_a_clone_of_the_state_dict(side: Side, choice: Random) -> None:
     side.model.load_state_dict({name: tensor.clone() for name, tensor in side.held["state"].items()})
 
 
-@act(same_keys)
+@act(lambda side: same_keys(side) and not side.is_away)  # it has stayed where the model was
 def assign_the_state_dict(side: Side, choice: Random) -> None:
     side.model.load_state_dict(side.held["state"], assign=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -259,7 +260,7 @@ def test_a_whole_step_is_shown_by_its_phases(folder: Path) -> None:
     table = [line.split() for line in shown[shown.index("a whole step") :].splitlines()]
     with_kernels = {  # the first figure of the row below that of the original
         before[0]: int(after[1].replace(",", ""))
-        for before, after in zip(table, table[1:])
+        for before, after in pairwise(table)
         if before and after and after[0] == "→"
     }
     assert set(with_kernels) >= {"forward", "backward", "all"}

@@ -2,8 +2,8 @@
 
 A test is of the software device if it stands in a folder of such tests, or if what it runs reaches its counters or
 anything else of `softnpu` that does nothing on a card. That is read from the code of the test, of its fixtures, and of
-the functions of the tests that these call. Where the package reads counters for a test, this does not show: such a test is
-marked `software`. What compares values runs on both.
+the functions of the tests that these call. Where the package reads counters for a test, this does not show: such a test
+is marked `software`. What compares values runs on both.
 """
 
 from __future__ import annotations

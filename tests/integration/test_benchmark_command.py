@@ -103,6 +103,7 @@ def test_nothing_of_it_stays(mixture) -> None:
     assert "forward" not in vars(modeling_qwen3_moe.apply_rotary_pos_emb)
 
 
+@pytest.mark.software  # a card has columns of times besides
 def test_the_table_is_for_people(tmp_path: Path) -> None:
     options = ["--dtype", "float16", "--tokens", TOKENS, "--shrink", 1, "--kernel", "swiglu"]
     result = run("--model", write_config(tmp_path, "llama"), *options)

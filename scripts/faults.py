@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from planting.faults import FAULTS
+from planting.record import PAGE, page
 from planting.seeing import Copy
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -19,21 +20,28 @@ def main(
     names: Annotated[
         list[str] | None, typer.Argument(help="Faults with this in their name, such as RMSNorm; all by default.")
     ] = None,
+    recorded: Annotated[bool, typer.Option("--record", help=f"Write {PAGE}: which test saw which.")] = False,
 ) -> None:
     """Plant one fault after the other in a copy of this clone, and run the tests of its repository until one fails.
 
     Ends with 0 if every fault was seen, with 1 if one was not.
     """
+    if recorded and names:
+        raise typer.BadParameter("--record is of all faults")
     chosen = [fault for fault in FAULTS if not names or any(name.lower() in fault.name.lower() for name in names)]
-    unseen = 0
+    root, seen = Path(__file__).resolve().parent.parent, {}
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(__file__).resolve().parent.parent, Path(folder))
+        copy = Copy(root, Path(folder))
         for fault in chosen:
             test = copy.seen(fault)
-            unseen += test is None
             typer.echo(f"{fault.name}: {test or 'SEEN BY NO TEST'}")
-    typer.echo(f"{len(chosen) - unseen} of {len(chosen)} faults were seen")
-    raise typer.Exit(1 if unseen or not chosen else 0)
+            if test is not None:
+                seen[fault.name] = test
+    typer.echo(f"{len(seen)} of {len(chosen)} faults were seen")
+    if len(seen) < len(chosen) or not chosen:
+        raise typer.Exit(1)
+    if recorded:
+        (root / PAGE).write_text(page(seen), "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A test is of the software device if it stands in a folder of such tests, or if what it runs reaches its counters or
 anything else of `softnpu` that does nothing on a card. That is read from the code of the test, of its fixtures, and of
-the functions of the tests that these call: nobody has to mark it. What compares values runs on both.
+the functions of the tests that these call. Where the package reads counters for a test, this does not show: such a test
+is marked `software`. What compares values runs on both.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def why_not_on_a_card(item: pytest.Item) -> str | None:
     folder = item.path.relative_to(item.config.rootpath).parts[1]
     if folder in FOLDERS:
         return FOLDERS[folder]
+    if item.get_closest_marker("software"):
+        return SAYS
     fixtures = [each.func for named in item._fixtureinfo.name2fixturedefs.values() for each in named]
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     started = [item.function, *fixtures, *parameters]

@@ -101,7 +101,7 @@ def load(name: str, shrink: int) -> Model:
 
 
 def _made(name: str, source: str, config: Any, shrink: int) -> Model:
-    vocabulary = -(-config.vocab_size // shrink)
+    vocabulary = -(-getattr(config, "vocab_size", VOCABULARY) // shrink)  # one without cannot be built, and says so
     return Model(name, source, _reduce(config, shrink), vocabulary)
 
 

@@ -44,6 +44,8 @@ def swiglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) ->
 
     ``is_plain`` says what else would be asked: the tensors are no DTensors, and torch transforms nothing.
     """
+    if up is not None and not torch.compiler.is_compiling() and gate._is_view():
+        gate, up = _whole_of(gate, up)
     if up is None:
         if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
             return torch.ops.npu.npu_swiglu(gate, -1)
@@ -89,6 +91,8 @@ def exact_geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = Fals
 
 
 def _geglu(gate: Tensor, up: Tensor | None, is_plain: bool, is_exact: bool) -> Tensor:
+    if up is not None and not torch.compiler.is_compiling() and gate._is_view():
+        gate, up = _whole_of(gate, up)
     if up is None:
         if _is_fused(gate, is_plain):
             return geglu_fused(gate, is_exact)
@@ -187,6 +191,24 @@ def _is_fused(x: Tensor, is_plain: bool = False) -> bool:
         and x.is_contiguous()
         and (is_plain or not (is_distributed(x) or is_transformed()))
     )
+
+
+def _whole_of(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the tensor ``[..., 2·I]`` that gate and up are the halves of, and None; the two themselves if of none."""
+    both, size = gate._base, gate.shape[-1]
+    if (
+        both is not None
+        and both is up._base
+        and both.shape == (*gate.shape[:-1], 2 * size)
+        and both.is_contiguous()
+        and gate.stride() == up.stride() == both.stride()
+        and gate.storage_offset() == both.storage_offset()
+        and up.storage_offset() == both.storage_offset() + size
+        and both.dtype is gate.dtype is up.dtype
+        and both.requires_grad is gate.requires_grad is up.requires_grad
+    ):
+        return both, None
+    return gate, up
 
 
 def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.draws import Draw
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.siblings import siblings_in
@@ -25,10 +26,15 @@ _FRAMES = 8  # of calls between the forward of a module and that of its layer
 
 
 class _Group(NamedTuple):
-    """Layers that one module calls with one input, the first of them first, and the code that calls them."""
+    """Layers that one module calls with one input, the first of them first, and the code that calls them.
+
+    Attributes:
+        kernel: the name of the kernel's layer that calls them; None if the class of the module does.
+    """
 
     members: tuple[weakref.ref[nn.Module], ...]
     caller: CodeType
+    kernel: str | None
 
 
 class _State(NamedTuple):
@@ -71,11 +77,12 @@ def note(model: nn.Module, served: Collection[nn.Module]) -> None:
     """
     for parent in model.modules():
         kernel = kernel_forward(parent)
+        name = None if kernel is None else loaded.layer_name(kernel)
         for names, caller in siblings_in(parent):
             members = [parent._modules.get(name) for name in names]
             if len(set(members)) == len(names) and all(member in served for member in members):
                 references = tuple([weakref.ref(member) for member in members if member is not None])
-                _groups[members[0]] = _Group(references, (kernel or caller).__code__)  # type: ignore[index]
+                _groups[members[0]] = _Group(references, (kernel or caller).__code__, name)  # type: ignore[index]
 
 
 def forget(module: nn.Module) -> None:
@@ -88,6 +95,12 @@ def members_of(module: nn.Module) -> list[nn.Module]:
     group = _groups.get(module)
     members = [] if group is None else [member() for member in group.members]
     return [] if None in members else members  # type: ignore[return-value]
+
+
+def caller_of(module: nn.Module) -> str | None:
+    """Return the name of the kernel's layer that calls a layer first of several; None if none does."""
+    group = _groups.get(module)
+    return None if group is None else group.kernel
 
 
 def called_next(module: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from .operators import clipped_swiglu_fused, geglu_fused
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_WHOLE = "_kernels_ext_npu_whole"  # an attribute of gate and up: one tensor, with the gate as its first half
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 
 
@@ -44,7 +45,7 @@ def swiglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) ->
 
     ``is_plain`` says what else would be asked: the tensors are no DTensors, and torch transforms nothing.
     """
-    if up is not None and not torch.compiler.is_compiling() and gate._is_view():
+    if up is not None and not torch.compiler.is_compiling() and _WHOLE in vars(gate):
         gate, up = _whole_of(gate, up)
     if up is None:
         if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
@@ -91,7 +92,7 @@ def exact_geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = Fals
 
 
 def _geglu(gate: Tensor, up: Tensor | None, is_plain: bool, is_exact: bool) -> Tensor:
-    if up is not None and not torch.compiler.is_compiling() and gate._is_view():
+    if up is not None and not torch.compiler.is_compiling() and _WHOLE in vars(gate):
         gate, up = _whole_of(gate, up)
     if up is None:
         if _is_fused(gate, is_plain):
@@ -194,18 +195,17 @@ def _is_fused(x: Tensor, is_plain: bool = False) -> bool:
 
 
 def _whole_of(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the tensor ``[..., 2·I]`` that gate and up are the halves of, and None; the two themselves if of none."""
-    both, size = gate._base, gate.shape[-1]
+    """Return the tensor ``[..., 2·I]`` that gate and up are marked as halves of, and None; the two if of none.
+
+    Only who made them can say so: gradients go to the whole then, and past the halves.
+    """
+    both, size = vars(gate).get(_WHOLE), gate.shape[-1]
     if (
         both is not None
-        and both is up._base
+        and both is vars(up).get(_WHOLE)
         and both.shape == (*gate.shape[:-1], 2 * size)
-        and both.is_contiguous()
-        and gate.stride() == up.stride() == both.stride()
         and gate.storage_offset() == both.storage_offset()
         and up.storage_offset() == both.storage_offset() + size
-        and both.dtype is gate.dtype is up.dtype
-        and both.requires_grad is gate.requires_grad is up.requires_grad
     ):
         return both, None
     return gate, up

@@ -32,6 +32,7 @@ PAUSED = "its adapters are merged or switched off: it is the layer that it adapt
 _LIBRARY = "peft.tuners.lora.layer"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
 _DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
+_WHOLE = "_kernels_ext_npu_whole"  # what the gated units of SwiGLU look for
 _WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
 
 
@@ -161,12 +162,20 @@ def _computed_together(members: list[nn.Module], x: Tensor, kernel: ModuleType) 
     start = 0 if generator is None else generator.get_offset()
     given = [_given(layer, kernel) for layer in layers]
     both = kernel.lora_pair(x, given) if ahead.caller_of(members[0]) in packing.JOINING else None
-    first, *others = kernel.lora_linears(x, given) if both is None else both.chunk(2, -1)
+    first, *others = kernel.lora_linears(x, given) if both is None else _halves(both)
     drawn = None
     if generator is not None and (drawn := draws.put_back(generator, start, len(members))) is None:
         return None
     ahead.keep(x, members[1:], [layer.tensors for layer in layers[1:]], others, drawn)
     return first
+
+
+def _halves(both: Tensor) -> tuple[Tensor, ...]:
+    """Return the halves of what one product gives for gate and up, marked: the unit behind it takes the whole."""
+    halves = both.chunk(2, -1)
+    for half in halves:
+        setattr(half, _WHOLE, both)
+    return halves
 
 
 def apart(gate: nn.Module, up: nn.Module) -> str | None:

@@ -362,6 +362,75 @@ def test_adapters_elsewhere_leave_gate_and_up_one_product(before) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def adapted(**options) -> tuple[nn.Module, nn.Module]:
+    """A model with kernels and adapters of gate and up, and the same without kernels on the CPU."""
+    models = []
+    for model in (llama().to("npu"), llama()):
+        torch.manual_seed(1)
+        config = {"target_modules": ["gate_proj", "up_proj"], "r": 4, "init_lora_weights": False} | options
+        models.append(get_peft_model(model, LoraConfig(**config)))
+    model, original = models
+    original.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    return kernels_ext_npu.kernelize(model), original
+
+
+def test_gate_and_up_with_adapters_are_one_product_where_they_are_trained() -> None:
+    """Which no adapter joins, nor the operator behind it: what is joined are the first factors of the adapters."""
+    model, original = adapted()
+    assert reasons(model) == {None}
+    assert_own_storages(model)
+    mlp = model.base_model.model.model.layers[0].mlp
+    given = torch.randn(3, 32, device="npu", requires_grad=True)
+    with Cost() as cost:
+        mlp(given).sum().backward()
+    assert cost.launches["cat"] == 2
+    assert cost.launches["npu_swiglu"] == cost.launches["npu_swiglu_backward"] == 1
+    assert cost.launches["matmul"] == 5  # both weights, the first factors and down; the input, and the first factors
+    model.zero_grad()
+    assert_equal_logits(model.eval(), original)
+    for found, expected in zip(train(model), train(original)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for each in (model, original):
+        each.merge_adapter()
+    assert_equal_logits(model, original)
+    for each in (model, original):
+        each.unmerge_adapter()
+    for found, expected in zip(train(model), train(original)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    plain = model.merge_and_unload()
+    assert reasons(plain) == {None}
+    assert_equal_logits(plain, original.merge_and_unload())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lora_dropout": 0.1}, "each adapter drops other elements of the input"),
+        ({"alpha_pattern": {"up_proj": 3}}, "their adapters differ in scale"),
+    ],
+)
+def test_gate_and_up_whose_adapters_differ_are_two_products(change, reason) -> None:
+    model, original = adapted(**change)
+    model.train()
+    assert reasons(model) == {f"two products, since {reason}"}
+    for each in (model, original):
+        for module in each.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    for found, expected in zip(train(model), train(original)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gate_with_adapters_that_is_changed_behind_it_is_not_joined() -> None:
+    """Hooks of projections get and give tensors of their own; what they change is seen."""
+    model, original = adapted()
+    for each in (model, original):
+        each.base_model.model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, y: y.mul_(2))
+        each.base_model.model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, y: y * 3)
+    for found, expected in zip(train(model), train(original)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_quantised_weights_are_used() -> None:
     def only_mlps(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and "mlp" in name

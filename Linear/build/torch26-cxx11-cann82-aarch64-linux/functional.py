@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from . import adapted_together, dropped_together
 from .adapted import AdaptedLinear, outputs_of
+from .adapted_pair import AdaptedPair, pair_of
 from .adapted_together import AdaptedLinears
 from .adapters import Adapter, in_torch, input_of
 from .alone import Linear
 from .distributed import is_distributed
 from .dropped_together import DroppedLinears
+from .neighbours import are_neighbours
 from .several import Linears
 from .transforms import is_transformed
 
@@ -150,6 +152,45 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
     if not _is_differentiated(x, *tensors):
         return adapted_together.outputs_of(scales, x, *tensors)[0]
     return AdaptedLinears.apply(scales, x, *tensors)
+
+
+def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> Tensor | None:
+    """Compute what :func:`lora_linears` does of two layers, as one product and as one tensor.
+
+    It moves less than that where both are multiplied with each other next, as gate and up of an MLP are by an operator
+    that takes one tensor.
+
+    Args:
+        x: ``[..., H]``, of a floating dtype.
+        layers: for each of the two its weight ``[N, H]``, None in the place of a bias, and its adapter.
+
+    Returns:
+        ``[..., 2·N]``, the first layer first, of the dtype of ``x``, or of autocast. None, with nothing computed, where
+        that cannot be: the weights are no neighbours in memory, or the layers have biases, scales or dtypes that
+        differ, or drop elements of their input.
+    """
+    (first, bias, one), (second, other_bias, other) = layers
+    if x.device.type != "npu" or not (bias is other_bias is None and one.scale == other.scale and not one.p + other.p):
+        return None
+    if not (first.shape == second.shape and first.dtype is second.dtype and first.device == second.device):
+        return None
+    if is_distributed(first, second) or not are_neighbours(first, second):
+        return None
+    factors = [tensor for adapter in (one, other) for tensor in (adapter.a, adapter.b)]
+    if torch.is_autocast_enabled("npu"):
+        dtype = torch.get_autocast_dtype("npu")
+        if first.dtype is not dtype:  # a weight that is cast is no neighbour any more
+            return None
+        x, factors = x.to(dtype), [tensor.to(dtype) for tensor in factors]
+    a, b, c, d = factors
+    adapters = [Adapter(a, b, one.scale, one.x), Adapter(c, d, one.scale, other.x)]
+    if one.x is not None or other.x is not None or a.dtype is not c.dtype:
+        return None
+    if not _is_adapted(x, first, adapters):
+        return None
+    if not _is_differentiated(x, *factors):
+        return pair_of(one.scale, x, first, a, b, second, c, d)[0]
+    return AdaptedPair.apply(one.scale, x, first, a, b, second, c, d)
 
 
 def _for_autocast(tensor: Tensor | None) -> Tensor | None:

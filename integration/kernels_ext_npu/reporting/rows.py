@@ -187,7 +187,7 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     if forward is not None and (layer := loaded.layer_name(forward)) is not None:
         if (reason := changes.since_swapped(module)) is not None:
             return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
-        apart = packing.separate(module)
+        apart = packing.separate(module) or _adapted_apart(module)
         reason = f"two products, since {apart}" if apart else packing.unaligned(module) or experts.remark(module)
         return Row(path, name, layer, True, reason, kind=counted_as)
     candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
@@ -201,6 +201,12 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
     reference = find_reference(type(module))
     layer = reference.layer(module) if reference else None
     return Row(path, name, layer, False, _reason(module), candidate, counted_as)
+
+
+def _adapted_apart(module: nn.Module) -> str | None:
+    """Return why gate and up of a swapped MLP are two products where both have adapters; None if there is no reason."""
+    pair = packing.called(module)
+    return None if pair is None else adapters.apart(*pair)
 
 
 def _of_attention(path: str, module: nn.Module, kept: dict[int, str | None]) -> Row:

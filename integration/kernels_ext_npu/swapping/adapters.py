@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import ahead, draws, projections, refusals, state
+from kernels_ext_npu.swapping import ahead, draws, packing, projections, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import name_of
@@ -32,6 +32,7 @@ PAUSED = "its adapters are merged or switched off: it is the layer that it adapt
 _LIBRARY = "peft.tuners.lora.layer"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
 _DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
+_WHOLE = "_kernels_ext_npu_whole"  # what the gated units of SwiGLU look for
 _WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
 
 
@@ -159,12 +160,39 @@ def _computed_together(members: list[nn.Module], x: Tensor, kernel: ModuleType) 
         return None
     generator = draws.generator_of(x.device) if True in drop else None
     start = 0 if generator is None else generator.get_offset()
-    first, *others = kernel.lora_linears(x, [_given(layer, kernel) for layer in layers])
+    given = [_given(layer, kernel) for layer in layers]
+    both = kernel.lora_pair(x, given) if ahead.caller_of(members[0]) in packing.JOINING else None
+    first, *others = kernel.lora_linears(x, given) if both is None else _halves(both)
     drawn = None
     if generator is not None and (drawn := draws.put_back(generator, start, len(members))) is None:
         return None
     ahead.keep(x, members[1:], [layer.tensors for layer in layers[1:]], others, drawn)
     return first
+
+
+def _halves(both: Tensor) -> tuple[Tensor, ...]:
+    """Return the halves of what one product gives for gate and up, marked: the unit behind it takes the whole."""
+    halves = both.chunk(2, -1)
+    for half in halves:
+        setattr(half, _WHOLE, both)
+    return halves
+
+
+def apart(gate: nn.Module, up: nn.Module) -> str | None:
+    """Return why two layers with adapters that a kernel computes are two products; None if they need not be."""
+    if not (LAYERS.is_swapped(gate) and LAYERS.is_swapped(up)):
+        return None
+    first, second = _layer_of(gate), _layer_of(up)
+    if first is None or second is None:
+        return "peft computes what they are adapted by"
+    if len(first.adapters) != 1 or len(second.adapters) != 1:
+        return "one of them has several adapters"
+    if first.bias is not None or second.bias is not None:
+        return "they have biases beside adapters"
+    (*_, scale, dropout), (*_, other_scale, other_dropout) = first.adapters[0], second.adapters[0]
+    if dropout != 0 or other_dropout != 0:
+        return "each adapter drops other elements of the input"
+    return None if scale == other_scale else "their adapters differ in scale"
 
 
 def _given(layer: _Layer, kernel: ModuleType) -> tuple[Tensor, Tensor | None, Any]:

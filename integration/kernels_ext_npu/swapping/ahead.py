@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.draws import Draw
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.siblings import siblings_in
@@ -32,12 +33,14 @@ class _Group(NamedTuple):
         names: of the layers in it.
         members: the layers.
         caller: the code that calls them.
+        kernel: the name of the kernel's layer that it is of; None if it is of the class of the module.
     """
 
     parent: weakref.ref[nn.Module]
     names: tuple[str, ...]
     members: tuple[weakref.ref[nn.Module], ...]
     caller: CodeType
+    kernel: str | None
 
 
 class _State(NamedTuple):
@@ -80,11 +83,12 @@ def note(model: nn.Module, served: Collection[nn.Module]) -> None:
     """
     for parent in model.modules():
         kernel = kernel_forward(parent)
+        name = None if kernel is None else loaded.layer_name(kernel)
         for names, caller in siblings_in(parent):
             members = [parent._modules.get(name) for name in names]
             if len(set(members)) == len(names) and all(member in served for member in members):
                 references = tuple([weakref.ref(member) for member in members if member is not None])
-                group = _Group(weakref.ref(parent), names, references, (kernel or caller).__code__)
+                group = _Group(weakref.ref(parent), names, references, (kernel or caller).__code__, name)
                 _groups[members[0]] = group  # type: ignore[index]
 
 
@@ -107,6 +111,12 @@ def members_of(module: nn.Module) -> list[nn.Module]:
     if any(member is None or children.get(name) is not member for name, member in zip(group.names, members)):
         return []
     return members  # type: ignore[return-value]
+
+
+def caller_of(module: nn.Module) -> str | None:
+    """Return the name of the kernel's layer that calls a layer first of several; None if none does."""
+    group = _groups.get(module)
+    return None if group is None else group.kernel
 
 
 def called_next(module: nn.Module) -> list[nn.Module]:

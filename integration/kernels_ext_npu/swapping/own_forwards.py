@@ -50,5 +50,10 @@ class OwnForwards:
 
     def is_swapped(self, module: nn.Module) -> bool:
         """Tell whether a module has the forward."""
-        forward = vars(module).get("forward")
-        return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", None) == self.owner
+        return owner_of(module) == self.owner
+
+
+def owner_of(module: nn.Module) -> str | None:
+    """Return the name of the file which has written the forward that a module has of its own; None if it has none."""
+    forward = vars(module).get("forward")
+    return getattr(forward.__func__, "__module__", None) if isinstance(forward, MethodType) else None

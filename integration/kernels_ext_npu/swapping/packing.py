@@ -14,6 +14,7 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.devices import awaits_weights
 from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.own_forwards import owner_of
 
 # those that multiply with gate and up, each a projection
 WITH_GATE_AND_UP = (
@@ -29,8 +30,12 @@ WITH_GATE_AND_UP = (
 )
 
 
+# those that take gate and up as one tensor, whoever has computed it
+JOINING = ("SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP")
+
+
 class Pair(NamedTuple):
-    """The projections of a swapped MLP, and the packing of its kernel."""
+    """The projections of a swapped MLP, of those with adapters what they adapt, and the packing of its kernel."""
 
     kernel: Any
     gate: nn.Module
@@ -61,6 +66,15 @@ def separate(module: nn.Module) -> str | None:
     return kernel.obstacle(gate, up) or f"{apart}: kernelize(model) lays them so"
 
 
+def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """Return gate and up of a swapped MLP as it calls them, with their adapters; None if it has no such pair."""
+    forward = kernel_forward(module)
+    if forward is None or loaded.layer_name(forward) not in WITH_GATE_AND_UP:
+        return None
+    gate, up, _ = loaded.package(forward).packing.projections(module)
+    return gate, up
+
+
 def unaligned(module: nn.Module) -> str | None:
     """Return why a swapped MLP that is trained computes in torch; None if it does not, or is no MLP."""
     forward = kernel_forward(module)
@@ -80,4 +94,11 @@ def _pair(module: nn.Module) -> Pair | None:
         return None
     kernel = loaded.package(forward).packing
     gate, up, _ = kernel.projections(module)
+    if loaded.layer_name(forward) in JOINING and all(_is_adapted(layer) for layer in (gate, up)):
+        gate, up = gate.base_layer, up.base_layer
     return Pair(kernel, gate, up)
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    """Tell whether a kernel computes a layer with adapters, which it may do together with another one."""
+    return "base_layer" in layer._modules and (owner_of(layer) or "").startswith(__package__)

@@ -118,7 +118,9 @@ def _whole(inspection: Inspection) -> Table:
         cells = zip(*(_cells(variant.counts[phase]) for variant in ends))
         table.add_row(title, *(_stacked(*pair) for pair in cells))
     table.add_section()
-    table.add_row("all", *(_stacked(*pair) for pair in zip(*(_cells(whole(variant)) for variant in ends))), style="bold")
+    table.add_row(
+        "all", *(_stacked(*pair) for pair in zip(*(_cells(whole(variant)) for variant in ends))), style="bold"
+    )
     table.caption = "original → with kernels. What an optimizer keeps for each weight is no part of a peak."
     table.caption_justify = "left"
     return table

@@ -17,16 +17,25 @@ LEADING = {"": (2, TOKENS), "one token": (1,), "one dimension": (), "four dimens
 FROZEN = torch.linspace(-1, 1, OUTPUTS * INPUTS).view(OUTPUTS, INPUTS).mul(64).round().div(64)
 
 
-def _adapter(function: Callable, a: Tensor, b: Tensor) -> Any:
-    return function.__globals__["Adapter"](a, b, SCALE)
+# nothing is dropped with it, by the code that drops: which elements are, no formula knows
+NEVER = 1e-9
+
+
+def _adapter(function: Callable, a: Tensor, b: Tensor, p: float = 0.0) -> Any:
+    return function.__globals__["Adapter"](a, b, SCALE, p=p)
 
 
 def _adapted(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return function(x, FROZEN.to(x), None, [_adapter(function, a, b)])
 
 
-def _adapted_together(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    return function(x, [(FROZEN.to(x), None, _adapter(function, a, b))] * 2)
+def _adapted_together(function: Callable, x: Tensor, a: Tensor, b: Tensor, p: float = 0.0) -> tuple[Tensor, ...]:
+    return function(x, [(FROZEN.to(x), None, _adapter(function, a, b, p))] * 2)
+
+
+def _adapted_pair(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    neighbours = torch.cat((FROZEN, FROZEN)).to(x).chunk(2)
+    return function(x, [(weight, None, _adapter(function, a, b)) for weight in neighbours])
 
 
 def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -49,6 +58,17 @@ def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
         ),
         Function("Linear", "lora_linear", _adapted, _exactly_adapted, adapter, at),
         Function("Linear", "lora_linears", _adapted_together, lambda *t: [_exactly_adapted(*t)] * 2, adapter, at),
+        Function(
+            "Linear",
+            "lora_linears",
+            lambda f, *t: _adapted_together(f, *t, NEVER),
+            lambda *t: [_exactly_adapted(*t)] * 2,
+            adapter,
+            f"dropout{at and ', '}{at}",
+        ),
+        Function(
+            "Linear", "lora_pair", _adapted_pair, lambda *t: torch.cat([_exactly_adapted(*t)] * 2, -1), adapter, at
+        ),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import nn
 from transformers.activations import GELUActivation
 
 from kernels_ext_npu.doctor import known_errors
+from kernels_ext_npu.swapping import adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -97,6 +99,7 @@ def test_reasons_of_packing_are_those_of_the_kernel() -> None:
     table = PAGE[PAGE.index("| reason |") :].split("\n\n")[0]
     quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     source = "".join((ROOT / "SwiGLU/torch-ext/swiglu" / name).read_text() for name in ("packing.py", "memory.py"))
+    source += inspect.getsource(adapters.apart)
     given = [re.sub(r"\{.*?\}", "…", text) for text in re.findall(r'return f?"([^"]+)"', source)]
     assert {re.sub("….*", "…", text) for text in given} == set(quoted)
 

@@ -192,7 +192,9 @@ def apart(gate: nn.Module, up: nn.Module) -> str | None:
     (*_, scale, dropout), (*_, other_scale, other_dropout) = first.adapters[0], second.adapters[0]
     if dropout != 0 or other_dropout != 0:
         return "each adapter drops other elements of the input"
-    return None if scale == other_scale else "their adapters differ in scale"
+    if scale != other_scale:
+        return "their adapters differ in scale"
+    return None
 
 
 def _given(layer: _Layer, kernel: ModuleType) -> tuple[Tensor, Tensor | None, Any]:

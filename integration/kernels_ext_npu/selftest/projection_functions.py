@@ -61,7 +61,7 @@ def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
         Function(
             "Linear",
             "lora_linears",
-            lambda f, *t: _adapted_together(f, *t, NEVER),
+            lambda f, x, a, b: _adapted_together(f, x, a, b, NEVER),
             lambda *t: [_exactly_adapted(*t)] * 2,
             adapter,
             f"dropout{at and ', '}{at}",

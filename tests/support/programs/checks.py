@@ -18,6 +18,12 @@ from tests.support.programs.side import Side
 TOLERANCES = {torch.float64: TOLERANCE, torch.float32: TOLERANCE, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
 
 
+Values = dict[str, Tensor]
+EXPLODED = (
+    1e3  # logits whose loss is rounded before exponents are taken of it: by more than the tolerance, from here on
+)
+
+
 class Computed(NamedTuple):
     """What a model computes, on the CPU."""
 
@@ -40,7 +46,8 @@ def tolerance(side: Side) -> float:
 def computed(side: Side, margin: float) -> Computed:
     """Call a model, and differentiate its loss by whatever takes a gradient.
 
-    `is_clear` says whether every router had its choice by more than a margin: otherwise rounding decides.
+    `is_clear` says whether every router had its choice by more than a margin, and logits are of some size: otherwise
+    rounding decides.
     """
     named = [(n, p) for n, p in side.model.named_parameters() if p.requires_grad]
     with _margins(side) as margins:
@@ -50,7 +57,8 @@ def computed(side: Side, margin: float) -> Computed:
         found = torch.autograd.grad(result.loss, [p for _, p in named], allow_unused=True)
         gradients = {n: g.detach().cpu().double() for (n, _), g in zip(named, found) if g is not None}
     logits, loss = (tensor.detach().cpu().double() for tensor in (result.logits, result.loss))
-    return Computed(logits, loss, gradients, all(m > margin for m in margins.found))
+    is_clear = all(m > margin for m in margins.found) and not logits.abs().max() > EXPLODED
+    return Computed(logits, loss, gradients, is_clear)
 
 
 class _margins:  # noqa: N801  a context
@@ -150,21 +158,38 @@ def values(side: Side) -> dict[str, Tensor]:
     return {name: t.detach().cpu().double() for name, t in found if t.is_floating_point() and not t.is_meta}
 
 
-def assert_equal_steps(
-    found: Side, expected: Side, before: tuple[dict[str, Tensor], dict[str, Tensor]], limit: float
-) -> None:
-    """Compare by how much weights have changed, all of them together: to the tolerance of gradients.
+class Steps(NamedTuple):
+    """How far weights have come in a step, all of them together, and how far two sides are apart.
 
-    A weight is rounded, too: twice, by the step of each side.
+    Attributes:
+        change: the norm of what weights have changed by.
+        apart: that of the difference.
+        rounding: what the rounding of the weights themselves may be of it: twice, by the step of each side.
     """
-    ours, theirs = values(found), values(expected)
-    changed = {name: theirs[name] - before[1][name] for name in theirs}
-    apart = [(ours[name] - before[0][name] - change).norm() for name, change in changed.items()]
-    rounded = [2 * torch.finfo(t.dtype).eps * theirs[n].norm() for n, t in expected.tensors().items() if n in theirs]
-    change, error, rounding = (
-        torch.stack(norms).norm() for norms in ([c.norm() for c in changed.values()], apart, rounded)
-    )
-    assert error <= 2 * limit * change + rounding, "what weights have changed by"
+
+    change: float
+    apart: float
+    rounding: float
+
+    def are_equal(self, limit: float) -> bool:
+        """Tell whether the sides agree to the tolerance of gradients."""
+        return self.apart <= 2 * limit * self.change + self.rounding
+
+
+def steps(found: Values, expected: Values, before: tuple[Values, Values], eps: float) -> Steps:
+    """Compare by how much weights have changed.
+
+    Args:
+        found: the values of a side after a step.
+        expected: those of the other side.
+        before: those of both before it.
+        eps: of the coarsest dtype in the model.
+    """
+    changed = {name: value - before[1][name] for name, value in expected.items()}
+    apart = [(found[name] - before[0][name] - change).norm() for name, change in changed.items()]
+    rounded = [2 * eps * value.norm() for value in expected.values()]
+    norms = ([change.norm() for change in changed.values()], apart, rounded)
+    return Steps(*(torch.stack(each).norm().item() for each in norms))
 
 
 def assert_equal_aliases(found: Side, expected: Side) -> None:

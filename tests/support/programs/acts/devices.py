@@ -113,8 +113,13 @@ def change_the_memory_format(side: Side, choice: Random) -> None:
 
 
 def _can_swap(side: Side) -> bool:
-    """Tell whether torch may exchange parameters: not below the older weight norm, whose weight stays behind."""
-    return is_home(side) and not any(hasattr(module, "weight_g") for module in side.model.modules())
+    """Tell whether torch may exchange parameters.
+
+    Not below the older weight norm, whose weight stays behind; nor what a file of the whole model held, since torch
+    calls no hooks of that afterwards.
+    """
+    is_of_a_file = any(p._backward_hooks is not None and not p._backward_hooks for p in side.model.parameters())
+    return is_home(side) and not is_of_a_file and not any(hasattr(m, "weight_g") for m in side.model.modules())
 
 
 @act(_can_swap)

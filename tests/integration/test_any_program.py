@@ -103,7 +103,7 @@ def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> Non
 
 @pytest.mark.slow
 def test_programs_of_a_few_acts() -> None:
-    run(60, 5)
+    run(40, 5)
 
 
 @pytest.mark.long

@@ -113,8 +113,8 @@ def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:
     return found, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-# By how many breaks more: what is known of a caller's mask and of lengths of pictures is kept beside the tensors, where a
-# graph cannot look it up (flash_attention/caller_masks.py, lengths.py).
+# By how many breaks more. Pixtral's: what is known of a caller's mask and of lengths is kept beside the tensors, where
+# no graph can look it up (flash_attention/caller_masks.py, lengths.py). OpenAIPrivacyFilter's: aten.nonzero.
 MORE_BREAKS = {
     "OpenAIPrivacyFilterModel": 2, "glm4v": 8, "glm4v_moe": 8, "mistral3": 7, "pixtral": 10, "qwen2_5_vl": 16,
     "qwen2_vl": 8, "qwen3_5": 8, "qwen3_5_moe": 8, "qwen3_vl": 8, "qwen3_vl_moe": 8,

@@ -71,6 +71,19 @@ def test_copies_and_pickles_call_the_function_of_the_process(registered, name, t
         torch.testing.assert_close(forward(other, name), forward(model, name))
 
 
+def test_copies_hold_no_function_of_ours_however_many_a_module_shows(registered) -> None:
+    """Which could not be pickled any more when kernels are not registered."""
+    module = torch.nn.Linear(1, 1)
+    registration = functions.state.current
+    assert registration is not None
+    for model in ("phi3", "glm4"):
+        kernelized(model)
+    for name, file in (("one", modeling("phi3")), ("other", modeling("glm4"))):
+        functions._attach(registration, module, name, file.apply_rotary_pos_emb)
+    assert set(vars(module)["_kernel_funcs"]) == {"one", "other"}
+    assert vars(copy.deepcopy(module))["_kernel_funcs"] == {}
+
+
 def state() -> dict[str, object]:
     """What transformers' files hold under the names of rotary functions, and what their classes say."""
     found: dict[str, object] = {}

@@ -101,6 +101,10 @@ def test_what_is_no_pair_is_not_computed(kernel) -> None:
         [(first, None, one), (second, None, other._replace(x=x))],
     ):
         assert kernel.lora_pair(x, layers) is None
+    for weight in (first, second):  # whose gradient it would not give
+        weight.requires_grad_(True)
+        assert kernel.lora_pair(x, [(first, None, one), (second, None, other)]) is None
+        weight.requires_grad_(False)
     whole = [(first, None, one), (second, None, other)]
     with torch.no_grad():
         y = kernel.lora_pair(x, whole)

@@ -18,9 +18,8 @@ from .adapters import Adapter, add_product, in_torch, scaled_product
 from .products import product, rows_of
 from .several import gradients_of
 
-Factors = tuple[
-    tuple[float, float], ...
-]  # for each layer the scale of its adapter, and with which probability it drops
+# for each layer the scale of its adapter, and with which probability that drops elements
+Factors = tuple[tuple[float, float], ...]
 
 
 class DroppedLinears(torch.autograd.Function):

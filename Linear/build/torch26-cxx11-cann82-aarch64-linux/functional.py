@@ -167,10 +167,12 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
     Returns:
         ``[..., 2·N]``, the first layer first, of the dtype of ``x``, or of autocast. None, with nothing computed, where
         that cannot be: the weights are no neighbours in memory, or the layers have biases, scales or dtypes that
-        differ, or drop elements of their input.
+        differ, drop elements of their input, or have one of their own, or a weight needs a gradient.
     """
     (first, bias, one), (second, other_bias, other) = layers
-    if x.device.type != "npu" or not (bias is other_bias is None and one.scale == other.scale and not one.p + other.p):
+    if x.device.type != "npu" or not (bias is other_bias is None and one.scale == other.scale):
+        return None
+    if one.p or other.p or one.x is not None or other.x is not None or one.a.dtype is not other.a.dtype:
         return None
     if not (first.shape == second.shape and first.dtype is second.dtype and first.device == second.device):
         return None
@@ -183,10 +185,7 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
             return None
         x, factors = x.to(dtype), [tensor.to(dtype) for tensor in factors]
     a, b, c, d = factors
-    adapters = [Adapter(a, b, one.scale, one.x), Adapter(c, d, one.scale, other.x)]
-    if one.x is not None or other.x is not None or a.dtype is not c.dtype:
-        return None
-    if not _is_adapted(x, first, adapters):
+    if not (_is_adapted(x, first, [Adapter(a, b, one.scale)]) and _is_adapted(x, second, [Adapter(c, d, one.scale)])):
         return None
     if not _is_differentiated(x, *factors):
         return pair_of(one.scale, x, first, a, b, second, c, d)[0]

@@ -83,12 +83,12 @@ def note(model: nn.Module, served: Collection[nn.Module]) -> None:
     """
     for parent in model.modules():
         kernel = kernel_forward(parent)
-        name = None if kernel is None else loaded.layer_name(kernel)
+        layer = None if kernel is None else loaded.layer_name(kernel)
         for names, caller in siblings_in(parent):
             members = [parent._modules.get(name) for name in names]
             if len(set(members)) == len(names) and all(member in served for member in members):
                 references = tuple([weakref.ref(member) for member in members if member is not None])
-                group = _Group(weakref.ref(parent), names, references, (kernel or caller).__code__, name)
+                group = _Group(weakref.ref(parent), names, references, (kernel or caller).__code__, layer)
                 _groups[members[0]] = group  # type: ignore[index]
 
 

@@ -188,8 +188,9 @@ def _attach(registration: state.Registration, module: nn.Module, name: str, func
     if any(value is function for value in attached.values()):
         return
     original = original_function(function)
-    others = {key: value for key, value in attached.items() if original_function(value) is not original}
-    registration.patches.attribute(module, "_kernel_funcs", _Attached(others, others | {name: function}))
+    found = {key: value for key, value in attached.items() if original_function(value) is not original}
+    others = attached.others if isinstance(attached, _Attached) else attached
+    registration.patches.attribute(module, "_kernel_funcs", _Attached(others, found | {name: function}))
 
 
 def _unswap(function: nn.Module) -> None:

@@ -176,18 +176,18 @@ class Steps(NamedTuple):
         return self.apart <= 2 * limit * self.change + self.rounding
 
 
-def steps(found: Values, expected: Values, before: tuple[Values, Values], eps: float) -> Steps:
+def steps(found: Values, expected: Values, before: tuple[Values, Values], dtypes: dict[str, torch.dtype]) -> Steps:
     """Compare by how much weights have changed.
 
     Args:
         found: the values of a side after a step.
         expected: those of the other side.
         before: those of both before it.
-        eps: of the coarsest dtype in the model.
+        dtypes: those that the sides keep them in.
     """
     changed = {name: value - before[1][name] for name, value in expected.items()}
     apart = [(found[name] - before[0][name] - change).norm() for name, change in changed.items()]
-    rounded = [2 * eps * value.norm() for value in expected.values()]
+    rounded = [2 * torch.finfo(dtypes[name]).eps * value.norm() for name, value in expected.items()]
     norms = ([change.norm() for change in changed.values()], apart, rounded)
     return Steps(*(torch.stack(each).norm().item() for each in norms))
 

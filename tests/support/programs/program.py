@@ -132,14 +132,14 @@ class Program:
     def _compare_steps(self, before: tuple[checks.Values, checks.Values], limit: float) -> None:
         """Compare what an optimizer has changed, and with float64 where rounding may have set the sides apart."""
         found, expected = checks.values(self.model), checks.values(self.twin)
-        eps = max(torch.finfo(p.dtype).eps for _, p in self.twin.parameters())
-        apart = checks.steps(found, expected, before, eps)
+        dtypes = {name: tensor.dtype for name, tensor in self.twin.tensors().items()}
+        apart = checks.steps(found, expected, before, dtypes)
         if apart.are_equal(limit):
             return
         exact = self._stepped_in_float64(before[1]) if limit == checks.TOLERANCES[torch.float32] else None
         assert exact is not None, "what weights have changed by"
-        ours = checks.steps(found, exact, (before[0], before[1]), eps)
-        theirs = checks.steps(expected, exact, (before[1], before[1]), eps)
+        ours = checks.steps(found, exact, before, dtypes)
+        theirs = checks.steps(expected, exact, (before[1], before[1]), dtypes)
         assert ours.are_equal(limit) or ours.apart <= 4 * theirs.apart, "what weights have changed by"
 
     def _stepped_in_float64(self, before: checks.Values) -> checks.Values | None:

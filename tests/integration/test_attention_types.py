@@ -113,8 +113,8 @@ def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:
     return found, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-# By how many breaks more: most read lengths of pictures on the host, once a layer, where a graph ends; the two of
-# OpenAIPrivacyFilter are at aten.nonzero.
+# By how many breaks more: Pixtral's graphs end where lengths of pictures are read on the host, by
+# flash_attention/lengths.py, those of OpenAIPrivacyFilter at aten.nonzero.
 MORE_BREAKS = {
     "OpenAIPrivacyFilterModel": 2, "glm4v": 8, "glm4v_moe": 8, "mistral3": 7, "pixtral": 10, "qwen2_5_vl": 16,
     "qwen2_vl": 8, "qwen3_5": 8, "qwen3_5_moe": 8, "qwen3_vl": 8, "qwen3_vl_moe": 8,

@@ -188,8 +188,10 @@ def _attach(registration: state.Registration, module: nn.Module, name: str, func
     if any(value is function for value in attached.values()):
         return
     original = original_function(function)
-    found = {key: value for key, value in attached.items() if original_function(value) is not original}
-    others = attached.others if isinstance(attached, _Attached) else attached
+    others, found = (
+        {key: value for key, value in each.items() if original_function(value) is not original}
+        for each in (attached.others if isinstance(attached, _Attached) else attached, attached)
+    )
     registration.patches.attribute(module, "_kernel_funcs", _Attached(others, found | {name: function}))
 
 

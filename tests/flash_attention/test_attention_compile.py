@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import softnpu
 from tests.support.attention_models import BATCHES, NAME, on_npu, pair
 
 SINKS = torch.randn(4, generator=torch.Generator().manual_seed(3))
@@ -38,6 +39,63 @@ def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, name: str, 
     expected.sum().backward()
     assert torch.equal(found, expected)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager))
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, [5, 0, 6, 1]),
+        ({"causal": True}, [5, 0, 3]),  # four tokens are in no sequence
+        ({"window_size": (2, 1), "s_aux": SINKS}, [7, 5]),
+    ],
+)
+def test_packed_sequences_are_one_graph_in_which_the_host_waits_once(kernel: ModuleType, options, lengths) -> None:
+    """However many layers there are; the graph is that of other lengths, too."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    options = on_npu(options)
+    q, k, v = (torch.randn(12, n, 16, device="npu") for n in (4, 2, 2))
+
+    def layers(ends: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        first = kernel.flash_attn_varlen_func(*tensors, ends, ends, **options)
+        return kernel.flash_attn_varlen_func(first, *tensors[1:], ends, ends, **options)
+
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    for number in (lengths, lengths[::-1]):
+        ends = torch.tensor([0, *number]).cumsum(0).int()
+        in_graph, eager = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
+        given = ends.npu()
+        softnpu.reset_counters()
+        found = compiled(given, *in_graph)
+        assert softnpu.counters()["stream_syncs"] == 1
+        assert softnpu.counters()["npu_fusion_attention_v3"] == 2
+        expected = layers(ends.tolist(), *eager)
+        found.sum().backward()
+        expected.sum().backward()
+        assert torch.equal(found, expected)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(in_graph, eager))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_graph_says_which_lengths_do_not_fit_when_it_runs(kernel: ModuleType) -> None:
+    torch.compiler.reset()
+    q = torch.randn(4, 2, 16, device="npu")
+    compiled = torch.compile(
+        lambda ends: kernel.flash_attn_varlen_func(q, q, q, ends, ends), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(ValueError, match="lengths must ascend from 0 to at most 4, got 0, 3, 2"):
+        compiled(torch.tensor([0, 3, 2], device="npu"))
+
+
+def test_lengths_of_keys_of_their_own_end_a_graph(kernel: ModuleType) -> None:
+    """A sequence of them may have more queries than keys, of which the operator takes none that sees no key."""
+    torch.compiler.reset()
+    q, k = torch.randn(6, 2, 16, device="npu"), torch.randn(7, 2, 16, device="npu")
+    ends, key_ends = torch.tensor([0, 4, 6], device="npu"), torch.tensor([0, 2, 7], device="npu")
+    compiled = torch.compile(kernel.flash_attn_varlen_func, backend="aot_eager")
+    found = compiled(q, k, k, ends, key_ends, causal=True)
+    assert torch.equal(found, kernel.flash_attn_varlen_func(q, k, k, [0, 4, 6], [0, 2, 7], causal=True))
+    assert not found[:2].any()
 
 
 @pytest.mark.parametrize(

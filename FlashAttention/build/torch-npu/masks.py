@@ -70,7 +70,7 @@ def attention_mask(
         return mask if kept is None else mask & kept[:, None, None]
 
     if compiling:  # a graph cannot hold what depends on lengths, nor on what a function closes over
-        return make()
+        return make().contiguous()  # as with padding, whose batches then need no graph of their own
     if pattern is not None and pattern.chunk is not None:
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)

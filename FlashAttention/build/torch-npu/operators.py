@@ -71,8 +71,8 @@ def launch(
     layout: str,
     sparsity: Sparsity,
     options: Options,
-    ends: tuple[int, ...] | None = None,
-    key_ends: tuple[int, ...] | None = None,
+    ends: tuple[int, ...] | Tensor | None = None,
+    key_ends: tuple[int, ...] | Tensor | None = None,
 ) -> Tensor:
     """Launch the newest version that the release has, differentiable.
 
@@ -83,7 +83,8 @@ def launch(
         layout: which of them.
         sparsity: which keys a query sees.
         options: scale, dropout and sink.
-        ends: where each sequence of the queries ends; for ``TND`` only.
+        ends: where each sequence of the queries ends; for ``TND`` only. A tensor, int64 on the CPU, where
+            :func:`takes_tensors` says so.
         key_ends: where each sequence of the keys ends; for ``TND`` only.
 
     Returns:
@@ -94,8 +95,8 @@ def launch(
     mask, mode, before, behind, inner = sparsity
     scale, keep = options.scale, 1.0 - options.dropout
     # fmt: off
-    if hasattr(torch.ops.npu, "npu_fusion_attention_v3"):
-        q_ends, k_ends = (None if e is None else torch.tensor(e, dtype=torch.int64) for e in (ends, key_ends))
+    if takes_tensors():
+        q_ends, k_ends = (torch.tensor(e, dtype=torch.int64) if isinstance(e, tuple) else e for e in (ends, key_ends))
         return torch.ops.npu.npu_fusion_attention_v3(
             query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, q_ends,
             k_ends, mode, sink=sink,
@@ -110,6 +111,11 @@ def launch(
         mode, sink=sink,
     )[0]
     # fmt: on
+
+
+def takes_tensors() -> bool:
+    """Tell whether the release has a version that takes lengths as a tensor."""
+    return hasattr(torch.ops.npu, "npu_fusion_attention_v3")
 
 
 def takes_sinks() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,18 @@ from torch import Tensor, nn
 from .attention import attend, attend_packed
 from .caller_masks import described, of_the_caller
 from .description import MaskDescription, Packing
+from .in_graphs import attend_packed_in_graph, stays_whole
 from .in_torch import outside
 from .lengths import ends_of, read_together
 from .options import CAUSAL, FULL, Band, Options, Sequences
+
+
+class _Lengths(NamedTuple):
+    """Holds what the caller says of sequences, ``[1 + sequences]`` each, and which of its keys a query sees."""
+
+    of_queries: Tensor
+    of_keys: Tensor
+    band: Band
 
 
 def attention_forward(
@@ -78,10 +87,10 @@ def attention_forward(
     band = _band(query, key, causal, sliding_window)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         attention_mask = described(attention_mask, query.shape[2], key.shape[2], band)
-    seen: Band | Packing | Tensor
+    seen: Band | Packing | _Lengths | Tensor
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and _says_no_more_than_distances(attention_mask):
         band = band if attention_mask is None else attention_mask.pattern.band
-        seen = Packing(Sequences(ends_of(cu_seq_lens_q), ends_of(cu_seq_lens_k)), band)
+        seen = _Lengths(cu_seq_lens_q, cu_seq_lens_k, band)
     elif isinstance(attention_mask, MaskDescription):
         seen = _seen(attention_mask, query, key)
         if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
@@ -95,7 +104,7 @@ def attention_forward(
     options = Options(scale, dropout, s_aux, softcap or 0.0, bias=position_bias)
     if indices is not None:
         seen = _chosen_by(indices, seen, attention_mask, query, key)
-    if isinstance(seen, Packing):
+    if isinstance(seen, (Packing, _Lengths)):
         return _attend_packing(query, key, value, seen, options), None
     return attend(query, key, value, seen, options), None
 
@@ -140,7 +149,9 @@ def _seen(mask: MaskDescription, query: Tensor, key: Tensor) -> Band | Packing |
     return mask.left_out(query.device)[..., :keys]
 
 
-def _chosen_by(indices: Tensor, seen: Band | Packing | Tensor, mask: Any, query: Tensor, key: Tensor) -> Tensor:
+def _chosen_by(
+    indices: Tensor, seen: Band | Packing | _Lengths | Tensor, mask: Any, query: Tensor, key: Tensor
+) -> Tensor:
     """Return what is left out where a query sees chosen keys only, as DeepSeek-V3.2's indexer chooses them."""
     queries, keys = query.shape[2], key.shape[2]
     left_out = torch.ones(*indices.shape[:2], keys, dtype=torch.bool, device=query.device)
@@ -155,10 +166,15 @@ def _chosen_by(indices: Tensor, seen: Band | Packing | Tensor, mask: Any, query:
     raise ValueError("attention_forward: indices in packed sequences need the mask of these sequences")
 
 
-def _attend_packing(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: Options) -> Tensor:
+def _attend_packing(query: Tensor, key: Tensor, value: Tensor, packing: Packing | _Lengths, options: Options) -> Tensor:
     """Compute attention within the sequences of a batch, and zero for the tokens that are in none."""
     batch, _, queries, _ = query.shape
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if isinstance(packing, _Lengths):
+        if stays_whole(query, key, value, packing.of_queries, packing.of_keys, options):
+            result = attend_packed_in_graph(query, key, value, packing.of_queries, packing.band, options)
+            return result.unflatten(0, (batch, queries))
+        packing = Packing(Sequences(ends_of(packing.of_queries), ends_of(packing.of_keys)), packing.band)
     index = packing.index(query.device)
     if index is None:
         result = attend_packed(query, key, value, packing.sequences, packing.band, options)

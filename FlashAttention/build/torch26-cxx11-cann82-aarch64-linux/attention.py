@@ -8,14 +8,10 @@ from torch.nn import functional as F
 
 from .decoding import decode, is_decoding
 from .deterministic import launch_deterministic
-from .distributed import is_distributed
 from .in_torch import attend_in_torch, attend_packed_in_torch
-from .operators import Sparsity, launch, refuses_sinks, sparsity_of, takes_sinks
+from .limits import LONGEST, MOST_SEQUENCES, is_fused, is_fused_packed, padded
+from .operators import Sparsity, launch, refuses_sinks, sparsity_of
 from .options import Band, Options, Sequences
-
-_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST_HEAD, _MOST_HEADS, _LONGEST, _MOST_BATCHES = 768, 256, 2**20, 2**21
-_MOST_SEQUENCES = 1024  # in one launch
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, options: Options) -> Tensor:
@@ -34,14 +30,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
     """
     if isinstance(seen, Band):
         key, value = _reachable(query, key, value, seen)
-    if not _is_fused(query, key, value, options) or max(query.shape[2], key.shape[2]) > _LONGEST:
+    if not is_fused(query, key, value, options) or max(query.shape[2], key.shape[2]) > LONGEST:
         return attend_in_torch(query, key, value, seen, options)
     if is_decoding(query, key, value, seen, options):
         return decode(query, key, value, options)
     size = value.shape[3]
-    padded = _padded(query, key, value)
-    layout = _nearest_layout(*padded)
-    arguments = padded if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in padded)
+    filled = padded(query, key, value)
+    layout = _nearest_layout(*filled)
+    arguments = filled if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in filled)
     if isinstance(seen, Tensor):
         seen = _whole(seen, query, key)
     sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query)
@@ -75,7 +71,7 @@ def attend_packed(
     total = query.shape[0]
     used, key_used = (ends[-1] if ends else 0 for ends in sequences)
     query, key, value = query[:used], key[:key_used], value[:key_used]
-    if _is_fused(query, key, value, options) and _is_fused_packed(sequences, band):
+    if is_fused(query, key, value, options) and is_fused_packed(sequences, band):
         try:
             result = _launch_packed(query, key, value, sequences, band, options)
         except RuntimeError as error:
@@ -100,12 +96,12 @@ def _launch_packed(
 ) -> Tensor:
     """Launch once for as many sequences as the operator takes."""
     size, sequences = value.shape[2], sequences.without_empty()
-    query, key, value = _padded(query, key, value)
+    query, key, value = padded(query, key, value)
     longest = (max(lengths) for lengths in zip(*sequences.lengths()))
     sparsity = sparsity_of(band, *longest, query)
     parts, start, key_start = [], 0, 0
-    for first in range(0, len(sequences.ends), _MOST_SEQUENCES):
-        ends, key_ends = (ends[first : first + _MOST_SEQUENCES] for ends in sequences)
+    for first in range(0, len(sequences.ends), MOST_SEQUENCES):
+        ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)
         end, key_end = ends[-1], key_ends[-1]
         if end > start:
             some = query[start:end], key[key_start:key_end], value[key_start:key_end]
@@ -124,55 +120,6 @@ def _reachable(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[T
     if reachable >= key.shape[2]:
         return key, value
     return key[:, :, -reachable:], value[:, :, -reachable:]
-
-
-def _is_fused(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
-    """Tell whether the operators take tensors, ``[B, N, S, D]`` or ``[T, N, D]``.
-
-    Their limits (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention_v3.md.
-    """
-    heads, key_heads = query.shape[1], key.shape[1]
-    return (
-        query.device.type == "npu"
-        and query.dtype in _FUSED_DTYPES
-        and query.dtype == key.dtype == value.dtype
-        and not is_distributed(query, key, value)
-        and query.numel() > 0
-        and key.numel() > 0
-        and value.numel() > 0
-        and query.shape[-1] <= _LARGEST_HEAD
-        and value.shape[-1] <= _LARGEST_HEAD
-        and heads <= _MOST_HEADS
-        and heads % key_heads == 0
-        and query.shape[0] <= _MOST_BATCHES
-        and not options.needs_torch()
-        and (options.sink is None or takes_sinks())
-        and options.dropout < 1
-    )
-
-
-def _is_fused_packed(sequences: Sequences, band: Band) -> bool:
-    """Tell whether the operators take sequences: in this layout no query may be without a key."""
-    return max(sequences.ends[-1], sequences.key_ends[-1]) <= _LONGEST and not any(
-        queries and band.leaves_rows_empty(queries, keys) for queries, keys in sequences.lengths()
-    )
-
-
-def _padded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill heads up with zeros, which change no score.
-
-    The value has to have heads that are not larger than those of the key, and heads in float32 are of whole 16 bytes,
-    as torch_npu's scaled_dot_product_attention has them: op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp.
-    """
-    unit = 4 if query.dtype == torch.float32 else 1
-    value_size = -(-value.shape[-1] // unit) * unit
-    size = max(-(-query.shape[-1] // unit) * unit, value_size)
-    return _filled(query, size), _filled(key, size), _filled(value, value_size)
-
-
-def _filled(tensor: Tensor, size: int) -> Tensor:
-    missing = size - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _nearest_layout(query: Tensor, key: Tensor, value: Tensor) -> str:

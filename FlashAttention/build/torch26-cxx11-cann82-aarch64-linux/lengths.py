@@ -81,6 +81,12 @@ def ends_of(cumulative: Tensor) -> tuple[int, ...]:
     return ends
 
 
+def require_within(name: str, what: str, ends: tuple[int, ...], tokens: int) -> None:
+    """Raise what the function ``name`` says of lengths ``what`` that do not fit so many tokens."""
+    if any(end < start for start, end in zip((0, *ends), ends)) or (ends and ends[-1] > tokens):
+        raise ValueError(f"{name}: {what} must ascend from 0 to at most {tokens}, got 0, {', '.join(map(str, ends))}")
+
+
 def read_together(*cumulative: Tensor) -> None:
     """Let the host wait once for the lengths of several tensors, which `ends_of` then knows.
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .attention import attend, attend_packed
-from .lengths import ends_of
+from .in_graphs import attend_packed_in_graph, stays_whole
+from .lengths import ends_of, require_within
 from .options import Band, Options, Sequences
 
 
@@ -83,7 +84,8 @@ def flash_attn_varlen_func(
     """Compute attention within each sequence of a packed batch, as ``flash_attn_varlen_func`` of flash-attn 2.8 does.
 
     What is said of :func:`flash_attn_func` holds for each sequence. The operator wants the lengths on the host: those
-    on the NPU are read once for all calls with the same tensor, those on the CPU and in a list cost nothing.
+    on the NPU are read once for all calls with the same tensor, those on the CPU and in a list cost nothing. A graph
+    of torch.compile stays whole where ``cu_seqlens_k`` is the very tensor that ``cu_seqlens_q`` is.
 
     Args:
         q: ``[T_q, N, D]``, the sequences one behind the other.
@@ -110,10 +112,13 @@ def flash_attn_varlen_func(
         raise ValueError(f"{name}: block_table must be None, paged keys and values are not supported")
     options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     _check(name, q, k, v, 3)
+    band = _band(causal, window_size)
+    if isinstance(cu_seqlens_q, Tensor) and stays_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, options):
+        return attend_packed_in_graph(q, k, v, cu_seqlens_q, band, options)
     ends, key_ends = _ends(name, "cu_seqlens_q", cu_seqlens_q, q), _ends(name, "cu_seqlens_k", cu_seqlens_k, k)
     if len(ends) != len(key_ends):
         raise ValueError(f"{name}: cu_seqlens_q has {len(ends)} sequences, cu_seqlens_k has {len(key_ends)}")
-    return attend_packed(q, k, v, Sequences(ends, key_ends), _band(causal, window_size), options)
+    return attend_packed(q, k, v, Sequences(ends, key_ends), band, options)
 
 
 def _refuse_weights(name: str, return_attn_probs: bool) -> None:
@@ -159,10 +164,7 @@ def _ends(name: str, what: str, cumulative: Tensor | Sequence[int], tensor: Tens
         ends = ends_of(cumulative)
     else:
         ends = tuple(int(end) for end in cumulative[1:])
-    if any(end < start for start, end in zip((0, *ends), ends)) or (ends and ends[-1] > tensor.shape[0]):
-        raise ValueError(
-            f"{name}: {what} must ascend from 0 to at most {tensor.shape[0]}, got 0, {', '.join(map(str, ends))}"
-        )
+    require_within(name, what, ends, tensor.shape[0])
     return ends
 
 

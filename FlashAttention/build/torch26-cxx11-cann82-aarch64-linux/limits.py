@@ -1,0 +1,65 @@
+"""What the operators for attention take, and how tensors are filled up to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .distributed import is_distributed
+from .operators import takes_sinks
+from .options import Band, Options, Sequences
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
+LONGEST = 2**20  # tokens of a sequence, or of all that are packed
+MOST_SEQUENCES = 1024  # in one launch
+
+
+def is_fused(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
+    """Tell whether the operators take tensors, ``[B, N, S, D]`` or ``[T, N, D]``.
+
+    Their limits (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention_v3.md.
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    return (
+        query.device.type == "npu"
+        and query.dtype in _FUSED_DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and not is_distributed(query, key, value)
+        and query.numel() > 0
+        and key.numel() > 0
+        and value.numel() > 0
+        and query.shape[-1] <= _LARGEST_HEAD
+        and value.shape[-1] <= _LARGEST_HEAD
+        and heads <= _MOST_HEADS
+        and heads % key_heads == 0
+        and query.shape[0] <= _MOST_BATCHES
+        and not options.needs_torch()
+        and (options.sink is None or takes_sinks())
+        and options.dropout < 1
+    )
+
+
+def is_fused_packed(sequences: Sequences, band: Band) -> bool:
+    """Tell whether the operators take sequences: in this layout no query may be without a key."""
+    return max(sequences.ends[-1], sequences.key_ends[-1]) <= LONGEST and not any(
+        queries and band.leaves_rows_empty(queries, keys) for queries, keys in sequences.lengths()
+    )
+
+
+def padded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill heads up with zeros, which change no score.
+
+    The value has to have heads that are not larger than those of the key, and heads in float32 are of whole 16 bytes,
+    as torch_npu's scaled_dot_product_attention has them: op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp.
+    """
+    unit = 4 if query.dtype == torch.float32 else 1
+    value_size = -(-value.shape[-1] // unit) * unit
+    size = max(-(-query.shape[-1] // unit) * unit, value_size)
+    return _filled(query, size), _filled(key, size), _filled(value, value_size)
+
+
+def _filled(tensor: Tensor, size: int) -> Tensor:
+    missing = size - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor

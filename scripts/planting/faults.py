@@ -78,6 +78,9 @@ FAULTS = (
         4,
         "torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]",
     ),
+    _more(
+        "RMSNorm", "functional.py", "the norm of Gemma in inference", "torch.ops.npu.npu_gemma_rms_norm(", "return {}"
+    ),
     Fault(
         "RMSNorm",
         "functional.py",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .derivatives import gradients
+from .distributed import is_distributed
 from .second_order import let_differentiate
 from .transforms import is_transformed
 
@@ -49,6 +50,47 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):
         hidden_states = hidden_states.contiguous()
     return torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]
+
+
+def zero_centered_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute :func:`rms_norm` with the weight ``1 + weight``, the sum in float32.
+
+    That is GemmaRMSNorm.forward of transformers, models/gemma/modeling_gemma.py. Where no gradient is needed it is one
+    launch of ``npu_gemma_rms_norm``, for contiguous tensors of one dtype; otherwise the sum, and what rms_norm does.
+
+    Args:
+        hidden_states: ``[..., H]``, of a floating dtype.
+        weight: ``[H]``, of a floating dtype.
+        eps: added to the mean.
+
+    Returns:
+        ``[..., H]`` in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: ``weight`` is not ``[H]``.
+        TypeError: ``hidden_states`` or ``weight`` is not floating point.
+    """
+    _check(hidden_states, weight)
+    return zero_centered_norm(hidden_states, weight, eps)
+
+
+def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute :func:`zero_centered_rms_norm` of arguments that fit: nothing is checked.
+
+    ``npu_gemma_rms_norm`` adds in float32 and rounds once, in every dtype: CANN's ops-nn, norm/rms_norm/op_kernel,
+    rms_norm.h. It has no derivative, and says nothing of it; DTensors have no rule for it.
+    """
+    if (
+        weight.dtype is hidden_states.dtype
+        and not _needs_grad(hidden_states, weight)
+        and _is_fused(hidden_states, weight)
+        and hidden_states.is_contiguous()
+        and weight.is_contiguous()
+        and hidden_states.numel() > 0
+        and not is_distributed(hidden_states, weight)
+    ):
+        return torch.ops.npu.npu_gemma_rms_norm(hidden_states, weight, eps)[0]
+    return norm(hidden_states, 1.0 + weight.float(), eps)
 
 
 def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from .functional import norm
+from .functional import norm, zero_centered_norm
 from .layer_norm import add_layer_norm, layer_norm
 
 # torch's own: somebody may have put something in their places, before or since
@@ -56,7 +56,7 @@ class RMSNormZeroCentered(_Layer):
     """Computes ``((1 + weight) * x_normed).to(x.dtype)``, the sum in float32, as Gemma. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, 1.0 + _weight(self).float(), eps_of(self))
+        return zero_centered_norm(hidden_states, _weight(self), eps_of(self))
 
 
 class RMSNormWeightless(_Layer):

@@ -9,6 +9,7 @@ from kernels_ext_npu.reporting.report import Report
 
 # float32 on both sides: sums in another order. A real device may multiply float32 matrices in less precision.
 TOLERANCE = {True: 1e-5, False: 1e-2}
+_NORMS = "npu_rms_norm", "npu_gemma_rms_norm"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Result:
     def agrees(self) -> bool:
         """Tell whether a model did with kernels what its original does."""
         tolerance = TOLERANCE[softnpu.is_software()]
-        launched = not softnpu.is_software() or self.calls.get("npu_rms_norm", 0) == self.norm_calls
+        launched = not softnpu.is_software() or sum(self.calls.get(name, 0) for name in _NORMS) == self.norm_calls
         differences = self.logits, self.gradient, self.loss or 0.0
         close = all(difference <= tolerance for difference in differences)  # a NaN is not close
         missed = any(row.is_candidate for row in self.report) and not any(row.swapped for row in self.report)

@@ -17,7 +17,7 @@ from softnpu.counting import DEVICE_TO_HOST_COPIES, STREAM_SYNCS
 
 # headings of the table of calls -> what the names of the operators contain
 FUSED = {
-    "rms norm": "npu_rms_norm",
+    "rms norm": "rms_norm",
     "rotary mul": "npu_rotary_mul",
     "gated unit": "glu",
     "grouped matmul": "npu_grouped_matmul",

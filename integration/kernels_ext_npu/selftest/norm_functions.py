@@ -88,6 +88,7 @@ def clamped_swiglu(x: Tensor) -> Tensor:
 def _norms() -> list[Function]:
     calls: dict[str, tuple[Callable, Callable]] = {  # the rows come first, then vectors as long as a row
         "rms_norm": (lambda f, x, w: f(x, w, EPS), rms_norm),
+        "zero_centered_rms_norm": (lambda f, x, w: f(x, w, EPS), lambda x, w: rms_norm(x, 1 + w)),
         "add_rms_norm": (lambda f, x, r, w: f(x, r, w, EPS), add_rms_norm),
         "layer_norm": (lambda f, x, w: f(x, w, None, EPS), layer_norm),
         "add_layer_norm": (lambda f, x, r, w, b: f(x, r, w, b, EPS), add_layer_norm),

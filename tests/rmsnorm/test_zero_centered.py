@@ -1,0 +1,102 @@
+"""The norm with 1 + weight: one launch in inference, the sum of a norm's weight and its gradient elsewhere."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import softnpu
+
+# one rounding to the dtype; sums of a few hundred terms in float32
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+FLOAT32 = 1e-6
+INFERENCE, TRAINING = "npu_gemma_rms_norm", "npu_rms_norm"
+
+
+def exact(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
+
+
+def assert_rounded(found: Tensor, expected: Tensor) -> None:
+    error = (found.detach().cpu().double() - expected).abs()
+    assert (error <= (ROUNDING[found.dtype] + FLOAT32) * expected.abs() + 1e-7).all()
+
+
+def launched(function) -> dict[str, int]:
+    softnpu.reset_counters()
+    function()
+    return {name: count for name, count in softnpu.counters().items() if count}
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("shape", [(7, 256), (1, 1), (2, 3, 123), (1, 2, 1, 2, 1, 2, 1, 16)])
+def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, dtype) -> None:
+    """A weight that the sum would lose in 16 bits, were it rounded."""
+    x, weight = torch.randn(shape).to(dtype), (torch.rand(shape[-1]) * 0.004).to(dtype)
+    moved = x.npu(), weight.npu()
+    assert launched(lambda: kernel.zero_centered_rms_norm(*moved, 1e-6)) == {INFERENCE: 1}
+    found = kernel.zero_centered_rms_norm(*moved, 1e-6)
+    assert found.dtype == dtype
+    assert_rounded(found, exact(x, weight))
+
+
+@pytest.mark.parametrize("of", ["hidden_states", "weight"])
+def test_where_a_gradient_is_needed_it_is_there(kernel: ModuleType, of: str) -> None:
+    """The operator of inference would give none, without a word."""
+    x, weight = torch.randn(5, 64), torch.randn(64)
+    moved = {"hidden_states": x.npu(), "weight": weight.npu()}
+    moved[of].requires_grad_()
+    counted = launched(lambda: kernel.zero_centered_rms_norm(**moved, eps=1e-6).sum().backward())
+    assert INFERENCE not in counted
+    assert counted[TRAINING] == 1
+    leaf = {"hidden_states": x.double(), "weight": weight.double()}
+    leaf[of].requires_grad_()
+    exact(*leaf.values()).sum().backward()
+    truth = leaf[of].grad
+    assert (moved[of].grad.cpu() - truth).norm() <= FLOAT32 * truth.norm()
+    with torch.no_grad():
+        assert launched(lambda: kernel.zero_centered_rms_norm(**moved, eps=1e-6)) == {INFERENCE: 1}
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.randn(4, 3, 64).transpose(0, 1), torch.randn(64)),
+        (torch.randn(3, 64), torch.randn(128)[::2]),
+        (torch.randn(3, 64).bfloat16(), torch.randn(64)),
+        (torch.randn(3, 64), torch.randn(64).half()),
+        (torch.randn(64), torch.randn(64)),
+        (torch.randn(0, 64), torch.randn(64)),
+    ],
+    ids=["turned states", "every other weight", "a wider weight", "a narrower weight", "one dimension", "no rows"],
+)
+def test_what_its_operator_does_not_take_is_right_too(kernel: ModuleType, x, weight) -> None:
+    lies = x.npu().transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 3 else x.npu()
+    spread = torch.zeros(128, dtype=weight.dtype, device="npu")
+    spread[::2] = weight.npu()
+    given = lies, spread[::2] if not weight.is_contiguous() else weight.npu()
+    assert INFERENCE not in launched(lambda: kernel.zero_centered_rms_norm(*given, 1e-6))
+    assert_rounded(kernel.zero_centered_rms_norm(*given, 1e-6), exact(x, weight))
+
+
+def test_transforms_of_torch_compute_it_in_torch(kernel: ModuleType) -> None:
+    """The operator has no tangent, and no rule for batches of torch.func."""
+    x, weight, tangent = torch.randn(3, 64), torch.randn(64), torch.randn(3, 64)
+    _, expected = torch.func.jvp(lambda x: exact(x, weight), (x.double(),), (tangent.double(),))
+    moved = weight.npu()
+    with torch.no_grad():
+        _, found = torch.func.jvp(lambda x: kernel.zero_centered_rms_norm(x, moved, 1e-6), (x.npu(),), (tangent.npu(),))
+        assert (found.cpu() - expected).norm() <= FLOAT32 * expected.norm()
+        rows = torch.func.vmap(lambda x: kernel.zero_centered_rms_norm(x, moved, 1e-6))(x.npu())
+    assert_rounded(rows, exact(x, weight))
+
+
+def test_wrong_arguments_are_named(kernel: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"weight \[3\] must have the size of the last dimension"):
+        kernel.zero_centered_rms_norm(torch.randn(2, 4), torch.randn(3), 1e-6)
+    with pytest.raises(TypeError, match="hidden_states must be floating point"):
+        kernel.zero_centered_rms_norm(torch.ones(2, 4, dtype=torch.int64), torch.randn(4), 1e-6)

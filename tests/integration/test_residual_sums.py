@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 import kernels_ext_npu
@@ -68,6 +75,22 @@ def test_a_step_of_36_layers(rows: int, padding: int, static: bool, most: int) -
     assert waits == 0
     assert counted.get("clone", 0) <= bool(padding)  # of the padding, and none of keys and values for each head
     assert counted.get("logical_not", 0) <= 1  # of masks
+
+
+def test_a_step_of_gemma_adds_no_one_to_the_weights_of_norms() -> None:
+    """19 launches a layer: norms and products, six each, two sums, q and k, two of the cache, attention and the gate.
+
+    And 20 of a forward: embedding, two tables of rotations, the last norm and the head.
+    """
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=128,
+    )  # fmt: skip
+    model = kernels_ext_npu.kernelize(Gemma3ForCausalLM(config).eval().to(torch.bfloat16).to("npu"))
+    _, counted = step(model)
+    assert counted["npu_gemma_rms_norm"] == 6 * config.num_hidden_layers + 1
+    assert "npu_rms_norm" not in counted
+    assert sum(counted.values()) <= 19 * config.num_hidden_layers + 20
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen2", "gpt_oss", "gemma3_text", "olmo2", "granite"])

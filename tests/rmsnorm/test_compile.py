@@ -24,7 +24,6 @@ LAYERS = [
     "AddLayerNorm",
 ]
 OPERATORS = {  # the others: npu_rms_norm
-    "RMSNormZeroCentered": "npu_gemma_rms_norm",
     "LayerNorm": "native_layer_norm",
     "LayerNormFloat32": "native_layer_norm",
     "AddLayerNorm": "npu_add_layer_norm",

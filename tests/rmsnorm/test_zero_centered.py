@@ -83,6 +83,23 @@ def test_what_its_operator_does_not_take_is_right_too(kernel: ModuleType, x, wei
     assert_rounded(kernel.zero_centered_rms_norm(*given, 1e-6), exact(x, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_takes_it_unless_it_trains(kernel: ModuleType, dtype) -> None:
+    """A layer that is checkpointed computes without a gradient first, and has to give the same when it has one."""
+    torch._dynamo.reset()
+    layer = kernel.layers.RMSNormZeroCentered()
+    layer.weight, layer.variance_epsilon = torch.nn.Parameter(torch.randn(64, dtype=dtype).npu()), 1e-6
+    x = torch.randn(2, 5, 64, dtype=dtype).npu()
+    with torch.no_grad():
+        assert TRAINING in launched(lambda: layer(x))
+        layer.eval()
+        assert launched(lambda: layer(x)) == {INFERENCE: 1}
+        compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), layer(x))
+        assert launched(lambda: compiled(x)) == {INFERENCE: 1}
+    assert_rounded(layer(x), exact(x.cpu(), layer.weight.detach().cpu()))
+
+
 def test_transforms_of_torch_compute_it_in_torch(kernel: ModuleType) -> None:
     """The operator has no tangent, and no rule for batches of torch.func."""
     x, weight, tangent = torch.randn(3, 64), torch.randn(64), torch.randn(3, 64)

@@ -61,7 +61,7 @@ class Compared(NamedTuple):
             A step of each side, in the order of the attributes, and what comes before each step: gradients are gone.
         """
         arguments = [a.detach().requires_grad_(training and i < self.trained) for i, a in enumerate(self.arguments)]
-        parameters = [] if self.module is None else list(self.module.parameters())
+        parameters = [] if self.module is None else list(self.module.train(training).parameters())
 
         def prepare() -> None:
             for tensor in (*arguments, *parameters):

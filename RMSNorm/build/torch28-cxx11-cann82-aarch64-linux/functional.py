@@ -82,7 +82,7 @@ def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
     """
     if (
         weight.dtype is hidden_states.dtype
-        and not _needs_grad(hidden_states, weight)
+        and not (torch.is_grad_enabled() and _needs_grad(hidden_states, weight))
         and _is_fused(hidden_states, weight)
         and hidden_states.is_contiguous()
         and weight.is_contiguous()

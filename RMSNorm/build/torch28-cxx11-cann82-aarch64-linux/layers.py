@@ -56,6 +56,8 @@ class RMSNormZeroCentered(_Layer):
     """Computes ``((1 + weight) * x_normed).to(x.dtype)``, the sum in float32, as Gemma. Reads ``weight`` and eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.training:  # a layer is checkpointed without a gradient first: it has to be the same when it has one
+            return norm(hidden_states, 1.0 + _weight(self).float(), eps_of(self))
         return zero_centered_norm(hidden_states, _weight(self), eps_of(self))
 
 

@@ -149,6 +149,7 @@ FAULTS = (
         "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
         "def _launch(\n",
     ),
+    _more("FlashAttention", "in_graphs.py", "packed attention in a graph", "launch(*padded(", "    result = {}"),
     _more("FlashAttention", "decoding.py", "attention of one token", "torch.ops.npu.npu_fused_infer_attention_score("),
     _more("CrossEntropy", "rows.py", "the loss of logits", "torch.where(labels == objective", "return {}"),
     _more("CrossEntropy", "rows.py", "its gradient", "d_logits, None", "return {}"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .lengths import HostValues
+from .lengths import HostValues, in_other_sequences
 from .options import CAUSAL, Band, Sequences
 from .patterns import Pattern
 from .selective_checkpoints import unseen
@@ -62,6 +62,7 @@ class MaskDescription:
         self._make = make
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
         self._chosen: dict[int, Band | Packing | None] = {}
+        self._beside: tuple[Tensor, Tensor, Tensor] | None = None
         self._padding = None if padding is None else HostValues(padding)
         self._ids = None if pattern is None or pattern.ids is None else HostValues(pattern.ids)
 
@@ -83,6 +84,10 @@ class MaskDescription:
         pattern = self.pattern
         return pattern is not None and self._padding is None and pattern.chunk is None
 
+    def is_without_padding(self) -> bool:
+        """Tell whether it says nothing of padding: lengths of packed sequences then say more than it does."""
+        return self._padding is None
+
     def mask(self, device: torch.device | None = None) -> Tensor:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
         return self._kept(False, device)
@@ -90,6 +95,15 @@ class MaskDescription:
     def left_out(self, device: torch.device) -> Tensor:
         """Return the mask the other way around, as the operators want it. It is made once a device."""
         return self._kept(True, device)
+
+    def left_out_beside(self, cumulative: Tensor, key_cumulative: Tensor, batch: int, device: torch.device) -> Tensor:
+        """Return `left_out` with what is in other sequences than a query. It is made once for these lengths."""
+        lengths = cumulative, key_cumulative
+        if self._beside is None or any(a is not b for a, b in zip(self._beside, lengths)):
+            with unseen():
+                others = in_other_sequences(batch, self.queries, self.keys, *lengths, device)
+                self._beside = *lengths, self.left_out(device) | others
+        return self._beside[2]
 
     def to(self, *_: Any, **__: Any) -> MaskDescription:
         """Return the same: each layer asks for what it needs on its device."""

@@ -12,7 +12,8 @@ from .caller_masks import described, of_the_caller
 from .description import MaskDescription, Packing
 from .in_graphs import attend_packed_in_graph, stays_whole
 from .in_torch import outside
-from .lengths import ends_of, read_together
+from .lengths import ends_of, in_other_sequences, read_together
+from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
 
 
@@ -88,17 +89,25 @@ def attention_forward(
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         attention_mask = described(attention_mask, query.shape[2], key.shape[2], band)
     seen: Band | Packing | _Lengths | Tensor
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and _says_no_more_than_distances(attention_mask):
+    packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    if packed and _says_no_more_than_distances(attention_mask):
         band = band if attention_mask is None else attention_mask.pattern.band
         seen = _Lengths(cu_seq_lens_q, cu_seq_lens_k, band)
     elif isinstance(attention_mask, MaskDescription):
         seen = _seen(attention_mask, query, key)
         if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
             seen = attention_mask.left_out(query.device)
+        if packed and cache is None and attention_mask.is_without_padding():  # that of a paged cache knows them
+            beside = attention_mask.left_out_beside(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], query.device)
+            seen = beside[..., : key.shape[2]]
     elif attention_mask is not None:
         seen, added = of_the_caller(attention_mask, query, key)
         if added is not None:
             position_bias = added if position_bias is None else position_bias + added
+        if packed and cache is None and is_without_padding(attention_mask):
+            sizes = query.shape[0], query.shape[2], key.shape[2]
+            others = in_other_sequences(*sizes, cu_seq_lens_q, cu_seq_lens_k, query.device)
+            seen = seen | others if isinstance(seen, Tensor) else others
     else:
         seen = band
     options = Options(scale, dropout, s_aux, softcap or 0.0, bias=position_bias)

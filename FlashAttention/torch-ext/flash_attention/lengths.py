@@ -104,6 +104,30 @@ def read_together(*cumulative: Tensor) -> None:
         _known[tensor] = (tensor._version, tuple(read.tolist()[1:]))
 
 
+def in_other_sequences(
+    batch: int, queries: int, keys: int, cumulative: Tensor, key_cumulative: Tensor, device: torch.device
+) -> Tensor:
+    """Mark the keys that are in another sequence than a query. The host reads nothing.
+
+    Args:
+        batch: how many rows there are, whose tokens lie one behind the other.
+        queries: how many a row has.
+        keys: likewise.
+        cumulative: ``[1 + sequences]``, of the queries.
+        key_cumulative: likewise, of the keys.
+        device: where the result is.
+
+    Returns:
+        bool ``[B, 1, S_q, S_k]``.
+    """
+
+    def sequences(tokens: int, ends: Tensor) -> Tensor:
+        places = torch.arange(batch * tokens, device=device)
+        return (places.unsqueeze(-1) >= ends[1:].to(device)).sum(-1).view(batch, 1, tokens)
+
+    return sequences(queries, cumulative).unsqueeze(-1) != sequences(keys, key_cumulative).unsqueeze(-2)
+
+
 def _is_known(cumulative: Tensor) -> bool:
     known = _known.get(cumulative)
     return known is not None and known[0] == cumulative._version

@@ -14,6 +14,8 @@ from .description import MaskDescription
 from .options import CAUSAL, FULL, Band
 from .patterns import Pattern, recognised
 
+_WITHOUT_PADDING = "_npu_flash_attention_without_padding"  # of a mask that is a tensor
+
 
 def attention_mask(
     batch_size: int,
@@ -70,13 +72,20 @@ def attention_mask(
         return mask if kept is None else mask & kept[:, None, None]
 
     if compiling:  # a graph cannot hold what depends on lengths, nor on what a function closes over
-        return make().contiguous()  # as with padding, whose batches then need no graph of their own
+        mask = make().contiguous()  # as with padding, whose batches then need no graph of their own
+        setattr(mask, _WITHOUT_PADDING, kept is None)
+        return mask
     if pattern is not None and pattern.chunk is not None:
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
     if pattern is None:
         description.mask()  # now: a static cache moves its offset on while layers compute
     return description
+
+
+def is_without_padding(mask: Tensor) -> bool:
+    """Tell whether a mask was made here for a graph, and says nothing of padding: lengths of sequences say more."""
+    return torch.compiler.is_compiling() and getattr(mask, _WITHOUT_PADDING, False)
 
 
 def _recognised(function: Callable | None) -> Pattern | None:

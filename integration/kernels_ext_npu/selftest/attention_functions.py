@@ -42,6 +42,16 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_formula.attention(q, k, v, SCALE, True)
 
 
+def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention of packed sequences whose lengths a compiled graph reads when it runs."""
+    ends = torch.tensor([0, 5, 12], device=q.device)
+
+    def packed(*tensors: Tensor) -> Tensor:
+        return f(*tensors, ends, ends, softmax_scale=SCALE, causal=True)
+
+    return torch.compile(packed, backend="aot_eager")(q, k, v)
+
+
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_formula.packed(q, k, v, [5, 7], [5, 7], SCALE, causal=True)
 
@@ -88,6 +98,9 @@ FUNCTIONS = (
         lambda f, *t: f(*t, [0, 5, 12], [0, 5, 12], softmax_scale=SCALE, causal=True),
         _packed,
         drawn((12, 4, 16), (12, 2, 16), (12, 2, 16)),
+    ),
+    _function(
+        "flash_attn_varlen_func", _in_a_graph, _packed, drawn((12, 4, 16), (12, 2, 16), (12, 2, 16)), "in a graph"
     ),
     _function("attention_forward", _of_module, _causal, drawn(*HEADS)),
     _function("attention_mask", _masked, _causal, drawn(*HEADS)),

@@ -200,6 +200,44 @@ def test_lengths_of_the_caller_beside_any_mask(kernel: ModuleType, name: str, co
     assert (found.cpu().double() - (scores.softmax(-1) @ v.double()).transpose(1, 2)).abs().max() <= 2**-20
 
 
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("causal", False), ("chunked", False), ("blocks of images", False), ("prefix", False), ("prefix", True)],
+)
+def test_padding_goes_before_lengths_of_the_caller(kernel: ModuleType, name: str, compiled: bool) -> None:
+    """As transformers' flash attention has it: lengths may be those of the tokens without it."""
+    torch.compiler.reset()
+    function, one_by_one = functions()[name]
+    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "mask_function": function}
+    options = sizes | {"use_vmap": one_by_one, "allow_is_causal_skip": False}
+    padding = PADDING["left"]
+    kept, seen = padding.npu(), masking_utils.sdpa_mask(**options, attention_mask=padding)
+    ends = torch.tensor([0, 9, 21], dtype=torch.int32, device="npu")
+    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+
+    def attention(*tensors: Tensor) -> Tensor:
+        mask = kernel.attention_mask(**options, attention_mask=kept, device="npu")
+        return kernel.attention_forward(Module(), *tensors, mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends)[0]
+
+    call = torch.compile(attention, backend="aot_eager") if compiled else attention
+    found = call(*(t.npu() for t in (q, k, v)))
+    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
+    exact = (scores.softmax(-1).nan_to_num() @ v.double()).transpose(1, 2)
+    assert (found.cpu().double() - exact)[padding].abs().max() <= 2**-20
+
+
+@pytest.mark.skipif(torch.npu.device_count() < 2, reason="it needs two devices")
+def test_lengths_beside_a_mask_go_to_the_device_of_each_layer(kernel: ModuleType) -> None:
+    mask = kernel.attention_mask(1, TOKENS, TOKENS, mask_function=functions()["prefix"][0], use_vmap=True)
+    ends = torch.tensor([0, 5, TOKENS])
+    q = torch.randn(1, 2, TOKENS, 8)
+    first, second = (
+        kernel.attention_forward(Module(), *[q.to(f"npu:{i}")] * 3, mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends)[0]
+        for i in range(2)
+    )
+    assert torch.equal(first.cpu(), second.cpu())
+
+
 def test_cross_attention_with_padded_keys(kernel: ModuleType) -> None:
     """Queries of a decoder among the keys of an encoder, of which some are padding."""
     padding = torch.tensor([[1] * 7, [1] * 4 + [0] * 3]).bool()

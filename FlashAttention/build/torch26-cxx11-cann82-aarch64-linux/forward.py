@@ -97,7 +97,7 @@ def attention_forward(
         seen = _seen(attention_mask, query, key)
         if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
             seen = attention_mask.left_out(query.device)
-        if packed and cache is None and attention_mask.is_without_padding():  # that of a paged cache knows them
+        if packed and cache is None and is_without_padding(attention_mask):  # that of a paged cache knows them
             beside = attention_mask.left_out_beside(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], query.device)
             seen = beside[..., : key.shape[2]]
     elif attention_mask is not None:

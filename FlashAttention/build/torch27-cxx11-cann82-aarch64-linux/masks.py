@@ -14,7 +14,7 @@ from .description import MaskDescription
 from .options import CAUSAL, FULL, Band
 from .patterns import Pattern, recognised
 
-_WITHOUT_PADDING = "_npu_flash_attention_without_padding"  # of a mask that is a tensor
+_WITHOUT_PADDING = "_npu_flash_attention_without_padding"  # of what attention_mask returns
 
 
 def attention_mask(
@@ -78,14 +78,15 @@ def attention_mask(
     if pattern is not None and pattern.chunk is not None:
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
     description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
+    setattr(description, _WITHOUT_PADDING, kept is None)
     if pattern is None:
         description.mask()  # now: a static cache moves its offset on while layers compute
     return description
 
 
-def is_without_padding(mask: Tensor) -> bool:
-    """Tell whether a mask was made here for a graph, and says nothing of padding: lengths of sequences say more."""
-    return torch.compiler.is_compiling() and getattr(mask, _WITHOUT_PADDING, False)
+def is_without_padding(mask: MaskDescription | Tensor) -> bool:
+    """Tell whether a mask was made here, and nobody said what is padding: lengths of sequences say more than it does."""
+    return getattr(mask, _WITHOUT_PADDING, False)
 
 
 def _recognised(function: Callable | None) -> Pattern | None:

@@ -84,10 +84,6 @@ class MaskDescription:
         pattern = self.pattern
         return pattern is not None and self._padding is None and pattern.chunk is None
 
-    def is_without_padding(self) -> bool:
-        """Tell whether it says nothing of padding: lengths of packed sequences then say more than it does."""
-        return self._padding is None
-
     def mask(self, device: torch.device | None = None) -> Tensor:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
         return self._kept(False, device)
@@ -98,12 +94,12 @@ class MaskDescription:
 
     def left_out_beside(self, cumulative: Tensor, key_cumulative: Tensor, batch: int, device: torch.device) -> Tensor:
         """Return `left_out` with what is in other sequences than a query. It is made once for these lengths."""
-        lengths = cumulative, key_cumulative
-        if self._beside is None or any(a is not b for a, b in zip(self._beside, lengths)):
+        known = self._beside
+        if known is None or known[0] is not cumulative or known[1] is not key_cumulative or known[2].device != device:
             with unseen():
-                others = in_other_sequences(batch, self.queries, self.keys, *lengths, device)
-                self._beside = *lengths, self.left_out(device) | others
-        return self._beside[2]
+                others = in_other_sequences(batch, self.queries, self.keys, cumulative, key_cumulative, device)
+                known = self._beside = cumulative, key_cumulative, self.left_out(device) | others
+        return known[2]
 
     def to(self, *_: Any, **__: Any) -> MaskDescription:
         """Return the same: each layer asks for what it needs on its device."""

@@ -14,6 +14,7 @@ from kernels_ext_npu.matching import kinds
 from tests.support import attention_types as types
 from tests.support import zoo
 from tests.support.attention_models import on_npu
+from tests.support.zoo import Inputs
 
 NAME = "npu_flash_attention"
 # Both are float32, with sums in another order, through layers whose weights are drawn without a scale.
@@ -43,11 +44,11 @@ def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def differences(name: str, model: PreTrainedModel, ours: PreTrainedModel) -> Iterator[tuple[str, float]]:
     """Compare outputs and all gradients of each batch."""
-    for batch, inputs, mask in types.batches(name, model):
+    for batch, inputs, rows in types.batches(name, model):
         outputs = []
         for each, given in ((model, inputs), (ours, on_npu(inputs))):
             each.zero_grad()
-            output = types.kept(types.main_output(each, given), mask)
+            output = types.kept(types.main_output(each, given), rows)
             outputs.append(output)
             if output.requires_grad:
                 weights = torch.linspace(-9, 9, output.numel()).sin().view(output.shape)
@@ -90,25 +91,25 @@ NO_DECODERS = {
 @pytest.mark.parametrize("name", [param for param in ALL if decodes(getattr(param, "values", [param])[0])])
 def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(registered, name) -> None:
     model, ours = pair(name)
-    _, inputs, mask = list(types.batches(name, model))[1]  # padded on the left
-    tokens = inputs["input_ids"]
+    _, inputs, rows = list(types.batches(name, model))[1]  # padded on the left
+    tokens, mask = inputs["input_ids"], inputs["attention_mask"]
     expected, found = in_steps(model, tokens, mask), in_steps(ours, tokens.npu(), mask.npu())
-    assert difference(types.kept(found, mask), types.kept(expected, mask)) <= FLOAT32
+    assert difference(types.kept(found, rows), types.kept(expected, rows)) <= FLOAT32
     for cache in ("dynamic", "static") if model._can_compile_fullgraph else ("dynamic",):  # not all take static ones
         options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
         expected = model.generate(tokens, attention_mask=mask, **options)
         assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
 
 
-def compiled(name: str, model: PreTrainedModel) -> tuple[list[Tensor], int]:
+def compiled(model: PreTrainedModel, batches: list[tuple[str, Inputs, types.Rows]]) -> tuple[list[Tensor], int]:
     """Compile a model, and return its outputs and how often its graph breaks."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model.compile(backend="aot_eager")
     found = []
     with torch.no_grad():
-        for _, inputs, mask in types.batches(name, model):
-            found.append(types.kept(types.main_output(model, on_npu(inputs)), mask))
+        for _, inputs, rows in batches:
+            found.append(types.kept(types.main_output(model, on_npu(inputs)), rows))
     model._compiled_call_impl = None
     return found, sum(torch._dynamo.utils.counters["graph_break"].values())
 
@@ -127,7 +128,7 @@ COMPILED_QUICKLY = "pixtral"
 def test_compiled_it_gives_what_eager_attention_gives_and_breaks_as_often_as_others(registered, name) -> None:
     """Plain, padded on either side, and packed; as sdpa, or as eager where a class has no sdpa."""
     model, ours = pair(name)
-    others = copy.deepcopy(ours)
+    batches, others = list(types.batches(name, model)), copy.deepcopy(ours)
     for implementation in ("sdpa", "eager"):
         try:
             others.set_attn_implementation(implementation)
@@ -135,13 +136,13 @@ def test_compiled_it_gives_what_eager_attention_gives_and_breaks_as_often_as_oth
             continue
         break
     try:
-        _, breaks = compiled(name, others)
+        _, breaks = compiled(others, batches)
     except Exception as error:
         pytest.skip(f"it does not compile with {implementation}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    found, own = compiled(name, ours)
+    found, own = compiled(ours, batches)
     with torch.no_grad():
-        for ours_out, (_, inputs, mask) in zip(found, types.batches(name, model)):
-            assert difference(ours_out, types.kept(types.main_output(model, inputs), mask)) <= FLOAT32
+        for ours_out, (_, inputs, rows) in zip(found, batches):
+            assert difference(ours_out, types.kept(types.main_output(model, inputs), rows)) <= FLOAT32
     assert own <= breaks
 
 
@@ -153,16 +154,16 @@ CHOOSING = {"HYV4ForCausalLM"}
 def test_in_bfloat16_it_is_no_further_from_float32_than_others_are(registered, name) -> None:
     """Than eager or sdpa, whichever is further; the roots of mean squares differ by chance by some percent."""
     model, ours = pair(name)
-    _, inputs, mask = next(iter(types.batches(name, model)))
+    _, inputs, rows = next(iter(types.batches(name, model)))
     errors = {}
     with torch.no_grad():
-        expected = types.kept(types.main_output(model, inputs), mask)
+        expected = types.kept(types.main_output(model, inputs), rows)
         given = {key: value.bfloat16() if value.is_floating_point() else value for key, value in on_npu(inputs).items()}
         for implementation in ("eager", "sdpa", NAME):
             try:
                 ours.to(torch.bfloat16).set_attn_implementation(implementation)
             except ValueError:  # not all classes have sdpa
                 continue
-            found = types.kept(types.main_output(ours, given), mask).cpu().float()
+            found = types.kept(types.main_output(ours, given), rows).cpu().float()
             errors[implementation] = float((found - expected).square().mean().sqrt())
     assert errors.pop(NAME) <= 1.2 * max(errors.values())

@@ -34,7 +34,8 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.slopes is not None:
         slopes = options.slopes.to(scores.dtype).view(-1, scores.shape[1], 1, 1)
-        scores = scores - slopes * _distances(*scores.shape[-2:], scores.device).abs()
+        queries, keys = scores.shape[-2:]
+        scores = scores - slopes * _distances(queries, keys, keys - queries, scores.device).abs()
     if options.bias is not None:
         scores = scores + options.bias
     left_out = outside(seen, *scores.shape[-2:], scores.device) if isinstance(seen, Band) else seen
@@ -97,14 +98,14 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 def outside(band: Band, queries: int, keys: int, device: torch.device) -> Tensor | None:
     """Mark the keys outside of a band, ``[queries, keys]``; None where there are none."""
-    band = band.within(queries, keys)
-    distances = None if band.left is band.right is None else _distances(queries, keys, device)
+    shift, band = band.shift(queries, keys), band.within(queries, keys)
+    distances = None if band.left is band.right is None else _distances(queries, keys, shift, device)
     behind = None if band.right is None else distances > band.right
     before = None if band.left is None else distances < -band.left
     return behind if before is None else before if behind is None else before | behind
 
 
-def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return how far each key is behind the key of each query, ``[queries, keys]``."""
+def _distances(queries: int, keys: int, shift: int, device: torch.device) -> Tensor:
+    """Return how far each key is behind that at which a query stands, ``[queries, keys]``; the first one at `shift`."""
     places = torch.arange(keys, device=device)
-    return places - (torch.arange(queries, device=device) + keys - queries).unsqueeze(-1)
+    return places - (torch.arange(queries, device=device) + shift).unsqueeze(-1)

@@ -27,8 +27,11 @@ def attention_mask(
     attention_mask: MaskDescription | Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    original: Callable[[], Tensor | None] | None = None,
     **kwargs: Any,
-) -> MaskDescription | Tensor:
+) -> MaskDescription | Tensor | None:
     """Describe the mask of a forward.
 
     Plain patterns, causal, sliding, bidirectional, chunked and packed, are recognised, and go without a mask; any other
@@ -44,14 +47,20 @@ def attention_mask(
         attention_mask: ``[B, tokens]``, False where a token is padding; or what this function returned before.
         use_vmap: whether ``mask_function`` is to be asked of one index at a time.
         device: where the mask would be.
+        allow_is_causal_skip: whether a module says itself if it is causal where nothing but that is described.
+        allow_is_bidirectional_skip: the same where nothing is left out.
+        original: makes what another implementation would take in place of what is returned, which stands for it.
         kwargs: what else transformers' own mask functions take, and this one does not need.
 
     Returns:
-        What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``;
-        under ``torch.compile`` it is that tensor.
+        What ``attention_forward`` takes as its mask. Treated as a tensor it is what it stands for, or else bool
+        ``[B, 1, q_length, kv_length]``; under ``torch.compile`` it is the latter. What ``original`` makes, where
+        ``attention_mask`` is not of so many sequences.
     """
     if isinstance(attention_mask, MaskDescription):  # a model made it, and hands it to the model inside
         return attention_mask
+    if original is not None and attention_mask is not None and len(attention_mask) != batch_size:
+        return original()
     kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
 
     # every pattern is said with the last query at the last key; where a static cache is, only the device knows
@@ -77,10 +86,15 @@ def attention_mask(
         return mask
     if pattern is not None and pattern.chunk is not None:
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
-    description = MaskDescription(q_length, kv_length, pattern, None if pattern is None else kept, make)
+    is_of_module = pattern is not None and (
+        allow_is_causal_skip or allow_is_bidirectional_skip or pattern.ids is not None
+    )
+    padding = None if pattern is None else kept
+    description = MaskDescription(q_length, kv_length, pattern, padding, make, is_of_module, original)
     setattr(description, _WITHOUT_PADDING, kept is None)
-    if pattern is None:
-        description.mask()  # now: a static cache moves its offset on while layers compute
+    if pattern is None:  # now: a static cache moves its offset on while layers compute
+        description.original()
+        description.mask()
     return description
 
 

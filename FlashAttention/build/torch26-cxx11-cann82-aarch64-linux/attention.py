@@ -53,7 +53,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, band: Band, options: Options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    band: Band,
+    options: Options,
+    left_out: Tensor | None = None,
 ) -> Tensor:
     """Compute attention within each sequence of a packed batch.
 
@@ -64,6 +70,7 @@ def attend_packed(
         sequences: where they end. What lies behind the last one gives zero.
         band: which keys of its sequence a query sees.
         options: how scores become weights.
+        left_out: the same for the longest queries and keys, ``[S_q, S_k]``, for a band that no operator is told of.
 
     Returns:
         ``[T, N, D_v]``, in the dtype of the query.
@@ -73,7 +80,7 @@ def attend_packed(
     query, key, value = query[:used], key[:key_used], value[:key_used]
     if is_fused(query, key, value, options) and is_fused_packed(sequences, band):
         try:
-            result = _launch_packed(query, key, value, sequences, band, options)
+            result = _launch_packed(query, key, value, sequences, band if left_out is None else left_out, options)
         except RuntimeError as error:
             if options.sink is None or not refuses_sinks(error):
                 raise
@@ -92,13 +99,13 @@ def _launch_one(
 
 
 def _launch_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, band: Band, options: Options
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, seen: Band | Tensor, options: Options
 ) -> Tensor:
     """Launch once for as many sequences as the operator takes."""
     size, sequences = value.shape[2], sequences.without_empty()
     query, key, value = padded(query, key, value)
     longest = (max(lengths) for lengths in zip(*sequences.lengths()))
-    sparsity = sparsity_of(band, *longest, query)
+    sparsity = sparsity_of(seen, *longest, query)
     parts, start, key_start = [], 0, 0
     for first in range(0, len(sequences.ends), MOST_SEQUENCES):
         ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)

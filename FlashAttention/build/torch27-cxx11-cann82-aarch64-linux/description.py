@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from .in_torch import outside
 from .lengths import HostValues, in_other_sequences
-from .options import CAUSAL, Band, Sequences
+from .options import CAUSAL, FULL, Band, Sequences
 from .patterns import Pattern
 from .selective_checkpoints import unseen
 
@@ -18,34 +19,53 @@ from .selective_checkpoints import unseen
 class Packing:
     """Says which tokens of a batch are in sequences of their own, one behind the other in memory.
 
-    Attributes:
+    Args:
         sequences: where they end.
         band: which keys of its sequence a query sees.
+        queries: the places in ``[B · S_q]`` of the queries that see a key, on the CPU; None for all.
+        keys: the places in ``[B · S_k]`` of the keys that are seen, likewise.
     """
 
-    def __init__(self, sequences: Sequences, band: Band, index: Tensor | None = None) -> None:
-        self.sequences, self.band, self._index = sequences, band, index
-        self._moved: dict[torch.device, Tensor] = {}
+    def __init__(
+        self, sequences: Sequences, band: Band, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> None:
+        self.sequences, self.band = sequences, band
+        self._places = queries, keys
+        self._moved: dict[torch.device, tuple[Tensor | None, ...]] = {}
+        self._left_out: dict[torch.device, Tensor | None] = {}
 
-    def index(self, device: torch.device) -> Tensor | None:
-        """Return which tokens of the batch they hold, by their places in ``[B · S]``; None for all.
-
-        The index is moved to a device once, without waiting.
-        """
-        if self._index is None:
-            return None
+    def places(self, device: torch.device) -> tuple[Tensor | None, ...]:
+        """Return the places of queries and of keys, which are moved to a device once, without waiting."""
         if device not in self._moved:
             with unseen():
-                pinned = self._index.pin_memory() if device.type != "cpu" else self._index
-                self._moved[device] = pinned.to(device, non_blocking=True)
+                queries, keys = self._places
+                moved = _moved(keys, device)
+                self._moved[device] = (moved if queries is keys else _moved(queries, device)), moved
         return self._moved[device]
+
+    def left_out(self, device: torch.device) -> Tensor | None:
+        """Return what a window from the start leaves out, ``[S_q, S_k]``: made once. No operator is told of it else."""
+        if not self.band.from_start or self.band[:2] == CAUSAL[:2]:
+            return None
+        if device not in self._left_out:
+            with unseen():
+                longest = (max(lengths) for lengths in zip(*self.sequences.lengths()))
+                self._left_out[device] = outside(self.band, *longest, device)
+        return self._left_out[device]
+
+
+def _moved(places: Tensor | None, device: torch.device) -> Tensor | None:
+    if places is None or device.type == "cpu":
+        return places
+    return places.pin_memory().to(device, non_blocking=True)
 
 
 class MaskDescription:
     """Says which keys each query of a forward sees.
 
     Where transformers' models treat it as the mask ``[B, 1, S_q, S_k]`` that it describes, it is one: its attributes,
-    items and torch's functions of it are those of that tensor, which is True where a query sees a key.
+    items and torch's functions of it are those of that tensor, which is True where a query sees a key, or of the one
+    that it stands for.
 
     Args:
         queries: how many there are in a sequence of the batch.
@@ -53,13 +73,23 @@ class MaskDescription:
         pattern: what the mask function says, None where it is none of the plain ones.
         padding: ``[B, keys]``, True where a key is not padding; None where there is none.
         make: makes the mask.
+        is_of_module: whether a module says itself if it is causal, where nothing but that is described.
+        original: makes what it stands for: what another implementation takes in its place, which can be None.
     """
 
     def __init__(
-        self, queries: int, keys: int, pattern: Pattern | None, padding: Tensor | None, make: Callable[[], Tensor]
+        self,
+        queries: int,
+        keys: int,
+        pattern: Pattern | None,
+        padding: Tensor | None,
+        make: Callable[[], Tensor],
+        is_of_module: bool = False,
+        original: Callable[[], Tensor | None] | None = None,
     ) -> None:
-        self.queries, self.keys, self.pattern = queries, keys, pattern
-        self._make = make
+        self.queries, self.keys, self.pattern, self.is_of_module = queries, keys, pattern, is_of_module
+        self._make, self._make_original = make, original
+        self._original: list[Tensor | None] = []
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
         self._chosen: dict[int, Band | Packing | None] = {}
         self._beside: tuple[Tensor, Tensor, Tensor] | None = None
@@ -83,6 +113,19 @@ class MaskDescription:
         """Tell whether it says nothing but distances, beside which tokens are packed together."""
         pattern = self.pattern
         return pattern is not None and self._padding is None and pattern.chunk is None
+
+    def fits(self, queries: int, keys: int) -> bool:
+        """Tell whether it is for so many queries and keys; a layer's cache can be shorter than what it was made for."""
+        return queries == self.queries and (keys <= self.keys or self.queries == self.keys == 1)
+
+    def original(self) -> Tensor | None:
+        """Return what it stands for, which is made once: its mask where nothing else was said."""
+        if self._make_original is None:
+            return self.mask()
+        if not self._original:
+            with unseen():
+                self._original.append(self._make_original())
+        return self._original[0]
 
     def mask(self, device: torch.device | None = None) -> Tensor:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
@@ -129,9 +172,10 @@ class MaskDescription:
         read = self._padding or self._ids
         if self._padding and len(self._padding.tensor) != batch:  # one row of padding can be that of all sequences
             return None
-        is_unread = isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling()
-        if self.queries != self.keys or is_unread or (self._padding and self._ids):
+        if isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling() or (self._padding and self._ids):
             return None
+        if self.queries != self.keys and (self._ids or self.queries == 1 or band != FULL):
+            return None  # a mask of one query is small, and its lengths would be read in each step of decoding
         return self._padded(band) if self._padding else self._packed(batch, band)
 
     def _chunks(self, batch: int, band: Band, chunk: int) -> Packing | None:
@@ -150,40 +194,58 @@ class MaskDescription:
             return band
         return self._packing([*begins.flatten().nonzero().flatten().tolist()[1:], begins.numel()])
 
-    def _padded(self, band: Band) -> Band | Packing | None:
-        """Return the tokens that are no padding as sequences; None where there is padding between them.
+    def _packing(self, ends: list[int]) -> Packing:
+        return Packing(Sequences(tuple(ends), tuple(ends)), self.pattern.band)
 
-        A causal pattern with padding behind the tokens only needs nothing: no token sees it.
+    def _padded(self, band: Band) -> Band | Packing | None:
+        """Return a batch without the keys that are padding, each with the queries that see another one.
+
+        Of ``k k k p p`` a causal query sees the first keys up to its own, and those behind them all three: the band
+        begins at the first query. Of ``p p k k k`` the first queries see none. None where a band sees less than that:
+        with padding between its keys, or in both directions and padding before them.
         """
         kept = self._padding.values.bool()
         counts = kept.sum(-1)
         if bool(kept.all()):
             return band
-        places = torch.arange(kept.shape[-1])
-        behind = bool((kept == (places < counts.unsqueeze(-1))).all())
-        if behind and band.right == 0:
-            return band
-        first = kept.int().argmax(-1, keepdim=True)
-        whole = (kept == ((places >= first) & (places < first + counts.unsqueeze(-1)))).all()
-        if not whole or not bool(counts.all()):
-            return None
-        return self._packing(counts.cumsum(0).tolist(), kept.flatten().nonzero().flatten())
-
-    def _packing(self, ends: list[int], index: Tensor | None = None) -> Packing:
-        return Packing(Sequences(tuple(ends), tuple(ends)), self.pattern.band, index)
+        first = torch.zeros_like(counts)
+        last = torch.where(counts > 0, self.queries, 0)
+        if band != FULL:
+            first, places = kept.int().argmax(-1), torch.arange(self.keys)
+            behind = first + counts
+            is_whole = (kept == ((places >= first[:, None]) & (places < behind[:, None]))).all()
+            if not is_whole or (band.right != 0 and first.any()):
+                return None
+            last = last if band.left is None else last.minimum(behind + band.left)
+        lengths = last - first
+        if band != FULL and not torch.equal(lengths, counts):
+            band = band._replace(from_start=True)
+        places = torch.arange(self.queries)
+        queries = (places >= first[:, None]) & (places < last[:, None])
+        ends = (tuple(numbers.cumsum(0).tolist()) for numbers in (lengths, counts))
+        keys = kept.flatten().nonzero().flatten()
+        if torch.equal(queries, kept):
+            return Packing(Sequences(*ends), band, keys, keys)
+        chosen = None if bool(queries.all()) else queries.flatten().nonzero().flatten()
+        return Packing(Sequences(*ends), band, chosen, keys)
 
     # ---- as a tensor ------------------------------------------------------------------------------------------------
+    def as_tensor(self) -> Tensor:
+        """Return the mask that it stands for, or its own where that is None."""
+        original = self.original()
+        return self.mask() if original is None else original
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.mask(), name)
+        return getattr(self.as_tensor(), name)
 
     def __getitem__(self, key: Any) -> Tensor:
-        return self.mask()[key]
+        return self.as_tensor()[key]
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.mask, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.as_tensor, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -191,8 +253,8 @@ def _of_the_mask(name: str) -> Callable:
     """Return an operator of the mask: Python looks for those in the class."""
 
     def operator(self: MaskDescription, *others: Any) -> Any:
-        others = tuple(other.mask() if isinstance(other, MaskDescription) else other for other in others)
-        return getattr(self.mask(), name)(*others)
+        others = tuple(other.as_tensor() if isinstance(other, MaskDescription) else other for other in others)
+        return getattr(self.as_tensor(), name)(*others)
 
     return operator
 

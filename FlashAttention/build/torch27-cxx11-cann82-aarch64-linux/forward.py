@@ -95,6 +95,8 @@ def attention_forward(
         seen = _Lengths(cu_seq_lens_q, cu_seq_lens_k, band)
     elif isinstance(attention_mask, MaskDescription):
         seen = _seen(attention_mask, query, key)
+        if attention_mask.is_of_module and seen in (CAUSAL, FULL) and query.shape[2] == key.shape[2]:
+            seen = band if band in (CAUSAL, FULL) else seen
         if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
             seen = attention_mask.left_out(query.device)
         if packed and cache is None and is_without_padding(attention_mask):  # that of a paged cache knows them
@@ -148,13 +150,13 @@ def _seen(mask: MaskDescription, query: Tensor, key: Tensor) -> Band | Packing |
     if (queries, keys) == (mask.queries, mask.keys):
         plain = mask.plain(query.shape[0])
         return mask.left_out(query.device) if plain is None else plain
-    if queries == mask.queries == mask.keys == 1:  # of a model whose cache counts no tokens: one key stands for all
-        return FULL if mask.is_band() else mask.left_out(query.device)
-    if queries != mask.queries or keys > mask.keys:
+    if not mask.fits(queries, keys):
         raise ValueError(
             f"attention_forward: attention_mask is for {mask.queries} queries and {mask.keys} keys, "
             f"got {queries} and {keys}"
         )
+    if queries == mask.queries == mask.keys == 1:  # of a model whose cache counts no tokens: one key stands for all
+        return FULL if mask.is_band() else mask.left_out(query.device)
     return mask.left_out(query.device)[..., :keys]
 
 
@@ -184,11 +186,13 @@ def _attend_packing(query: Tensor, key: Tensor, value: Tensor, packing: Packing 
             result = attend_packed_in_graph(query, key, value, packing.of_queries, packing.band, options)
             return result.unflatten(0, (batch, queries))
         packing = Packing(Sequences(ends_of(packing.of_queries), ends_of(packing.of_keys)), packing.band)
-    index = packing.index(query.device)
-    if index is None:
-        result = attend_packed(query, key, value, packing.sequences, packing.band, options)
-    else:
-        some = (tensor.index_select(0, index) for tensor in (query, key, value))
-        result = attend_packed(*some, packing.sequences, packing.band, options)
-        result = result.new_zeros(query.shape[0], *result.shape[1:]).index_copy(0, index, result)
+    total, (queries_seen, keys_seen) = query.shape[0], packing.places(query.device)
+    if queries_seen is not None:
+        query = query.index_select(0, queries_seen)
+    if keys_seen is not None:
+        key, value = key.index_select(0, keys_seen), value.index_select(0, keys_seen)
+    left_out = packing.left_out(query.device)
+    result = attend_packed(query, key, value, packing.sequences, packing.band, options, left_out)
+    if queries_seen is not None:
+        result = result.new_zeros(total, *result.shape[1:]).index_copy(0, queries_seen, result)
     return result.unflatten(0, (batch, queries))

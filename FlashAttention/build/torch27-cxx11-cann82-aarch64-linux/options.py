@@ -9,27 +9,38 @@ from torch import Tensor
 
 
 class Band(NamedTuple):
-    """Says which keys a query sees by their distance; the last query stands at the last key.
+    """Says which keys a query sees by their distance.
 
-    Query ``i`` of ``S_q`` stands at key ``i + S_k - S_q``, and sees ``left`` keys before it and ``right`` behind it.
+    Query ``i`` of ``S_q`` stands at key ``i + S_k - S_q``, the last one at the last key, or at key ``i``, and sees
+    ``left`` keys before it and ``right`` behind it.
 
     Attributes:
         left: how many keys before its own a query sees; None for all.
         right: how many keys behind its own a query sees; None for all.
+        from_start: whether the first query stands at the first key, however many there are of both.
     """
 
     left: int | None = None
     right: int | None = None
+    from_start: bool = False
+
+    def shift(self, queries: int, keys: int) -> int:
+        """Return at which key the first query stands."""
+        return 0 if self.from_start else keys - queries
 
     def within(self, queries: int, keys: int) -> Band:
         """Return the same band without the limits that so many queries and keys never reach."""
-        left = None if self.left is None or self.left >= keys - 1 else self.left
-        right = None if self.right is None or self.right >= queries - 1 else self.right
-        return Band(left, right)
+        shift = self.shift(queries, keys)
+        left = None if self.left is None or self.left >= queries - 1 + shift else self.left
+        right = None if self.right is None or self.right >= keys - 1 - shift else self.right
+        return Band(left, right, self.from_start and (left, right) != (None, None))
 
     def leaves_rows_empty(self, queries: int, keys: int) -> bool:
-        """Tell whether a query sees no key: the first ones, where there are more queries than keys."""
-        return keys == 0 or (self.right is not None and queries - keys > self.right)
+        """Tell whether a query sees no key: the first ones, or the last ones."""
+        shift = self.shift(queries, keys)
+        before = self.right is not None and shift + self.right < 0
+        behind = self.left is not None and queries - 1 + shift - self.left > keys - 1
+        return keys == 0 or before or behind
 
 
 class Sequences(NamedTuple):

@@ -17,7 +17,7 @@ from .selective_checkpoints import unseen
 
 _UNBOUNDED = 2147483647
 _TRIANGLE = 2048  # the size of the mask that the modes below share, whatever the lengths are
-_DEFAULT, _ALL, _LOWER_RIGHT, _BAND = 0, 1, 3, 4  # sparse_mode
+_DEFAULT, _ALL, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 0, 1, 2, 3, 4  # sparse_mode
 _EXPECT_EMPTY_ROWS = 2  # inner_precise: a query without any key gives zero
 
 _triangles: dict[torch.device, Tensor] = {}
@@ -47,7 +47,7 @@ def sparsity_of(seen: Band | Tensor, queries: int, keys: int, query: Tensor) -> 
     """Return how an operator is told of a band among so many queries and keys, or of a mask.
 
     Args:
-        seen: a band, or what is left out.
+        seen: a band, one from the start with no limit but that of causal attention; or what is left out.
         queries: how many queries there are, of a packed batch in its longest sequence.
         keys: how many keys there are, likewise.
         query: a tensor on the device where the mask has to be.
@@ -58,9 +58,10 @@ def sparsity_of(seen: Band | Tensor, queries: int, keys: int, query: Tensor) -> 
     band = seen.within(queries, keys)
     if band == FULL:
         return Sparsity()
-    if band == CAUSAL:
-        return Sparsity(_triangle(query), _LOWER_RIGHT, inner_precise=inner_precise)
-    before, behind = (_UNBOUNDED if limit is None else limit for limit in band)
+    if band[:2] == CAUSAL[:2]:
+        mode = _UPPER_LEFT if band.from_start else _LOWER_RIGHT
+        return Sparsity(_triangle(query), mode, inner_precise=inner_precise)
+    before, behind = (_UNBOUNDED if limit is None else limit for limit in band[:2])
     return Sparsity(_triangle(query), _BAND, before, behind, inner_precise)
 
 

@@ -10,7 +10,8 @@ from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
 from kernels_ext_npu.swapping import (
     adapters,
-    attention,
+    attention_names,
+    attention_serving,
     experts,
     forwards,
     functions,
@@ -92,7 +93,8 @@ def restore(model: Model) -> Model:
     if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
     experts.restore(model)
-    attention.restore(model)
+    attention_names.give_back(model)
+    attention_serving.set_plain(model, True)
     heads.restore(model)
     residuals.restore(model)
     projections.LAYERS.restore(model)

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
     adapters,
-    attention_default,
+    attention_interface,
+    attention_serving,
     changes,
     classes,
     experts,
@@ -67,8 +68,9 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     packing.pack(model)
     if experts_interface.is_installed():
         experts.choose(model)
-    if attention_default.is_installed():
-        attention_default.settle_anew(model)
+    attention_serving.set_plain(model, False)
+    if attention_interface.is_installed():
+        attention_interface.try_to_load()
     residuals.take(model)
     if registration.strict:
         _check_strictly(model)

@@ -18,8 +18,6 @@ def install(patches: Patches) -> None:
     """Let transformers' ``set_use_kernels`` go through the pipeline."""
     from transformers import PreTrainedModel
 
-    from kernels_ext_npu.swapping import attention_default
-
     original: Any = PreTrainedModel.set_use_kernels
     signature = inspect.signature(original)
 
@@ -30,8 +28,6 @@ def install(patches: Patches) -> None:
             _swap(self, given.get("mode"), functools.partial(original, self, use_kernels, *args, **kwargs), given)
         else:  # also where somebody has wrapped it since unregister(), and ours stays below
             original(self, use_kernels, *args, **kwargs)
-            if attention_default.is_installed():  # from_pretrained() calls this, also without use_kernels=True
-                attention_default.settle(self)
 
     patches.attribute(PreTrainedModel, "set_use_kernels", set_use_kernels)
 

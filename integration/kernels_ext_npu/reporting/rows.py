@@ -26,8 +26,7 @@ from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
     adapters,
     ahead,
-    attention,
-    attention_default,
+    attention_serving,
     changes,
     experts,
     experts_choice,
@@ -40,7 +39,7 @@ from kernels_ext_npu.swapping import (
     refusals,
     state,
 )
-from kernels_ext_npu.swapping.attention_choice import NAME
+from kernels_ext_npu.swapping.attention_names import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.refusals import decorates_own, refusal, replaced
@@ -91,10 +90,9 @@ def of_modules(model: nn.Module) -> Iterator[Row]:
 
 def of_attention(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that computes attention."""
-    kept = attention_default.reasons(model) if attention_default.is_installed() else {}
     for path, module in model.named_modules():
         if attends(type(module)):
-            yield _of_attention(path, module, kept)
+            yield _of_attention(path, module)
 
 
 def of_heads(model: nn.Module) -> Iterator[Row]:
@@ -167,7 +165,7 @@ def passed_by(row: Row, model: nn.Module) -> Row:
 def expected(row: Row, model: nn.Module) -> Row:
     """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
     if row.kind == ATTENTION.in_models:
-        passes = row.reason == refusals.NOT_SETTLED or refusals.is_elsewhere(model.get_submodule(row.path))
+        passes = refusals.is_elsewhere(model.get_submodule(row.path))
         return replace(row, reason=refusals.AT_FIRST_CALL) if row.kernel and not row.swapped and passes else row
     if row.kind in (HEADS.in_models, PROJECTIONS.in_models):
         passes = row.reason in (refusals.NOT_ASKED_FOR, refusals.elsewhere(model.get_submodule(row.path)))
@@ -209,13 +207,13 @@ def _adapted_apart(module: nn.Module) -> str | None:
     return None if pair is None else adapters.apart(*pair)
 
 
-def _of_attention(path: str, module: nn.Module, kept: dict[int, str | None]) -> Row:
+def _of_attention(path: str, module: nn.Module) -> Row:
     name, counted_as = type(module).__name__, ATTENTION.in_models
-    if not attention.is_served(module):
+    if (reason := attention_serving.refusal(module)) is not None:
         kernel = NAME if attention_refusal(type(module)) is None else None
-        return Row(path, name, kernel, False, attention.reason(module, kept), is_candidate=False, kind=counted_as)
+        return Row(path, name, kernel, False, reason, is_candidate=False, kind=counted_as)
     stranger = replaced(module)
-    reason = attention.remark(module) if stranger is None else refusals.passed_by(stranger)
+    reason = attention_serving.remark(module) if stranger is None else refusals.passed_by(stranger)
     return Row(path, name, NAME, True, reason, kind=counted_as)
 
 

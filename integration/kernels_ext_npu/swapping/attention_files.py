@@ -1,22 +1,26 @@
-"""Files of transformers that go another way for every implementation with "flash" in its name.
+"""Files of transformers that ask whether attention is a flash attention, and go another way for it.
 
-What they mean is flash-attn, which takes no masks: those of SAM 2 leave masks that are added to scores to torch, which
-drops them on an NPU; ESM C refuses chains, HRM prefixes, and masking_utils chunks. Ours computes all of these, and is
-to them as any other implementation. Files that give a flash attention the lengths of sequences stay as they are.
+Some give it the lengths of sequences in place of one call for each, as vision towers do: so they do for ours, also
+where it stands for ``sdpa``. Others mean flash-attn, which takes no masks: those of SAM 2 leave masks that are added to
+scores to torch, which drops them on an NPU; ESM C refuses chains, HRM prefixes, and masking_utils chunks. To them ours
+is as any other implementation.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.utils.generic import is_flash_attention_requested
 
-from kernels_ext_npu.swapping import attention_choice, state
+from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.attention_names import NAME, REPOSITORY, canonical_name, names_it
+from kernels_ext_npu.swapping.attention_serving import has_replaced, stands_for
 from kernels_ext_npu.swapping.patches import Patches
 
 _ASKED = "is_flash_attention_requested"
@@ -30,7 +34,12 @@ def install(patches: Patches) -> None:
     for name in list(sys.modules):
         if name.startswith(_MODELS):
             _adapt(name, patches)
-    patches.method(PreTrainedModel, "__init__", _adapting, lambda: state.uses(attention_choice.REPOSITORY))
+    patches.method(PreTrainedModel, "__init__", _adapting, lambda: state.uses(REPOSITORY))
+
+
+def gives_lengths(cls: type[nn.Module]) -> bool:
+    """Tell whether the file of a class was told that it calls a flash attention, to which it gives lengths."""
+    return vars(sys.modules[cls.__module__]).get(_ASKED) is _takes_lengths
 
 
 def _adapting(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -43,23 +52,29 @@ def _adapting(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: A
 
 
 def _adapt(name: str, patches: Patches) -> None:
-    file = sys.modules.get(name)
-    if file is not None and vars(file).get(_ASKED) is is_flash_attention_requested and not _gives_lengths(file):
-        patches.attribute(file, _ASKED, _is_other_flash_attention)
+    if vars(sys.modules.get(name)).get(_ASKED) is is_flash_attention_requested:
+        patches.attribute(sys.modules[name], _ASKED, _takes_lengths if _writes(name) else _is_other_flash_attention)
 
 
-def _gives_lengths(file: ModuleType) -> bool:
+@functools.cache
+def _writes(name: str) -> bool:
+    """Tell whether a file gives lengths to attention; one that cannot be read is left as it is."""
     try:
-        return _LENGTHS in inspect.getsource(file)
+        return _LENGTHS in inspect.getsource(sys.modules[name])
     except OSError:
         return True
+
+
+def _takes_lengths(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Tell whether an implementation takes lengths, as transformers asks whether it is a flash attention."""
+    is_ours = config is not None and not args and not kwargs and stands_for(config) and not has_replaced(config)
+    return is_ours or is_flash_attention_requested(config, *args, **kwargs)
 
 
 def _is_other_flash_attention(
     config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
 ) -> bool:
     """Tell whether an implementation is a flash attention that is not ours, as transformers asks it."""
-    requested = attention_choice.meant(requested_attention_implementation)
-    if attention_choice.names_it(config) or requested == attention_choice.NAME:
+    if names_it(config) or canonical_name(requested_attention_implementation) == NAME:
         return False
     return is_flash_attention_requested(config, requested_attention_implementation, version)

@@ -1,24 +1,72 @@
-"""The attention implementation ``npu_flash_attention`` of transformers.
+"""The attention that transformers calls by name.
 
-It is the kernel FlashAttention, called by name: who names it gets it, and so do models on the NPU that would have
-transformers' default (attention_default.py). On other devices than the NPU the kernel computes in torch. The name
-contains "flash", by which transformers knows implementations that take lengths of packed sequences: vision towers and
-continuous batching give them.
+The kernel FlashAttention is the implementation ``npu_flash_attention``, for who names it, and what ``sdpa`` means on
+the NPU while kernels are registered; so does ``eager`` for models that transformers gives nothing better. No config
+says so: what reads the name of an implementation, or wraps one, finds what it would without kernels. Where the kernel
+does not serve, and on other devices, the function computes that was in its place, from the mask that it would be given.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-from kernels_ext_npu.swapping import attention_choice, attention_default, attention_files, attention_packing
-from kernels_ext_npu.swapping.attention_choice import NAME
+from kernels_ext_npu import sources
+from kernels_ext_npu.swapping import attention_files, attention_names, attention_packing, attention_weights, state
+from kernels_ext_npu.swapping.attention_names import NAME, REPOSITORY
+from kernels_ext_npu.swapping.attention_serving import IS_OURS, describes, is_plain, serves
 from kernels_ext_npu.swapping.patches import Patches
+
+
+def install(patches: Patches) -> None:
+    """Register the implementation, and let it stand in for transformers' own, unless somebody has replaced these."""
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    patches.item(functions, NAME, npu_flash_attention)
+    patches.item(masks, NAME, npu_flash_attention_mask)
+    if functions["sdpa"] is sdpa_attention_forward and masks["sdpa"] is sdpa_mask:
+        patches.item(functions, "sdpa", standing_in(sdpa_attention_forward))
+        patches.item(masks, "sdpa", _mask_standing_in("sdpa", sdpa_mask))
+    if masks["eager"] is eager_mask:
+        patches.item(masks, "eager", _mask_standing_in("eager", eager_mask))
+        patches.method(AttentionInterface, "get_interface", _get_interface, is_installed)
+    attention_names.install(patches)
+    attention_files.install(patches)
+    attention_packing.install(patches)
+    if state.current is not None and state.current.source != "hub":
+        try_to_load()
+
+
+def is_installed() -> bool:
+    """Tell whether models can be served."""
+    return state.uses(REPOSITORY)
+
+
+@torch.compiler.assume_constant_result
+def kernel() -> ModuleType:
+    """Return the package of the kernel, which is loaded when it is first asked for."""
+    assert state.current is not None
+    if state.current.attention_kernel is None:
+        state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
+    return state.current.attention_kernel
+
+
+def try_to_load() -> None:
+    """Load the kernel now: while a graph is captured or compiled it would be too late.
+
+    What is wrong is said when the kernel is needed.
+    """
+    with suppress(Exception):
+        kernel()
 
 
 def npu_flash_attention(
@@ -41,28 +89,18 @@ def npu_flash_attention(
     Raises:
         ValueError: sequences are split between devices by torch's context parallelism.
     """
-    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:  # a comparison costs no call
-        _refuse_context_parallelism()
-    if kwargs.get("output_attentions") and kwargs.get("cu_seq_lens_q") is None:
-        from kernels_ext_npu.swapping import attention_weights  # register() need not wait for references
-
-        if (formula := attention_weights.formula(module)) is not None:
-            is_causal = getattr(module, "is_causal", True)
-            attention_mask = attention_weights.added(attention_mask, query, key, is_causal)
-            return formula(module, query, key, value, attention_mask, *args, **kwargs)
-    return attention_choice.kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-
-
-def _refuse_context_parallelism() -> None:
-    """Refuse a part of a sequence, which would not see the others.
-
-    torch and torch_npu exchange keys in what they put into the place of scaled_dot_product_attention for it.
-    """
-    if ".tensor.experimental." in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
+    if _splits_sequences():
         raise ValueError(
             f"{NAME}: context parallelism replaces torch's scaled_dot_product_attention, which is not called here: "
             'choose attn_implementation="sdpa"'
         )
+    if kwargs.get("output_attentions") and kwargs.get("cu_seq_lens_q") is None:
+        formula = attention_weights.formula(type(module))
+        if formula is not None:
+            is_causal, indices = getattr(module, "is_causal", True), kwargs.get("indices")
+            attention_mask = attention_weights.added(attention_mask, query, key, is_causal, indices)
+            return formula(module, query, key, value, attention_mask, *args, **kwargs)
+    return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
@@ -72,58 +110,103 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
         args: those of the masks in transformers' ``AttentionMaskInterface``.
         kwargs: the same.
     """
-    return attention_choice.kernel().attention_mask(*args, **kwargs)
+    return kernel().attention_mask(*args, **kwargs)
 
 
-def install(patches: Patches) -> None:
-    """Register the implementation and its mask, and accept the name of the repository on the Hub for it."""
-    patches.item(AttentionInterface._global_mapping, NAME, npu_flash_attention)
-    patches.item(AttentionMaskInterface._global_mapping, NAME, npu_flash_attention_mask)
-    patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_and_adjust, is_installed)
-    patches.method(PreTrainedModel, "set_attn_implementation", _set, is_installed)
-    attention_choice.install(patches)
-    attention_default.install(patches)
-    attention_files.install(patches)
-    attention_packing.install(patches)
+@functools.cache
+def standing_in(original: Callable) -> Callable:
+    """Return what stands for an implementation of attention of transformers, and calls it where ours does not serve."""
 
+    is_sdpa = original is sdpa_attention_forward
 
-def is_installed() -> bool:
-    """Tell whether models can name the implementation."""
-    return attention_default.is_installed()
+    @functools.wraps(original)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
+        if (
+            query.device.type == "npu"
+            and query.dtype is not torch.float64
+            and kwargs.get("softcap") is None
+            and kwargs.get("position_bias") is None
+            and not kwargs.get("output_attentions")
+            and is_installed()
+            and serves(type(module), None if is_sdpa else type(module.config))
+            and not is_plain(module)
+            and (attention_mask is None or _fits(attention_mask, query, key, is_described))
+            and not _splits_sequences()
+        ):
+            return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+        if is_described:
+            attention_mask = attention_mask.original()
+        elif attention_mask is not None and torch.compiler.is_compiling() and not is_sdpa:
+            attention_mask = attention_weights.added(attention_mask, query, key)  # a graph has no descriptions
+        if kwargs.get("cu_seq_lens_q") is not None and attention_files.gives_lengths(type(module)):
+            return _one_by_one(original, module, (query, key, value), attention_mask, *args, **kwargs)
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    setattr(attention, IS_OURS, True)
+    return attention
 
 
 def make_ready() -> None:
     """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
     with torch.no_grad():
-        attention_choice.kernel().flash_attn_func(
-            *torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True
-        )
+        kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
 
 
-def _check_and_adjust(
-    original: Callable, self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any
-) -> str:
-    """Return the implementation of a model.
+def _mask_standing_in(name: str, original: Callable) -> Callable:
+    """Return what stands for a mask function of transformers: on the NPU a description, which stands for its mask."""
 
-    Ours needs no package to be imported for it, and serves those models too that list the flash attentions that they
-    get on with: none of these has a build for the NPU.
+    @functools.wraps(original)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        given, config = kwargs.get("attention_mask"), kwargs.get("config")
+        if given is not None and not isinstance(given, Tensor):  # that of the model around
+            return given if describes(type(config), name) else given.original()
+        if (
+            args
+            or torch.device(kwargs.get("device", "cpu")).type != "npu"
+            or not is_installed()
+            or not describes(type(config), name)
+            or getattr(config, "attn_logit_softcapping", None)
+        ):
+            return original(*args, **kwargs)
+        if name == "eager":  # which computes by the mask alone
+            kwargs = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return kernel().attention_mask(**kwargs, original=functools.partial(original, **kwargs))
+
+    return mask
+
+
+def _get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
+    """Return what a module calls for its attention: for its own formula what stands in for that."""
+    found = original(self, implementation, default)
+    return standing_in(found) if implementation == "eager" and found is default else found
+
+
+def _splits_sequences() -> bool:
+    """Tell whether torch's context parallelism is on, whose part of a sequence would not see the others.
+
+    torch and torch_npu exchange keys in what they put into the place of scaled_dot_product_attention for it.
     """
-    if attention_choice.meant(requested) != NAME:
-        implementation = original(self, requested, *args, **kwargs)
-        if kwargs.get("is_init_check"):
-            attention_choice.note(self.config, requested)
-        return implementation
-    if not attention_choice.can_take_it(type(self)):
-        default = original(self, None, *args, **kwargs)
-        attention_choice.keeps_its_own(type(self), default)
-        return default
-    attention_choice.adopt(self)
-    attention_choice.try_to_load()
-    return NAME
+    function = F.scaled_dot_product_attention
+    if function is torch._C._nn.scaled_dot_product_attention:
+        return False
+    return ".tensor.experimental." in (getattr(function, "__module__", None) or "")
 
 
-def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args: Any, **kwargs: Any) -> None:
-    requested = attention_choice.meant(requested)
-    with attention_choice.noted(self, requested):
-        original(self, requested, *args, **kwargs)
-    attention_default.withdraw(self)
+def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool) -> bool:
+    """Tell whether a mask is for these tensors: if not, transformers' own says what is wrong with it."""
+    if is_described:
+        return mask.fits(query.shape[2], key.shape[2])
+    sizes = (*query.shape[:3], key.shape[2])
+    return mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes)) and mask.shape[3] >= sizes[3]
+
+
+def _one_by_one(
+    original: Callable, module: nn.Module, tensors: tuple[Tensor, ...], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute sequences that lie one behind the other, as the file of the module does where it gives no lengths."""
+    lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in tensors))
+    return torch.cat([original(module, *part, *args, **kwargs)[0] for part in parts], dim=1), None

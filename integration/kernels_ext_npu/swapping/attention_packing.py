@@ -6,6 +6,7 @@ handed on as they are, and the kernel reads them once a forward.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -14,22 +15,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from kernels_ext_npu.swapping import attention_choice, state
-from kernels_ext_npu.swapping.attention_choice import REPOSITORY
+from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.attention_names import REPOSITORY, names_it
+from kernels_ext_npu.swapping.attention_serving import describes
 from kernels_ext_npu.swapping.patches import Patches
 
-_counts_itself: ContextVar[bool | None] = ContextVar("_counts_itself", default=None)
+_counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
 
 
 def install(patches: Patches) -> None:
-    """Note what the outermost model of a call is given, and let masks of ours be made without reading positions."""
+    """Note what each model is given, and let masks of ours be made without reading positions."""
     patches.method(PreTrainedModel, "__call__", _noting_positions, _is_noting)
     original = masking_utils._preprocess_mask_arguments
 
-    def preprocess(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not state.uses(REPOSITORY) or not attention_choice.names_it(config) or torch.compiler.is_compiling():
-            return original(config, *args, **kwargs)
-        return _without_reading(original, config, *args, **kwargs)
+    def preprocess(config: Any, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _is_noting() or not _are_ours(config, inputs_embeds):
+            return original(config, inputs_embeds, *args, **kwargs)
+        return _without_reading(original, config, inputs_embeds, *args, **kwargs)
 
     patches.attribute(masking_utils, "_preprocess_mask_arguments", preprocess)
 
@@ -38,11 +40,17 @@ def _is_noting() -> bool:
     return not torch.compiler.is_compiling() and state.uses(REPOSITORY)
 
 
+def _are_ours(config: Any, inputs_embeds: Tensor) -> bool:
+    is_here = inputs_embeds.device.type == "npu"
+    return names_it(config) or (is_here and describes(type(config), config._attn_implementation))
+
+
 def _noting_positions(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    if _counts_itself.get() is not None:
-        return original(self, *args, **kwargs)
+    """Call a model: the innermost one makes the masks. One that somebody else has written may make packed positions."""
+    forward = inspect.unwrap(self.forward)
+    is_known = getattr(forward, "__module__", "").startswith("transformers.")
     # tokens can be given without their name, and what follows them could be positions
-    token = _counts_itself.set(len(args) <= 1 and kwargs.get("position_ids") is None)
+    token = _counts_itself.set(is_known and len(args) <= 1 and kwargs.get("position_ids") is None)
     try:
         return original(self, *args, **kwargs)
     finally:

@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching import kinds
-
 _EAGER = "eager_attention_forward"  # what transformers' files of models call their formula, or end its name with
 
 
-def formula(module: nn.Module) -> Callable | None:
-    """Return the function that computes the attention of a module with all weights, from the file of its class."""
-    forward = inspect.unwrap(type(module).forward)
+def formula(cls: type[nn.Module]) -> Callable | None:
+    """Return the function that computes the attention of a class of modules with all weights, from its file."""
+    from kernels_ext_npu.matching import kinds  # register() need not wait for references
+
+    forward = inspect.unwrap(cls.forward)
     named = sorted(name for name in kinds.names(forward) if name.endswith(_EAGER))
     return next((forward.__globals__[name] for name in named if name in forward.__globals__), None)
 
 
-def added(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
+def added(
+    mask: Any, query: Tensor, key: Tensor, is_causal: bool = True, indices: Tensor | None = None
+) -> Tensor | None:
     """Return a mask as the formulas take it: floating ``[B or 1, N or 1, S_q, S_k]``, added to the scores.
 
     Args:
@@ -29,10 +31,19 @@ def added(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | No
         query: ``[B, N, S_q, D]``.
         key: ``[B, N_k, S_k, D]``.
         is_causal: whether a query sees no key behind its own, where the mask is of padding.
+        indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it; all by default.
     """
+    queries, keys = query.shape[2], key.shape[2]
+    if indices is not None:
+        chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=query.device)
+        lowest = torch.finfo(query.dtype).min
+        beyond = torch.zeros_like(chosen, dtype=query.dtype).masked_fill(
+            ~chosen.scatter(-1, indices.long(), True), lowest
+        )
+        others = added(mask, query, key, is_causal)
+        return beyond[:, None] if others is None else others.minimum(beyond[:, None])
     if mask is None:
         return None
-    queries, keys = query.shape[2], key.shape[2]
     seen = mask[..., :keys] if isinstance(mask, Tensor) or mask.keys != keys else mask.mask(query.device)
     if seen.is_floating_point():
         return seen

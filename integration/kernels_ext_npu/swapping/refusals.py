@@ -26,7 +26,6 @@ NO_RMS_NORM = "not an RMS norm"
 FORWARD_UNKNOWN = "no kernel computes what its forward computes"
 FUNCTION_UNKNOWN = "no kernel computes what it computes"
 RESTORED = "restore() was called for this part of the model: kernelize() swaps kernels into it again"
-NOT_SETTLED = "the model was made before register(): call kernelize(model)"
 AT_FIRST_CALL = "swapped in when the model is first called on the NPU"
 
 

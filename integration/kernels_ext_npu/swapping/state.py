@@ -16,39 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _configs() -> weakref.WeakValueDictionary[int, Any]:
-    return weakref.WeakValueDictionary()
-
-
-@dataclass
-class AttentionChoices:
-    """Who chose the attention implementation of a config: configs by id, as they cannot be hashed.
-
-    Attributes:
-        named: an implementation was asked for.
-        unnamed: none was, when a model was made of it.
-        taken: it names ours, for which nobody asked.
-        restored: restore() was called for it.
-    """
-
-    named: weakref.WeakValueDictionary[int, Any] = field(default_factory=_configs)
-    unnamed: weakref.WeakValueDictionary[int, Any] = field(default_factory=_configs)
-    taken: weakref.WeakValueDictionary[int, Any] = field(default_factory=_configs)
-    restored: weakref.WeakValueDictionary[int, Any] = field(default_factory=_configs)
-
-    def copy(self, config: Any, copied: Any) -> None:
-        """Say of the copy of a config what is said of it."""
-        for configs in (self.named, self.unnamed, self.taken, self.restored):
-            if id(config) in configs:
-                configs[id(copied)] = copied
-
-    def name(self, config: Any) -> None:
-        """Say that an implementation was asked for, whatever was said before."""
-        for configs in (self.unnamed, self.taken, self.restored):
-            configs.pop(id(config), None)
-        self.named[id(config)] = config
-
-
 @dataclass
 class Registration:
     """What register() was told, and what was changed and found since.
@@ -65,7 +32,6 @@ class Registration:
         experts_named: the configs whose owner named an implementation of experts, by id.
         experts_layer: the layer that computes experts by name, once it is loaded.
         attention_kernel: the package that computes attention by name, once it is loaded.
-        attention: the configs that name an implementation of attention, by who chose it.
         loss_kernel: the package that computes losses without logits, once it is loaded.
         linear_kernel: the package that computes linear layers that are trained, once it is loaded.
         waiting: the models that were not called on the NPU yet.
@@ -83,7 +49,6 @@ class Registration:
     experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     experts_layer: type[nn.Module] | None = None
     attention_kernel: ModuleType | None = None
-    attention: AttentionChoices = field(default_factory=AttentionChoices)
     loss_kernel: ModuleType | None = None
     linear_kernel: ModuleType | None = None
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)

@@ -24,6 +24,7 @@ from kernels_ext_npu.swapping.experts_interface import npu_grouped_mm
 from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.side import Side
 
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 CHANGED = "changed since it was swapped in"
 
 
@@ -121,7 +122,7 @@ def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[t
 
     if row.kind == ATTENTION.in_models:
         mask = torch.full((5, 5), torch.finfo(dtype).min, dtype=dtype, device=side.device).triu(1)[None, None]
-        size = next(getattr(module, n) for n in ("head_dim", "head_size", "attention_head_size") if hasattr(module, n))
+        size = next(getattr(module, name) for name in HEAD_SIZES if hasattr(module, name))
         q, k, v = (draw(2, n * 2, 5, size) for n in (getattr(module, "num_key_value_groups", 1), 1, 1))
         return (q, k, v, mask), {}
     if row.kind == EXPERTS.in_models:

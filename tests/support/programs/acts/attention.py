@@ -105,8 +105,8 @@ def call_with_padded_sources_and_targets(side: Side, choice: Random) -> None:
 
 
 def _show_rows(side: Side, seen: Tensor, **given: Any) -> None:
-    """Show logits of some rows, and gradients of their loss."""
-    labels = given.get("labels", side.inputs["labels"]).masked_fill(~seen, -100)
+    """Show logits of some rows, and gradients of their loss: of the words there, or the next ones."""
+    labels = given.get("labels", side.inputs["labels"]).masked_fill(~(seen & seen.roll(1, 1)), -100)
     result = side.run(**given | {"labels": labels})
     side.show(result.logits[seen])
     if result.loss.requires_grad:

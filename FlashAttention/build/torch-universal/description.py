@@ -74,7 +74,7 @@ class MaskDescription:
         padding: ``[B, keys]``, True where a key is not padding; None where there is none.
         make: makes the mask.
         is_of_module: whether a module says itself if it is causal, where nothing but that is described.
-        original: makes what it stands for: what another implementation takes in its place, which can be None.
+        floating: the dtype of the mask that it stands for, if that is added to scores.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class MaskDescription:
         padding: Tensor | None,
         make: Callable[[], Tensor],
         is_of_module: bool = False,
-        original: Callable[[], Tensor | None] | None = None,
+        floating: torch.dtype | None = None,
     ) -> None:
         self.queries, self.keys, self.pattern, self.is_of_module = queries, keys, pattern, is_of_module
-        self._make, self._make_original = make, original
-        self._original: list[Tensor | None] = []
+        self._make, self._floating = make, floating
+        self._added: Tensor | None = None
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
         self._chosen: dict[int, Band | Packing | None] = {}
         self._beside: tuple[Tensor, Tensor, Tensor] | None = None
@@ -118,14 +118,12 @@ class MaskDescription:
         """Tell whether it is for so many queries and keys; a layer's cache can be shorter than what it was made for."""
         return queries == self.queries and (keys <= self.keys or self.queries == self.keys == 1)
 
-    def original(self) -> Tensor | None:
-        """Return what it stands for, which is made once: its mask where nothing else was said."""
-        if self._make_original is None:
-            return self.mask()
-        if not self._original:
-            with unseen():
-                self._original.append(self._make_original())
-        return self._original[0]
+    def original(self, batch: int) -> Tensor | None:
+        """Return what it stands for: what another implementation is given in its place, for so many sequences."""
+        is_left_to_module = self.is_of_module and self._floating is None and self.plain(batch) in (CAUSAL, FULL)
+        if is_left_to_module and (self.queries in (1, self.keys) or self.pattern.band == FULL):
+            return None
+        return self.as_tensor()
 
     def mask(self, device: torch.device | None = None) -> Tensor:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
@@ -231,9 +229,15 @@ class MaskDescription:
 
     # ---- as a tensor ------------------------------------------------------------------------------------------------
     def as_tensor(self) -> Tensor:
-        """Return the mask that it stands for, or its own where that is None."""
-        original = self.original()
-        return self.mask() if original is None else original
+        """Return the mask, ``[B, 1, S_q, S_k]``: bool, or floating where it stands for one that is added to scores."""
+        mask = self.mask()
+        if self._floating is None:
+            return mask
+        if self._added is None:
+            with unseen():
+                zero = torch.zeros((), dtype=self._floating, device=mask.device)
+                self._added = torch.where(mask, zero, torch.finfo(self._floating).min)
+        return self._added
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -29,9 +29,9 @@ def attention_mask(
     device: torch.device | str = "cpu",
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    original: Callable[[], Tensor | None] | None = None,
+    floating: torch.dtype | None = None,
     **kwargs: Any,
-) -> MaskDescription | Tensor | None:
+) -> MaskDescription | Tensor:
     """Describe the mask of a forward.
 
     Plain patterns, causal, sliding, bidirectional, chunked and packed, are recognised, and go without a mask; any other
@@ -49,24 +49,23 @@ def attention_mask(
         device: where the mask would be.
         allow_is_causal_skip: whether a module says itself if it is causal where nothing but that is described.
         allow_is_bidirectional_skip: the same where nothing is left out.
-        original: makes what another implementation would take in place of what is returned, which stands for it.
+        floating: the dtype of the mask that is described, if it is to be added to scores; bool by default.
         kwargs: what else transformers' own mask functions take, and this one does not need.
 
     Returns:
-        What ``attention_forward`` takes as its mask. Treated as a tensor it is what it stands for, or else bool
-        ``[B, 1, q_length, kv_length]``; under ``torch.compile`` it is the latter. What ``original`` makes, where
-        ``attention_mask`` is not of so many sequences.
+        What ``attention_forward`` takes as its mask. Treated as a tensor it is ``[B, 1, q_length, kv_length]``; under
+        ``torch.compile`` it is that tensor, bool.
     """
     if isinstance(attention_mask, MaskDescription):  # a model made it, and hands it to the model inside
         return attention_mask
-    if original is not None and attention_mask is not None and len(attention_mask) != batch_size:
-        return original()
     kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
 
-    # every pattern is said with the last query at the last key; where a static cache is, only the device knows
+    # distances are said with the last query at the last key; where a static cache is, only the device knows
     at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     compiling = torch.compiler.is_compiling()
-    pattern = _recognised(mask_function) if at_the_end and not compiling else None
+    pattern = None if compiling else _recognised(mask_function)
+    if not at_the_end and pattern != Pattern(FULL):
+        pattern = None
 
     def make() -> Tensor:
         if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):
@@ -90,16 +89,15 @@ def attention_mask(
         allow_is_causal_skip or allow_is_bidirectional_skip or pattern.ids is not None
     )
     padding = None if pattern is None else kept
-    description = MaskDescription(q_length, kv_length, pattern, padding, make, is_of_module, original)
+    description = MaskDescription(q_length, kv_length, pattern, padding, make, is_of_module, floating)
     setattr(description, _WITHOUT_PADDING, kept is None)
-    if pattern is None:  # now: a static cache moves its offset on while layers compute
-        description.original()
-        description.mask()
+    if pattern is None:
+        description.mask()  # now: a static cache moves its offset on while layers compute
     return description
 
 
 def is_without_padding(mask: MaskDescription | Tensor) -> bool:
-    """Tell whether a mask was made here, and nobody said what is padding: lengths of sequences say more than it does."""
+    """Tell whether a mask was made here, and nobody said what is padding: lengths of sequences say more than it."""
     return getattr(mask, _WITHOUT_PADDING, False)
 
 

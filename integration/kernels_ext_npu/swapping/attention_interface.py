@@ -23,8 +23,9 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.swapping import attention_files, attention_names, attention_packing, attention_weights, state
+from kernels_ext_npu.swapping.attention_classes import describes, serves
 from kernels_ext_npu.swapping.attention_names import NAME, REPOSITORY
-from kernels_ext_npu.swapping.attention_serving import IS_OURS, describes, is_plain, serves
+from kernels_ext_npu.swapping.attention_serving import IS_OURS, is_plain
 from kernels_ext_npu.swapping.patches import Patches
 
 
@@ -51,7 +52,6 @@ def is_installed() -> bool:
     return state.uses(REPOSITORY)
 
 
-@torch.compiler.assume_constant_result
 def kernel() -> ModuleType:
     """Return the package of the kernel, which is loaded when it is first asked for."""
     assert state.current is not None
@@ -138,7 +138,7 @@ def standing_in(original: Callable) -> Callable:
         ):
             return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
         if is_described:
-            attention_mask = attention_mask.original()
+            attention_mask = attention_mask.original(len(query))
         elif attention_mask is not None and torch.compiler.is_compiling() and not is_sdpa:
             attention_mask = attention_weights.added(attention_mask, query, key)  # a graph has no descriptions
         if kwargs.get("cu_seq_lens_q") is not None and attention_files.gives_lengths(type(module)):
@@ -156,24 +156,26 @@ def make_ready() -> None:
 
 
 def _mask_standing_in(name: str, original: Callable) -> Callable:
-    """Return what stands for a mask function of transformers: on the NPU a description, which stands for its mask."""
+    """Return what stands for a mask function of transformers: on the NPU it describes the mask."""
 
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
-            return given if describes(type(config), name) else given.original()
+            return given if describes(type(config), name) else given.as_tensor()
         if (
             args
             or torch.device(kwargs.get("device", "cpu")).type != "npu"
             or not is_installed()
             or not describes(type(config), name)
             or getattr(config, "attn_logit_softcapping", None)
+            or (given is not None and len(given) != kwargs["batch_size"])
         ):
             return original(*args, **kwargs)
-        if name == "eager":  # which computes by the mask alone
-            kwargs = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return kernel().attention_mask(**kwargs, original=functools.partial(original, **kwargs))
+        if name == "sdpa":
+            return kernel().attention_mask(**kwargs)
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # computed by the mask alone
+        return kernel().attention_mask(**kwargs, floating=kwargs.get("dtype", torch.float32))
 
     return mask
 

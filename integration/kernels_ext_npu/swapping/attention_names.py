@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.attention_classes import calls_by_name, is_added_elsewhere
 from kernels_ext_npu.swapping.patches import ABSENT, Patches
 
 REPOSITORY = "FlashAttention"
@@ -47,12 +48,13 @@ def names_it(config: Any) -> bool:
 
 def give_back(model: nn.Module) -> None:
     """Give the configs of a model that name ours what they named before, or what transformers gives by itself."""
+    modules = [module for module in model.modules() if isinstance(module, PreTrainedModel) or calls_by_name(module)]
     defaults = {
         id(module.config): module.get_correct_attn_implementation(None)
-        for module in model.modules()
+        for module in modules
         if isinstance(module, PreTrainedModel)
     }
-    for config in _configs_of(model.modules()):
+    for config in _configs_of(modules):
         if names_it(config):
             if state.current is not None:
                 state.current.patches.give_back(config, _FIELD)
@@ -75,7 +77,7 @@ def _check_and_adjust(
     if canonical_name(requested) != NAME:
         return original(self, requested, *args, **kwargs)
     default = original(self, None, *args, **kwargs)
-    if not _can_take_it(type(self)):
+    if not _can_take_it(type(self)) or is_added_elsewhere(type(self.config)):  # type: ignore[arg-type]
         warnings.warn(
             f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
         )

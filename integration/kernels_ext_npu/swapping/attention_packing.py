@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.attention_classes import describes
 from kernels_ext_npu.swapping.attention_names import REPOSITORY, names_it
-from kernels_ext_npu.swapping.attention_serving import describes
 from kernels_ext_npu.swapping.patches import Patches
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)

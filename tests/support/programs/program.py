@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 import kernels_ext_npu
-from tests.support.programs import acts, checks, refusals, rows
+from tests.support.programs import checks, refusals, rows
+from tests.support.programs.acts import kernels
 from tests.support.programs.registry import ACTS
 from tests.support.programs.side import Side
 
-assert acts
-ONLY_KERNELS = {acts.kernels.__name__}  # whose acts are nothing to the twin
+ONLY_KERNELS = {kernels.__name__}  # whose acts are nothing to the twin
 
 
 class Program:

@@ -35,8 +35,7 @@ LINEAR = SIZES | {
 PICTURE = 61  # the token in whose place a picture is
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
 PICTURES = {
-    "text_config": SIZES
-    | {"num_hidden_layers": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "text_config": SIZES | {"num_hidden_layers": 1, "rope_parameters": MROPE},
     "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
     "image_token_id": PICTURE,
     "video_token_id": 62,

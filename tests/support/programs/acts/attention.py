@@ -17,7 +17,7 @@ from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.swapping import state
 from tests.support.programs import variants
-from tests.support.programs.acts.heads import gradient
+from tests.support.programs.acts.heads import show_loss
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side, has_targets
 
@@ -109,8 +109,7 @@ def _show_rows(side: Side, seen: Tensor, **given: Any) -> None:
     labels = given.get("labels", side.inputs["labels"]).masked_fill(~(seen & seen.roll(1, 1)), -100)
     result = side.run(**given | {"labels": labels})
     side.show(result.logits[seen])
-    if result.loss.requires_grad:
-        side.show_gradient(gradient(side, result.loss))
+    show_loss(side, result.loss)
 
 
 @act()

@@ -65,9 +65,9 @@ def step_by_sam(side: Side, choice: Random) -> None:
     backward(side)
     for parameter, data in zip(parameters, before):
         parameter.data = data if choice.random() < 0.5 else parameter.data.copy_(data)
-    side.show(first.logits)
     torch.optim.SGD(parameters, lr=RATE).step()
     side.model.zero_grad()
+    side.show(first.logits)
 
 
 @act(can_train)

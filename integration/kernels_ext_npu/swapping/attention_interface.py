@@ -138,10 +138,10 @@ def stand_in(
         and not _splits_sequences()
     ):
         return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-    if is_described:
+    if not is_sdpa:
+        attention_mask = attention_weights.added(attention_mask, query, key)
+    elif is_described:
         attention_mask = attention_mask.original(len(query))
-    elif attention_mask is not None and torch.compiler.is_compiling() and not is_sdpa:
-        attention_mask = attention_weights.added(attention_mask, query, key)  # a graph has no descriptions
     if kwargs.get("cu_seq_lens_q") is not None and attention_files.gives_lengths(type(module)):
         return _one_by_one(original, module, (query, key, value), attention_mask, *args, **kwargs)
     return original(module, query, key, value, attention_mask, *args, **kwargs)
@@ -167,7 +167,7 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
     def mask(*args: Any, **kwargs: Any) -> Any:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
-            return given if describes(type(config), name) else given.as_tensor()
+            return given if describes(type(config), name) else given.mask()
         if (
             args
             or torch.device(kwargs.get("device", "cpu")).type != "npu"
@@ -177,10 +177,9 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
             or (given is not None and len(given) != kwargs["batch_size"])
         ):
             return original(*args, **kwargs)
-        if name == "sdpa":
-            return kernel().attention_mask(**kwargs)
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # computed by the mask alone
-        return kernel().attention_mask(**kwargs, floating=kwargs.get("dtype", torch.float32))
+        if name == "eager":  # which computes by the mask alone
+            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return kernel().attention_mask(**kwargs)
 
     return mask
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from types import FunctionType, MethodType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,9 +42,14 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def meet(module: nn.Module) -> None:
-    """Take the forward that a module has now, or each module of a list has, for what is computed without a call."""
-    _met[module] = _forward_of(_parts(module)[0])
+def meet(module: nn.Module, own: FunctionType | None = None) -> None:
+    """Take what the class of a module, or of those in a list, computes now for what is computed without a call.
+
+    Args:
+        module: the module, or the list.
+        own: a forward that computes the same and that each of them may have of its own.
+    """
+    _met[module] = type(_parts(module)[0]).forward, own
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -55,9 +60,7 @@ def is_replaced(module: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     parts = _parts(module)
-    if module not in _met:
-        meet(module)
-    met = _met[module]
+    met = _met.setdefault(module, _forward_of(parts[0]))
     return any(_forward_of(part) != met for part in parts)
 
 

@@ -45,6 +45,8 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     assert isinstance(tree, ast.FunctionDef)
+    if tree.args.vararg or tree.args.kwarg or tree.args.kwonlyargs:
+        return forward  # of a function, whose class nobody knows
     me, *given = [argument.arg for argument in tree.args.args]
     _, *names = inspect.signature(matched).parameters
     renamed = dict(zip(given, names)) if len(given) == len(names) else {}

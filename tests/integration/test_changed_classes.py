@@ -254,3 +254,22 @@ class _Adapted(nn.Module):
 
     def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]
         return iter(self.layers)
+
+
+@pytest.mark.parametrize(("name", "kind", "given"), [
+    ("qwen3", "Qwen3RMSNorm", [3]),
+    ("qwen3", "Qwen3MLP", [None]),
+    ("qwen3", "Qwen3RotaryEmbedding", [torch.ones(1, 2, 64), None]),
+    ("gemma3_text", "Gemma3RotaryEmbedding", [torch.ones(1, 2, 64), torch.ones(1, 2), None]),
+    ("gpt2", "NewGELUActivation", [[1.0, 2.0]]),
+    ("clip", "QuickGELUActivation", [None]),
+    ("bert", "BertSelfOutput", [torch.ones(1, 2, 64), None]),
+    ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", [torch.ones(64)]),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_as_by_the_class(name: str, kind: str, given: list[Any]) -> None:
+    original = zoo.build(name).eval()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    with pytest.raises(Exception) as expected:  # noqa: PT011  whatever the class raises
+        of_class(original, kind)[0](*given)
+    with pytest.raises(expected.type):
+        of_class(model, kind)[0](*[each.npu() if isinstance(each, Tensor) else each for each in given])

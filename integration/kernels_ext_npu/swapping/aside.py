@@ -12,9 +12,14 @@ and a class whose forward takes ``x`` it is
         if type(self).forward is not matched or args or kwargs:
             return now(self, forward, matched)(self, x, *args, **kwargs)
         hidden_states = x
-        return norm(hidden_states, self.weight, self.eps)
+        try:
+            return norm(hidden_states, self.weight, self.eps)
+        except (AttributeError, IndexError, TypeError, ValueError):
+            pass
+        return matched(self, x)
 
-A function around the layer would ask the same for a call of Python more in every layer of every step.
+so that what the layer does not take, such as a list or a tensor of another shape, is computed or refused as the class
+does it. What the device refuses, a RuntimeError, is said. A function around the layer would ask the same for a call of Python more in every layer of every step.
 """
 
 from __future__ import annotations
@@ -31,6 +36,9 @@ from torch import nn
 from kernels_ext_npu.matching.rewriting import maker
 
 _MATCHED, _NOW, _ARGS, _KWARGS = "_kernels_matched", "_kernels_now", "_kernels_args", "_kernels_kwargs"
+_REFUSED = "_kernels_refused"
+_OF_LAYER = "_kernels_layers_"
+_REFUSALS = (AttributeError, IndexError, TypeError, ValueError)  # of what a layer was not written for
 
 
 @functools.cache
@@ -48,21 +56,35 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     if tree.args.vararg or tree.args.kwarg or tree.args.kwonlyargs:
         return forward  # of a function, whose class nobody knows
     me, *given = [argument.arg for argument in tree.args.args]
+    _rename(tree.body, given)
     _, *names = inspect.signature(matched).parameters
     renamed = dict(zip(given, names)) if len(given) == len(names) else {}
     for argument in tree.args.args[1:]:
         argument.arg = renamed.get(argument.arg, argument.arg)
-    called = ", ".join([me, *(argument.arg for argument in tree.args.args[1:]), f"*{_ARGS}", f"**{_KWARGS}"])
     tree.args.vararg, tree.args.kwarg = ast.arg(_ARGS), ast.arg(_KWARGS)
+    taken = ", ".join([me, *(argument.arg for argument in tree.args.args[1:])])
+    called = f"{taken}, *{_ARGS}, **{_KWARGS}"
     lines = [
         f"if type({me}).forward is not {_MATCHED} or {_ARGS} or {_KWARGS}:",
         f"    return {_NOW}({me}, forward, {_MATCHED})({called})",
-        *(f"{old} = {new}" for old, new in renamed.items() if old != new),
+        *(f"{_OF_LAYER}{name} = {renamed.get(name, name)}" for name in given),
     ]
-    tree.body = [*ast.parse("\n".join(lines)).body, *tree.body]
-    new = functools.wraps(forward)(maker(tree, forward, (_MATCHED, _NOW))(matched, _now))
+    tried: Any = ast.parse(f"try:\n    pass\nexcept {_REFUSED}:\n    pass").body[0]
+    tried.body = tree.body
+    last = ast.parse(f"return {_MATCHED}({taken})").body
+    tree.body = [*ast.parse("\n".join(lines)).body, tried, *last]
+    new = functools.wraps(forward)(maker(tree, forward, (_MATCHED, _NOW, _REFUSED))(matched, _now, _REFUSALS))
     setattr(new, _MATCHED, matched)
     return new  # type: ignore[return-value]
+
+
+def _rename(body: list[ast.stmt], parameters: list[str]) -> None:
+    """Give the parameters and variables of a layer names of their own: the class is handed what was given."""
+    found = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    mine = {*parameters, *(node.id for node in found if isinstance(node.ctx, ast.Store))}
+    for node in found:
+        if node.id in mine:
+            node.id = f"{_OF_LAYER}{node.id}"
 
 
 def steps_aside(module: nn.Module) -> bool:

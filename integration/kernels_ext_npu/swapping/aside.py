@@ -19,8 +19,9 @@ and a class whose forward takes ``x`` it is
         return matched(self, x)
 
 so that what the layer does not take, such as a list or a tensor of another shape, is computed or refused as the class
-does it. What the device refuses, a RuntimeError, is said. A function around the layer would ask the same for a call of Python more in every layer of every
-step. """
+does it. What the device refuses, a RuntimeError, is said. A function around the layer would ask the same for a call of
+Python more in every layer of every step.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
     StaticCache,
 )
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
@@ -179,3 +181,99 @@ def test_without_the_kernel_of_norms_nothing_is_exchanged() -> None:
     assert state.current is not None
     assert not state.current.sums
     assert LAUNCH not in step(model)[1]
+
+
+def through_data(output: Any) -> None:
+    """Write to what a layer gives so that no version tells."""
+    (output[0] if isinstance(output, tuple) else output).data.add_(1.5)
+
+
+def hook_behind(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: through_data(output))
+
+
+def hook_before_the_next(model: Any) -> None:
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: through_data(args))
+
+
+def hook_of_all_modules(model: Any) -> Any:
+    first = model.model.layers[0]
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: through_data(output) if module is first else None
+    )
+
+
+def wrapper(model: Any) -> None:
+    first = model.model.layers[0]
+    inner = first.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        through_data(output := inner(*args, **kwargs))
+        return output
+
+    first.forward = forward
+
+
+def other_class(model: Any) -> None:
+    class Written(Qwen3DecoderLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            through_data(output := super().forward(*args, **kwargs))
+            return output
+
+    model.model.layers[0].__class__ = Written
+
+
+@pytest.mark.parametrize("change", [hook_behind, hook_before_the_next, hook_of_all_modules, wrapper, other_class])
+def test_what_is_written_behind_a_layer_without_a_version_is_seen(change: Callable[[Any], Any]) -> None:
+    found = []
+    ours = kernels_ext_npu.kernelize(qwen3().to("npu"))
+    for model in (qwen3(), ours):
+        handle = change(model)
+        found.append(step(model)[0])
+        if handle is not None:
+            handle.remove()
+    assert_equal(found[1], found[0])
+
+
+def scaled(cls: Any) -> Callable:
+    forward = cls.forward
+
+    @functools.wraps(forward)
+    def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs) * torch.linspace(0.5, 2, 64, device=args[0].device)
+
+    return changed
+
+
+@pytest.mark.parametrize("cls", [Qwen3RMSNorm, Qwen3DecoderLayer])
+def test_a_forward_that_a_class_is_given_computes_its_norms(monkeypatch, cls: Any) -> None:
+    model, ours = qwen3(), kernels_ext_npu.kernelize(qwen3().to("npu"))
+    unchanged, counted = step(ours)
+    assert counted[LAUNCH] == 5
+    monkeypatch.setattr(cls, "forward", scaled(cls))
+    for look in (lambda model: model, kernels_ext_npu.kernelize, lambda model: model.eval()):
+        expected, (found, counted) = step(model)[0], step(look(ours))
+        assert_equal(found, expected)
+        assert (found - unchanged).abs().max() > 0.1
+        # no norm of a class that computes another one; of layers the sum in each at most, and nothing ahead
+        assert counted.get(LAUNCH, 0) <= (0 if cls is Qwen3RMSNorm else 3)
+    monkeypatch.undo()
+    found, counted = step(kernels_ext_npu.kernelize(ours))
+    assert_equal(found, unchanged)
+    assert counted[LAUNCH] == 5
+
+
+def test_a_norm_of_another_class_is_in_no_sum() -> None:
+    """Neither in one that a layer computes ahead for the next, nor in its own."""
+
+    class Doubled(Qwen3RMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    model, ours = qwen3(), kernels_ext_npu.kernelize(qwen3().to("npu"))
+    for each in (model, ours):
+        each.model.layers[1].input_layernorm.__class__ = Doubled  # type: ignore[union-attr, index]
+        each.model.layers[2].post_attention_layernorm.__class__ = Doubled  # type: ignore[union-attr, index]
+    found, counted = step(ours)
+    assert_equal(found, step(model)[0])
+    assert counted[LAUNCH] == 3

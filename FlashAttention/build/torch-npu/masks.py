@@ -29,7 +29,6 @@ def attention_mask(
     device: torch.device | str = "cpu",
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    floating: torch.dtype | None = None,
     **kwargs: Any,
 ) -> MaskDescription | Tensor:
     """Describe the mask of a forward.
@@ -49,12 +48,11 @@ def attention_mask(
         device: where the mask would be.
         allow_is_causal_skip: whether a module says itself if it is causal where nothing but that is described.
         allow_is_bidirectional_skip: the same where nothing is left out.
-        floating: the dtype of the mask that is described, if it is to be added to scores; bool by default.
         kwargs: what else transformers' own mask functions take, and this one does not need.
 
     Returns:
-        What ``attention_forward`` takes as its mask. Treated as a tensor it is ``[B, 1, q_length, kv_length]``; under
-        ``torch.compile`` it is that tensor, bool.
+        What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``;
+        under ``torch.compile`` it is that tensor.
     """
     if isinstance(attention_mask, MaskDescription):  # a model made it, and hands it to the model inside
         return attention_mask
@@ -89,7 +87,7 @@ def attention_mask(
         allow_is_causal_skip or allow_is_bidirectional_skip or pattern.ids is not None
     )
     padding = None if pattern is None else kept
-    description = MaskDescription(q_length, kv_length, pattern, padding, make, is_of_module, floating)
+    description = MaskDescription(q_length, kv_length, pattern, padding, make, is_of_module)
     setattr(description, _WITHOUT_PADDING, kept is None)
     if pattern is None:
         description.mask()  # now: a static cache moves its offset on while layers compute

@@ -64,8 +64,7 @@ class MaskDescription:
     """Says which keys each query of a forward sees.
 
     Where transformers' models treat it as the mask ``[B, 1, S_q, S_k]`` that it describes, it is one: its attributes,
-    items and torch's functions of it are those of that tensor, which is True where a query sees a key, or of the one
-    that it stands for.
+    items and torch's functions of it are those of that tensor, which is True where a query sees a key.
 
     Args:
         queries: how many there are in a sequence of the batch.
@@ -74,7 +73,6 @@ class MaskDescription:
         padding: ``[B, keys]``, True where a key is not padding; None where there is none.
         make: makes the mask.
         is_of_module: whether a module says itself if it is causal, where nothing but that is described.
-        floating: the dtype of the mask that it stands for, if that is added to scores.
     """
 
     def __init__(
@@ -85,11 +83,9 @@ class MaskDescription:
         padding: Tensor | None,
         make: Callable[[], Tensor],
         is_of_module: bool = False,
-        floating: torch.dtype | None = None,
     ) -> None:
         self.queries, self.keys, self.pattern, self.is_of_module = queries, keys, pattern, is_of_module
-        self._make, self._floating = make, floating
-        self._added: Tensor | None = None
+        self._make = make
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
         self._chosen: dict[int, Band | Packing | None] = {}
         self._beside: tuple[Tensor, Tensor, Tensor] | None = None
@@ -119,11 +115,11 @@ class MaskDescription:
         return queries == self.queries and (keys <= self.keys or self.queries == self.keys == 1)
 
     def original(self, batch: int) -> Tensor | None:
-        """Return what it stands for: what another implementation is given in its place, for so many sequences."""
-        is_left_to_module = self.is_of_module and self._floating is None and self.plain(batch) in (CAUSAL, FULL)
+        """Return what transformers' sdpa gets in its place, for so many sequences: None where the module decides."""
+        is_left_to_module = self.is_of_module and self.plain(batch) in (CAUSAL, FULL)
         if is_left_to_module and (self.queries in (1, self.keys) or self.pattern.band == FULL):
             return None
-        return self.as_tensor()
+        return self.mask()
 
     def mask(self, device: torch.device | None = None) -> Tensor:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
@@ -228,28 +224,17 @@ class MaskDescription:
         return Packing(Sequences(*ends), band, chosen, keys)
 
     # ---- as a tensor ------------------------------------------------------------------------------------------------
-    def as_tensor(self) -> Tensor:
-        """Return the mask, ``[B, 1, S_q, S_k]``: bool, or floating where it stands for one that is added to scores."""
-        mask = self.mask()
-        if self._floating is None:
-            return mask
-        if self._added is None:
-            with unseen():
-                zero = torch.zeros((), dtype=self._floating, device=mask.device)
-                self._added = torch.where(mask, zero, torch.finfo(self._floating).min)
-        return self._added
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.as_tensor(), name)
+        return getattr(self.mask(), name)
 
     def __getitem__(self, key: Any) -> Tensor:
-        return self.as_tensor()[key]
+        return self.mask()[key]
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.as_tensor, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.mask, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -257,8 +242,8 @@ def _of_the_mask(name: str) -> Callable:
     """Return an operator of the mask: Python looks for those in the class."""
 
     def operator(self: MaskDescription, *others: Any) -> Any:
-        others = tuple(other.as_tensor() if isinstance(other, MaskDescription) else other for other in others)
-        return getattr(self.as_tensor(), name)(*others)
+        others = tuple(other.mask() if isinstance(other, MaskDescription) else other for other in others)
+        return getattr(self.mask(), name)(*others)
 
     return operator
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import grouped_products, permutation
 from .blocks import is_silu
-from .calls import is_watched
+from .calls import is_replaced, is_watched
 from .distributed import is_distributed
 from .functional import fused_experts
 from .gates import SWIGLU, Activation
@@ -43,8 +43,8 @@ class FlatExperts(Layer):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         parameters = self.mlp.w1, self.mlp.v1, self.mlp.w2
-        watched = is_watched(self.mlp) or _is_out_of_reach(hidden_states, *parameters)
-        if watched or not permutation.fits(top_k_index):
+        is_called = is_watched(self.mlp) or is_replaced(self.mlp)
+        if is_called or _is_out_of_reach(hidden_states, *parameters) or not permutation.fits(top_k_index):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         x = hidden_states.reshape(-1, self.hidden_size)
         gate, up, down = (each.view(-1, self.ffn_hidden_size, self.hidden_size) for each in parameters)
@@ -69,7 +69,8 @@ class ScaledTokensMoEBlock(Layer):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         experts = self.experts
-        if is_watched(experts) or _is_out_of_reach(hidden_states, experts.gate_up_proj, experts.down_proj):
+        is_called = is_watched(experts) or is_replaced(experts)
+        if is_called or _is_out_of_reach(hidden_states, experts.gate_up_proj, experts.down_proj):
             return type(self).forward(self, hidden_states)
         x = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(x)

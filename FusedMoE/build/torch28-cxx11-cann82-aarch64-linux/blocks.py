@@ -14,13 +14,15 @@ from torch.nn.modules import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
-from .calls import is_watched
+from .calls import is_replaced, is_watched, meet
 from .distributed import is_distributed
 from .gates import SWIGLU
 from .listed_products import HybridGmmFunction
 from .listed_training import ListedExpertsFunction
 from .neighbours import are_neighbours
 from .transforms import is_transformed
+
+__all__ = ["ListedExperts", "experts_of", "fused_listed_experts", "is_silu", "meet", "unfit"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 # torch's own: somebody may have put another in its place, before or since
@@ -132,6 +134,8 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
         return f"the projections of the experts are none of {', '.join(name for n in THREE_PROJECTIONS for name in n)}"
     if any(is_watched(expert) for expert in modules):
         return "an expert has hooks or a wrapped forward, which one product would pass by"
+    if is_replaced(experts):
+        return "the forward of an expert was replaced"
     parameters, has_bias = [], []
     for name in names:
         found = _parameters([expert._modules.get(name) for expert in modules])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .calls import is_watched
+from .calls import is_replaced, is_watched
 from .gating import gating_top_k
 from .layer import Layer
 from .router import softmax_top_k
@@ -185,7 +185,7 @@ class CorrectedSoftmaxTopKRouter(Layer):
     """Chooses experts by softmax and bias, and divides by their sum or ``norm_min``, as Ernie 4.5 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
-        if is_watched(self.moe_statics):
+        if is_watched(self.moe_statics) or is_replaced(self.moe_statics):
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         bias = self.moe_statics.e_score_correction_bias.squeeze()
         with torch.autocast(hidden_states.device.type, enabled=False):

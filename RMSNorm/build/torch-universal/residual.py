@@ -33,6 +33,7 @@ def takes_sum(norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> bool:
     """Tell whether a norm has the forward of a layer here, nobody watches it, and one launch gives what it does."""
     forward, weight = norm.__dict__.get("forward"), norm._parameters.get("weight")
     function = getattr(forward, "__func__", None)
+    function = getattr(function, "__wrapped__", function)  # somebody may have let a layer look at its class first
     rounds_before_weight = function is RMSNorm.forward or hidden_states.dtype is torch.float32
     return (
         function in (RMSNorm.forward, RMSNormCastLast.forward)

@@ -74,8 +74,8 @@ def restore(model: Model) -> Model:
     """Put the original forwards back; the model stays as it is through later ``train()``, ``eval()`` and calls.
 
     The functions that the model calls, such as rotary ones, go back for all models of its architecture: they are one
-    object for the process. Attention has again the implementation that it had before, or the one that transformers
-    gives it by itself, until the model is kernelized again.
+    object for the process. Attention is transformers' own until the model is kernelized again; where the model names
+    ``npu_flash_attention``, it names again what it did before, or what transformers gives it by itself.
 
     Returns:
         The model itself.

@@ -66,6 +66,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     adapters.LAYERS.take(model)
     projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
+    experts.meet(model)
     if experts_interface.is_installed():
         experts.choose(model)
     attention_serving.set_plain(model, False)

@@ -26,7 +26,7 @@ def register(
     """Let transformers use these kernels: call it once, before models are loaded with ``use_kernels=True``.
 
     Mixtures of experts use theirs from then on without being asked, unless another experts implementation was named.
-    So do models for their attention, as long as they are on the NPU: ``npu_flash_attention``, which can also be named.
+    So does attention on the NPU: ``sdpa`` means the kernel there, which can also be named, ``npu_flash_attention``.
     ``generate`` with a static cache and ``compile_config=CompileConfig(backend="NPUGraph")`` decodes in graphs.
 
     Args:
@@ -97,7 +97,7 @@ def unregister() -> None:
 
     Models that are swapped already keep the kernels of their modules until restore(model); functions, such as rotary
     ones, belong to transformers, and are the original again for all models, as is the default of what no kernel was
-    swapped into. Models that name ``npu_flash_attention``, or took it, have again what they had before.
+    swapped into. Models that were told to name ``npu_flash_attention`` name again what they did before.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU

@@ -17,18 +17,17 @@ scales what it adds, or norms before it adds, has no such lines.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FunctionType
-from typing import Any
+from types import FunctionType
+
+from kernels_ext_npu.matching.rewriting import maker
 
 _NORMED, _ADD_NORM, _ADDED = "_kernels_normed", "_kernels_add_norm", "_kernels_added"
-_MAKE = "_kernels_make"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Sums:
         norms: the attributes of the norms of sums.
     """
 
-    make: Callable[[Callable, Callable, Callable], FunctionType]
+    make: Callable[..., FunctionType]
     first: str | None
     norms: tuple[str, ...]
 
@@ -72,7 +71,7 @@ def _look(forward: FunctionType) -> Sums | None:
     tree.body = rewriting.body(tree.body)
     if not rewriting.norms:
         return None
-    return Sums(_maker(tree, forward), rewriting.first, tuple(rewriting.norms))
+    return Sums(maker(tree, forward, (_NORMED, _ADD_NORM, _ADDED)), rewriting.first, tuple(rewriting.norms))
 
 
 class _Rewriting:
@@ -143,22 +142,3 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 def _lines(source: str) -> list[ast.stmt]:
     return ast.parse(source).body
-
-
-def _maker(tree: ast.FunctionDef, forward: FunctionType) -> Callable[[Callable, Callable, Callable], FunctionType]:
-    """Compile a forward for other functions, over the globals of the old one, and with its defaults."""
-    tree.name = "forward"
-    tree.args.defaults, tree.args.kw_defaults = [], [None] * len(tree.args.kwonlyargs)
-    maker: Any = ast.parse(f"def {_MAKE}({_NORMED}, {_ADD_NORM}, {_ADDED}):\n    return None").body[0]
-    maker.body = [tree, ast.Return(ast.Name("forward", ast.Load()))]
-    module = ast.fix_missing_locations(ast.Module([maker], []))
-    flags = __future__.annotations.compiler_flag
-    code = compile(module, inspect.getsourcefile(forward) or "<forward>", "exec", flags, dont_inherit=True)
-    made = FunctionType(next(c for c in code.co_consts if isinstance(c, CodeType)), forward.__globals__)
-
-    def make(normed: Callable, add_norm: Callable, added: Callable) -> FunctionType:
-        new = made(normed, add_norm, added)
-        new.__defaults__, new.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-        return new
-
-    return make

@@ -117,17 +117,24 @@ def _is_written(forward: FunctionType) -> bool:
 
 
 @functools.cache
-def _forward_with(kernel: ModuleType) -> FunctionType:
-    """Return the forward of a layer with adapters, for a kernel: `forward` by name, as a pickle of a model knows it."""
+def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
+    """Return the forward of a layer with adapters, for a kernel: `forward` by name, as a pickle of a model knows it.
+
+    Args:
+        kernel: the package.
+        matched: what its class computed then.
+    """
     adapter = kernel.Adapter
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer = None if args or kwargs or not _is_plain_call() else _layer_of(self)
+        is_plain = type(self).forward is matched and not args and not kwargs and _is_plain_call()
+        layer = _layer_of(self) if is_plain else None
         if layer is None:
             return type(self).forward(self, x, *args, **kwargs)
         found = ahead.handed_out(self, x, layer.tensors)
         if found is None and (members := ahead.called_next(self)):
-            found = _computed_together(members, x, kernel)
+            are_plain = all(type(member).forward is matched for member in members)
+            found = _computed_together(members, x, kernel) if are_plain else None
         if found is not None:
             return found
         given = [
@@ -139,6 +146,11 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
         return kernel.lora_linear(x, layer.weight, layer.bias, given)
 
     return forward  # type: ignore[return-value]
+
+
+def _forward_of_library() -> FunctionType:
+    library: Any = sys.modules[_LIBRARY]
+    return library.Linear.forward
 
 
 def _is_plain_call() -> bool:
@@ -246,4 +258,4 @@ def _dropout(module: nn.Module) -> float | nn.Module:
     return module.p if module.training else 0.0
 
 
-LAYERS = OwnForwards(__name__, adapted_of, lambda: _forward_with(projections.kernel()))
+LAYERS = OwnForwards(__name__, adapted_of, lambda: _forward_with(projections.kernel(), _forward_of_library()))

@@ -22,7 +22,6 @@ def serves(cls: type, config: type | None = None) -> bool:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def describes(cls: type, name: str) -> bool:
     """Tell whether the masks of models with a config of a class are described.
 
@@ -58,6 +57,11 @@ def is_added_elsewhere(cls: type) -> bool:
     from kernels_ext_npu.matching import kinds
 
     return any(map(kinds.attends_by_itself, _attending(cls)))
+
+
+@functools.cache
+def _hands_on(cls: type) -> bool:
+    return not is_added_elsewhere(cls) and None in map(refusal_of, _attending(cls))
 
 
 @functools.cache

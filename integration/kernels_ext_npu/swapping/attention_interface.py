@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -25,7 +25,7 @@ from kernels_ext_npu import sources
 from kernels_ext_npu.swapping import attention_files, attention_names, attention_packing, attention_weights, state
 from kernels_ext_npu.swapping.attention_classes import describes, serves
 from kernels_ext_npu.swapping.attention_names import NAME, REPOSITORY
-from kernels_ext_npu.swapping.attention_serving import IS_OURS, is_plain
+from kernels_ext_npu.swapping.attention_serving import is_plain
 from kernels_ext_npu.swapping.patches import Patches
 
 
@@ -35,7 +35,7 @@ def install(patches: Patches) -> None:
     patches.item(functions, NAME, npu_flash_attention)
     patches.item(masks, NAME, npu_flash_attention_mask)
     if functions["sdpa"] is sdpa_attention_forward and masks["sdpa"] is sdpa_mask:
-        patches.item(functions, "sdpa", standing_in(sdpa_attention_forward))
+        patches.item(functions, "sdpa", functools.partial(stand_in, sdpa_attention_forward))
         patches.item(masks, "sdpa", _mask_standing_in("sdpa", sdpa_mask))
     if masks["eager"] is eager_mask:
         patches.item(masks, "eager", _mask_standing_in("eager", eager_mask))
@@ -43,8 +43,7 @@ def install(patches: Patches) -> None:
     attention_names.install(patches)
     attention_files.install(patches)
     attention_packing.install(patches)
-    if state.current is not None and state.current.source != "hub":
-        try_to_load()
+    patches.method(PreTrainedModel, "__init__", _loading, is_installed)
 
 
 def is_installed() -> bool:
@@ -113,46 +112,52 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     return kernel().attention_mask(*args, **kwargs)
 
 
-@functools.cache
-def standing_in(original: Callable) -> Callable:
-    """Return what stands for an implementation of attention of transformers, and calls it where ours does not serve."""
-
+def stand_in(
+    original: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a module that names an implementation of transformers, or let that compute it."""
     is_sdpa = original is sdpa_attention_forward
-
-    @functools.wraps(original)
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
-        if (
-            query.device.type == "npu"
-            and query.dtype is not torch.float64
-            and kwargs.get("softcap") is None
-            and kwargs.get("position_bias") is None
-            and not kwargs.get("output_attentions")
-            and is_installed()
-            and serves(type(module), None if is_sdpa else type(module.config))
-            and not is_plain(module)
-            and (attention_mask is None or _fits(attention_mask, query, key, is_described))
-            and not _splits_sequences()
-        ):
-            return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-        if is_described:
-            attention_mask = attention_mask.original(len(query))
-        elif attention_mask is not None and torch.compiler.is_compiling() and not is_sdpa:
-            attention_mask = attention_weights.added(attention_mask, query, key)  # a graph has no descriptions
-        if kwargs.get("cu_seq_lens_q") is not None and attention_files.gives_lengths(type(module)):
-            return _one_by_one(original, module, (query, key, value), attention_mask, *args, **kwargs)
-        return original(module, query, key, value, attention_mask, *args, **kwargs)
-
-    setattr(attention, IS_OURS, True)
-    return attention
+    is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
+    if (
+        query.device.type == "npu"
+        and query.dtype is not torch.float64
+        and kwargs.get("softcap") is None
+        and kwargs.get("position_bias") is None
+        and not kwargs.get("output_attentions")
+        and is_installed()
+        and serves(type(module), None if is_sdpa else type(module.config))
+        and not is_plain(module)
+        and (attention_mask is None or _fits(attention_mask, query, key, is_described))
+        and not _splits_sequences()
+    ):
+        return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    if not is_sdpa:
+        attention_mask = attention_weights.added(attention_mask, query, key)
+    elif is_described:
+        attention_mask = attention_mask.original(len(query))
+    if kwargs.get("cu_seq_lens_q") is not None and attention_files.gives_lengths(type(module)):
+        return _one_by_one(original, module, (query, key, value), attention_mask, *args, **kwargs)
+    return original(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def make_ready() -> None:
     """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
     with torch.no_grad():
         kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
+
+
+def _loading(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Make a model, and load the kernel if that takes no network."""
+    original(self, *args, **kwargs)
+    if state.current is not None and state.current.source != "hub":
+        try_to_load()
 
 
 def _mask_standing_in(name: str, original: Callable) -> Callable:
@@ -162,7 +167,7 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
     def mask(*args: Any, **kwargs: Any) -> Any:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
-            return given if describes(type(config), name) else given.as_tensor()
+            return given if describes(type(config), name) else given.mask()
         if (
             args
             or torch.device(kwargs.get("device", "cpu")).type != "npu"
@@ -172,10 +177,9 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
             or (given is not None and len(given) != kwargs["batch_size"])
         ):
             return original(*args, **kwargs)
-        if name == "sdpa":
-            return kernel().attention_mask(**kwargs)
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # computed by the mask alone
-        return kernel().attention_mask(**kwargs, floating=kwargs.get("dtype", torch.float32))
+        if name == "eager":  # which computes by the mask alone
+            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return kernel().attention_mask(**kwargs)
 
     return mask
 
@@ -183,7 +187,7 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
 def _get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
     """Return what a module calls for its attention: for its own formula what stands in for that."""
     found = original(self, implementation, default)
-    return standing_in(found) if implementation == "eager" and found is default else found
+    return functools.partial(stand_in, found) if implementation == "eager" and found is default else found
 
 
 def _splits_sequences() -> bool:

@@ -14,8 +14,8 @@ from kernels_ext_npu.swapping.attention_classes import calls_by_name, is_eager_b
 from kernels_ext_npu.swapping.attention_names import REPOSITORY, names_it
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 
-IS_OURS = "is_of_kernels_ext_npu"  # of functions that stand in for transformers' own
 CAPPED = "no operator: scores are capped, which none of torch_npu does"
+_INTERFACE = f"{__package__}.attention_interface"
 _PLAIN = "_kernels_ext_npu_plain_attention"  # of a module that restore() was called for
 
 
@@ -44,7 +44,8 @@ def stands_for(config: PreTrainedConfig) -> bool:
 
 def has_replaced(config: PreTrainedConfig) -> bool:
     """Tell whether a config names ``sdpa``, and somebody has put another function into our place, which may call it."""
-    return config._attn_implementation == "sdpa" and not hasattr(ALL_ATTENTION_FUNCTIONS["sdpa"], IS_OURS)
+    function = getattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "func", None)  # of a partial
+    return config._attn_implementation == "sdpa" and getattr(function, "__module__", None) != _INTERFACE
 
 
 def refusal(module: Any) -> str | None:

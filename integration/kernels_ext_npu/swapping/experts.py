@@ -15,6 +15,12 @@ from kernels_ext_npu.swapping.forwards import kernel_forward
 Model = TypeVar("Model", bound=nn.Module)
 
 _LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
+# what layers of the kernel compute without a call of it
+_PASSED_BY = {
+    **dict.fromkeys((*_LISTS, "ScaledTokensMoEBlock"), "experts"),
+    "FlatExperts": "mlp",
+    "CorrectedSoftmaxTopKRouter": "moe_statics",
+}
 
 
 def choose(model: nn.Module) -> None:
@@ -28,6 +34,16 @@ def choose(model: nn.Module) -> None:
             experts_interface.try_to_load()
         if (kernel := _kernel(module)) is not None:
             kernel.gates.activation_of(module)
+
+
+def meet(model: nn.Module) -> None:
+    """Let the kernel take what modules compute now for what it computes without a call of them."""
+    for module in model.modules():
+        forward = kernel_forward(module)
+        if forward is not None and (name := _PASSED_BY.get(loaded.layer_name(forward) or "")) is not None:
+            passed_by: Any = module._modules[name]
+            first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
+            loaded.package(forward).blocks.meet(passed_by, kernel_forward(first))
 
 
 def look_again(model: nn.Module) -> None:

@@ -35,7 +35,11 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
     """
     if hidden_states.device.type != "npu":
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return layer().forward(self, hidden_states, top_k_index, top_k_weights)
+    try:
+        return layer().forward(self, hidden_states, top_k_index, top_k_weights)
+    except (AttributeError, IndexError, TypeError, ValueError):  # what does not fit is refused as without a kernel
+        pass
+    return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 def install(patches: Patches) -> None:

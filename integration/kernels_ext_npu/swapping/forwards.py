@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.swapping.holders import is_own, places
-from kernels_ext_npu.swapping.loaded import kernel_name
+from kernels_ext_npu.swapping.loaded import kernel_name, layer_name
 from kernels_ext_npu.swapping.patches import Patches
 
 # what computed when a module was called before it got a kernel: a wrapper holds that, whatever its class is given later
@@ -115,14 +115,18 @@ def _install_replacing(patches: Patches) -> None:
 
     @functools.wraps(original)
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
+        from kernels_ext_npu.swapping import aside  # what reads forwards is not imported by register()
+
         own = own_forward(module)
         if own is not None and kernel_name(own) is None:
             _before[module] = own
-        if wrapper(module) is None:
+        if wrapper(module) is not None:
+            put(module, layer.forward)
+        elif layer_name(layer.forward) is not None:
+            put(module, aside.stepping(layer.forward, type(module).forward))  # type: ignore[arg-type]
+        else:
             original(module, layer)
             _leave_to_class(module)
-        else:
-            put(module, layer.forward)
 
     patches.attribute(layer, "_replace_forward", _replace_forward)
 

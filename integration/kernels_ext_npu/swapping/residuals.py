@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.residual_sums import Sums, sums_of
 from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import loaded, state
+from kernels_ext_npu.swapping import aside, loaded, state
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
 REPOSITORY = "RMSNorm"
 # the layers of the kernel that one launch gives together with a sum
 _LAYERS = ("RMSNorm", "RMSNormCastLast")
-_NORMED, _ORIGINAL = "_kernels_ext_npu_normed", "_kernels_ext_npu_forward"
+_NORMED = "_kernels_ext_npu_normed"
+
+# by the forwards that stand in their places now
+_originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -99,14 +102,14 @@ def _place(module: nn.Module) -> Place | None:
 
 def _original(cls: type) -> Any:
     forward = getattr(cls, "forward", None)
-    return getattr(forward, _ORIGINAL, forward)
+    return _originals.get(forward, forward) if isinstance(forward, FunctionType) else forward
 
 
 def _exchange(registration: state.Registration, cls: type) -> None:
     """Let the forward of a class choose, call by call; the class that defines it has it for all that inherit it."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     original: Any = vars(owner)["forward"]
-    sums = None if hasattr(original, _ORIGINAL) else sums_of(original)
+    sums = None if original in _originals else sums_of(original)
     if sums is None:
         return
     together = sums.make(_normed, _add_norm, _added)
@@ -117,7 +120,7 @@ def _exchange(registration: state.Registration, cls: type) -> None:
             return original(self, *args, **kwargs)
         return together(self, *args, **kwargs)
 
-    setattr(forward, _ORIGINAL, original)
+    _originals[forward] = original
     registration.patches.attribute(owner, "forward", forward)
 
 
@@ -135,16 +138,22 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
 
 def _add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of a sum, and the sum."""
+    if aside.steps_aside(norm):
+        total = residual + x
+        return norm(total), total
     return _place_of(layer).kernel.add_then_norm(norm, x, residual)
 
 
 def _added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-    """Return the sum that a layer gives, and let it carry the norm with which the layer behind it begins."""
+    """Return the sum that a layer gives, and let it carry the norm with which the layer behind it begins.
+
+    Nobody may get the sum in between: what is written through ``.data`` is seen by no version. Nor is anything where
+    torch tells of none.
+    """
     place = _place_of(layer)
     behind = None if place.behind is None else place.behind()
-    norm = None if behind is None else _first_norm(behind)
-    # where torch tells of no version, nobody knows whether the sum is written to in between
-    if norm is None or x.is_inference() or not place.kernel.takes_sum(norm, x, residual):
+    norm = None if behind is None or not _is_called_alone(layer) else _first_norm(behind)
+    if norm is None or x.is_inference() or aside.steps_aside(norm) or not place.kernel.takes_sum(norm, x, residual):
         return residual + x
     normed, total = place.kernel.add_then_norm(norm, x, residual)
     setattr(total, _NORMED, (norm, total._version, normed))
@@ -162,9 +171,14 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
 def _first_norm(layer: nn.Module) -> nn.Module | None:
     assert state.current is not None
     place = state.current.sums.get(layer)
-    if place is None or place.sums.first is None or has_hooks(layer):
+    if place is None or place.sums.first is None or not _is_called_alone(layer):
         return None
     return layer._modules.get(place.sums.first)
+
+
+def _is_called_alone(layer: nn.Module) -> bool:
+    """Tell whether a call of a layer is its forward and nothing else, neither before nor behind it."""
+    return "forward" not in vars(layer) and type(layer).forward in _originals and not has_hooks(layer)
 
 
 def _place_of(layer: nn.Module) -> Place:

@@ -23,7 +23,7 @@ NAME = "npu_flash_attention"
 # Both are float32, with sums in another order, through layers whose weights are drawn without a scale.
 FLOAT32 = 3e-5
 # the views of outputs, logits that are scaled, an encoder, an encoder with a decoder, a decoder with cross attention
-SAMPLE = ["JetMoeForCausalLM", "HyperCLOVAXForCausalLM", "GteForMaskedLM", "M2M100ForConditionalGeneration"]
+SAMPLE = ["JetMoeForCausalLM", "HyperCLOVAXForCausalLM", "GteForMaskedLM", "M2M100ForConditionalGeneration", "whisper"]
 ALL = [
     name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long)
     for name in [*types.CLASSES, *sorted(zoo.ARCHITECTURES)]

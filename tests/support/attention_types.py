@@ -102,27 +102,41 @@ def _inside(name: str) -> type[PreTrainedModel]:
 
 
 def _named_inputs(name: str, model: PreTrainedModel) -> Iterator[tuple[str, Inputs]]:
-    if name in zoo.ARCHITECTURES:
-        yield "of the zoo", zoo.inputs(name, model)
-        return
-    inputs = _inputs(model)
-    yield "plain", inputs
+    is_of_zoo = name in zoo.ARCHITECTURES
+    inputs = zoo.inputs(name, model) if is_of_zoo else _inputs(model)
     accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in inputs or "attention_mask" not in accepted:
+    yield "of the zoo" if is_of_zoo else "plain", inputs
+    if "decoder_input_ids" in inputs:
+        yield from _with_targets_as_long(model, inputs, "decoder_attention_mask" in accepted)
+    if is_of_zoo or "input_ids" not in inputs or "attention_mask" not in accepted:
         return
-    for side, place in (("left", slice(4)), ("right", slice(-4, None))):
-        mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
-        mask[0, place] = 0
+    for side, mask in _paddings(TOKENS):
         yield f"{side} padding", inputs | {"attention_mask": mask}
-        if "decoder_input_ids" in inputs:
-            as_long = {"decoder_input_ids": inputs["input_ids"].flip(1), "attention_mask": mask}
-            yield f"{side} padding, a target as long", inputs | as_long
-            if "decoder_attention_mask" in accepted:
-                padded = {"decoder_attention_mask": mask.roll(1, 0)}
-                yield f"{side} padding, a padded target as long", inputs | as_long | padded
     if model.can_generate() and "position_ids" in accepted and "decoder_input_ids" not in inputs:
         positions = torch.cat([torch.arange(length) for length in (5, 4, 2)])[None]
         yield "packed", {"input_ids": inputs["input_ids"][:1], "position_ids": positions}
+
+
+def _with_targets_as_long(model: PreTrainedModel, inputs: Inputs, is_padded: bool) -> Iterator[tuple[str, Inputs]]:
+    """Make targets as long as sources, of which one row is padded, and of the other row of targets where they can be.
+
+    So they are where a tokenizer pads both to the longest there may be.
+    """
+    ids = inputs.get("input_ids")
+    length = _size(model.config, "max_source_positions", TOKENS) if ids is None else ids.shape[1]
+    target = {"decoder_input_ids": torch.randint(2, 90, (ROWS, length), generator=Generator().manual_seed(1))}
+    for side, mask in _paddings(length):
+        given = inputs | target | ({} if ids is None else {"attention_mask": mask})
+        yield f"{side} padding, a target as long", given
+        if is_padded:
+            yield f"{side} padding, a padded target as long", given | {"decoder_attention_mask": mask.roll(1, 0)}
+
+
+def _paddings(length: int) -> Iterator[tuple[str, Tensor]]:
+    for side, place in (("left", slice(4)), ("right", slice(-4, None))):
+        mask = torch.ones(ROWS, length, dtype=torch.long)
+        mask[0, place] = 0
+        yield side, mask
 
 
 def _inputs(model: PreTrainedModel) -> Inputs:

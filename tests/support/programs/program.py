@@ -133,7 +133,7 @@ class Program:
             checks.assert_equal_computed(result, truth, limit)
         except AssertionError:
             with self.twin.by_original_functions():
-                exact = checks.in_float64(self.twin) if limit == checks.TOLERANCES[torch.float32] else None
+                exact = checks.in_float64(self.twin)
             if exact is None or not checks.is_as_near(result, truth, exact, limit):
                 raise
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -35,7 +36,6 @@ _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _FRAMES = 8  # of calls between the forward of a model and that of its head
 
 _looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
 
 
 class Head(NamedTuple):
@@ -120,9 +120,9 @@ def refusal(head: Head) -> str | None:
 
 
 def remark(head: Head) -> str | None:
-    """Return what looked at the logits of a head when it was last called with labels; None if nothing did."""
-    name = _looked_at.get(head.module)
-    return name and f"its logits were computed when the model was last called with labels: {name} looked at them"
+    """Return why the logits of a head were computed when it was last called with labels; None if they were not."""
+    reason = _looked_at.get(head.module)
+    return reason and f"its logits were computed when the model was last called with labels: {reason}"
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def _called(head: Any, hidden_states: Tensor) -> Tensor:
         or nn.Linear.forward is not FORWARD
         or type(head.weight) not in PLAIN
     ):
-        return nn.Linear.forward(head, hidden_states)
+        return type(head).forward(head, hidden_states)
     return linear.linear(hidden_states, head.weight, head.bias)
 
 
@@ -168,7 +168,8 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         and nn.Linear.forward is FORWARD
         and not has_hooks(head)
         and not torch._C._are_functorch_transforms_active()
-        and not torch.is_inference_mode_enabled()
+        and torch.is_grad_enabled()
+        and any(each is not None and each.requires_grad for each in (hidden_states, weight, bias))
     )
 
 
@@ -206,22 +207,14 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
     _looked_at.pop(head, None)
     reference = weakref.ref(head)
 
-    def on_look(name: str) -> None:
+    def on_look(reason: str) -> None:
         if (seen := reference()) is not None:
-            _looked_at[seen] = name
+            _looked_at[seen] = reason
 
-    product = Product(hidden_states, weight, bias, kernel, on_look)
-    if torch.distributed.is_available() and isinstance(model, torch.distributed.fsdp.FSDPModule):
-        _end_last(head, product)
-    return defer(product)
-
-
-def _end_last(head: nn.Module, product: Product) -> None:
-    """Let nobody look at logits of an earlier call: FSDP fills the same memory with the weights of this one."""
-    last = _sharded.get(head, lambda: None)()
-    if last is not None:
-        last.end()
-    _sharded[head] = weakref.ref(product)
+    kept = [None if factor is None else factor.detach() for factor in (hidden_states, weight, bias)]
+    if isinstance(model, FSDPModule):  # it frees the weight behind the forward, and fills the same memory later
+        kept[1:] = [None if factor is None else factor.clone() for factor in kept[1:]]
+    return defer(Product(hidden_states, weight, bias, tuple(kept), kernel), on_look)
 
 
 def _computes_a_loss(model: nn.Module) -> bool:

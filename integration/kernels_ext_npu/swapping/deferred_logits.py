@@ -20,6 +20,7 @@ gradient of the loss takes that way when somebody asks for that of the logits (l
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -105,7 +106,7 @@ class Product:
     hidden_states: Tensor
     weight: Tensor
     bias: Tensor | None
-    kept: tuple[Tensor | None, ...]
+    kept: tuple[Tensor, Tensor, Tensor | None]
     kernel: ModuleType
 
     def factors(self) -> list[Tensor | None]:
@@ -185,8 +186,8 @@ class DeferredLogits(Tensor):
                 args[0].call.is_hooked = True
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if function is torch.autograd.grad:
-            return _grad(*args, **kwargs)
+        if function in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiate(function, args, kwargs)
         if function is F.cross_entropy and "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if args and isinstance(args[0], DeferredLogits) and args[0].known is None:
@@ -222,9 +223,10 @@ class DeferredLogits(Tensor):
     def _compute(self, reason: str) -> Tensor:
         assert self.product is not None
         if self.base is None:
-            return self.recipe.values(*self.product.kept)
-        # the same memory, but no view for autograd: those of a node of ours could not be changed in place
-        return self.function(self.base.look(reason).data).data
+            found = self.recipe.values(*self.product.kept)
+        else:
+            found = self.function(self.base.look(reason).data)
+        return found.data  # the same memory, but no view: torch lets nobody change those in place behind a node of ours
 
 
 def defer(product: Product, on_look: Callable[[str], None]) -> Tensor:
@@ -334,15 +336,17 @@ def _loss(
     return recipe.loss(product, target, options)
 
 
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the gradients that torch.autograd.grad returns, those of logits at their own node."""
+def _differentiate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what torch.autograd.grad or backward returns: gradients of logits are asked for at their own node."""
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    inputs = given.pop("inputs", None)
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, DeferredLogits):
             tensor.call.is_hooked = True
-    outputs, args, kwargs = tree_map(partial(_looked_at, reason="grad looked at them"), (outputs, args, kwargs))
+    given = tree_map(partial(_looked_at, reason="a gradient of theirs was taken"), given)
     inputs = tree_map(lambda value: value.known if getattr(value, "is_changed", False) else value, inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+        return function(**given, inputs=inputs)
 
 
 def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -211,10 +211,10 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
         if (seen := reference()) is not None:
             _looked_at[seen] = reason
 
-    kept = [None if factor is None else factor.detach() for factor in (hidden_states, weight, bias)]
+    kept = hidden_states.detach(), weight.detach(), None if bias is None else bias.detach()
     if isinstance(model, FSDPModule):  # it frees the weight behind the forward, and fills the same memory later
-        kept[1:] = [None if factor is None else factor.clone() for factor in kept[1:]]
-    return defer(Product(hidden_states, weight, bias, tuple(kept), kernel), on_look)
+        kept = kept[0], kept[1].clone(), None if bias is None else bias.detach().clone()
+    return defer(Product(hidden_states, weight, bias, kept, kernel), on_look)
 
 
 def _computes_a_loss(model: nn.Module) -> bool:

@@ -126,6 +126,7 @@ class Recipe:
         steps: what chose and rearranged their rows, as functions of ``[..., H]``.
         scale: what they were multiplied with, before tanh if that was taken.
         cap: what they were multiplied with after tanh; None without tanh.
+        bias: what was added to the logits of the head, ``[V]``; None without.
     """
 
     shape: tuple[int, ...]
@@ -134,10 +135,15 @@ class Recipe:
     steps: tuple[Step, ...] = ()
     scale: float = 1.0
     cap: float | None = None
+    bias: Tensor | None = None
 
     def scaled(self, factor: float) -> Recipe:
         """Return that of the logits times a number."""
         return replace(self, scale=self.scale * factor) if self.cap is None else replace(self, cap=self.cap * factor)
+
+    def computes_as(self, other: Recipe) -> bool:
+        """Tell whether the logits differ in nothing but their rows: they share their memory then."""
+        return self.bias is other.bias and (self.dtype, self.scale, self.cap) == (other.dtype, other.scale, other.cap)
 
     def values(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the logits, outside of autograd and autocast."""
@@ -153,7 +159,8 @@ class Recipe:
         for step in self.steps:
             rows = step(rows)
         options = {**options, "logit_scale": self.scale * (1 if self.cap is None else self.cap), "softcap": self.cap}
-        loss = product.kernel.linear_cross_entropy(rows, product.weight, labels, product.bias, **options)
+        bias = product.bias if self.bias is None else self.bias
+        loss = product.kernel.linear_cross_entropy(rows, product.weight, labels, bias, **options)
         return loss.to(self.dtype)
 
 
@@ -270,7 +277,7 @@ def _deferred(function: Any, logits: DeferredLogits, args: tuple[Any, ...], kwar
         return PassBy.apply(loss, _node_of(logits, product), logits.call, plain, recipe.values, *product.factors())
     if function not in (getattr(Tensor, name, None), getattr(torch, name, None)):
         return None
-    after = _after(recipe, name, args, kwargs)
+    after = _after(recipe, product, name, args, kwargs)
     return None if after is None else _follow(logits, product, partial(_call_with, function, args, kwargs), after)
 
 
@@ -284,7 +291,7 @@ def _follow(
     given = (None,) if is_linear else (before.values, *product.factors())
     node = Follow.apply(_node_of(logits, product), function, _empty(after, product), *given)
     follower = _prepared(node, logits.call, after, product)
-    if (before.dtype, before.scale, before.cap) == (after.dtype, after.scale, after.cap):
+    if before.computes_as(after):
         follower.base, follower.function = logits, function
     return follower
 
@@ -293,7 +300,7 @@ def _call_with(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ten
     return function(tensor, *args, **kwargs)
 
 
-def _after(recipe: Recipe, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
+def _after(recipe: Recipe, product: Product, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
     """Return the recipe of what a function of torch makes of logits; None if there is none."""
     if name in ("float", "to"):
         dtype = torch.float32 if name == "float" and not args and not kwargs else _cast(args, kwargs)
@@ -309,6 +316,8 @@ def _after(recipe: Recipe, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         return recipe.scaled(args[0])
     if name in ("div", "divide", "true_divide", "__truediv__") and _is_factor(args):
         return recipe.scaled(1 / args[0])
+    if name in ("add", "__add__") and product.bias is None and _is_bias(args, recipe):
+        return replace(recipe, bias=args[0].detach().flatten())
     if name in ("view", "reshape", "flatten", "__getitem__"):
         found = step_of(name, recipe.shape, args)
         return found and replace(recipe, steps=(*recipe.steps, found[0]), shape=found[1])
@@ -357,6 +366,15 @@ def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
 
 def _is_factor(args: tuple[Any, ...]) -> bool:
     return len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
+
+
+def _is_bias(args: tuple[Any, ...], recipe: Recipe) -> bool:
+    """Tell whether a buffer of the model, one number a word, is added to what the head returned."""
+    if len(args) != 1 or type(args[0]) is not Tensor or args[0].requires_grad:
+        return False
+    is_first = recipe.scale == 1 and recipe.cap is None and recipe.bias is None
+    words = recipe.shape[-1]
+    return is_first and args[0].dtype is recipe.dtype and args[0].numel() == words and args[0].shape[-1:] == (words,)
 
 
 def _changes_in_place(name: str, kwargs: dict[str, Any]) -> bool:

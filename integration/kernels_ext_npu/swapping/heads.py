@@ -32,8 +32,10 @@ from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
-_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
-_FRAMES = 8  # of calls between the forward of a model and that of its head
+OWN_LOSS = "its model has a loss_function "
+_CROSS_ENTROPY = {"CrossEntropyLoss", "cross_entropy"}
+_LOSSES = {"loss_function", *_CROSS_ENTROPY}
+_FRAMES = 16  # of calls between the forward of the model with labels and that of a head
 
 _looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -106,6 +108,8 @@ def refusal(head: Head) -> str | None:
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
         return refusals.elsewhere(module)
+    if (loss := vars(head.model).get("_loss_function")) is not None and not _calls_cross_entropy(loss):
+        return f"{OWN_LOSS}{getattr(loss, '__qualname__', type(loss).__qualname__)} of its own, which must see logits"
     if "forward" in vars(module) and not _is_ours(module):
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
@@ -184,16 +188,22 @@ def _is_view(head: nn.Module) -> bool:
 
 
 def _called_with_labels(frame: FrameType | None) -> nn.Module | None:
-    """Return the model whose forward called a head, if it was given labels.
+    """Return the model whose forward was given labels, of those that call a head, the innermost first.
 
-    Between the two there are calls of torch, and perhaps of who counts modules.
+    Between them there are calls of torch, and perhaps of who counts modules. Of a model inside another FSDP frees the
+    weights before the loss of the outer one.
     """
     for _ in range(_FRAMES):
         if frame is None:
             return None
         if "labels" in frame.f_code.co_varnames:
-            variables = frame.f_locals
-            return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
+            model, labels = (frame.f_locals.get(name) for name in ("self", "labels"))
+            if not isinstance(model, PreTrainedModel):
+                return None
+            if isinstance(labels, Tensor):
+                return model
+            if isinstance(model, FSDPModule):
+                return None
         frame = frame.f_back
     return None
 
@@ -220,6 +230,23 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
 def _computes_a_loss(model: nn.Module) -> bool:
     forward = _forward_of(model)
     return "labels" in inspect.signature(forward).parameters and bool(kinds.names(forward) & _LOSSES)
+
+
+def _calls_cross_entropy(loss: Any, depth: int = 4) -> bool:
+    """Tell whether a loss calls cross entropy, itself or by functions that it calls."""
+    if isinstance(loss, nn.Module):
+        return any(isinstance(module, nn.CrossEntropyLoss) for module in loss.modules()) or _calls_cross_entropy(
+            type(loss).forward
+        )
+    function = inspect.unwrap(getattr(loss, "func", getattr(loss, "__func__", loss)))  # of a partial, of a method
+    function = function if inspect.isfunction(function) else type(function).__call__
+    if not inspect.isfunction(function):
+        return False
+    used = kinds.names(function)
+    known = [function.__globals__.get(name) for name in used] + [c.cell_contents for c in function.__closure__ or ()]
+    return bool(used & _CROSS_ENTROPY) or (
+        depth > 0 and any(inspect.isfunction(each) and _calls_cross_entropy(each, depth - 1) for each in known)
+    )
 
 
 def _forward_of(model: nn.Module) -> FunctionType:

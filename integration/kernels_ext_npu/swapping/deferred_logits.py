@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels_ext_npu.swapping.logits_gradients import Follow, Head, PassBy, Same, is_of_an_engine
-from kernels_ext_npu.swapping.row_steps import Step, step_of
+from kernels_ext_npu.swapping.logits_recipes import Product, Recipe
 
 HELD = "the output was still held when the backward began"
 
@@ -89,79 +88,6 @@ class Call:
             _calls.discard(call)
             for logits in call.held():
                 logits.look(HELD)
-
-
-@dataclass(frozen=True)
-class Product:
-    """What logits are computed from.
-
-    Attributes:
-        hidden_states: ``[..., H]``.
-        weight: ``[V, H]``.
-        bias: ``[V]``, or None.
-        kept: the same three for who looks, as they stay whatever becomes of the model; they need no gradient.
-        kernel: the package that computes the loss.
-    """
-
-    hidden_states: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    kept: tuple[Tensor, Tensor, Tensor | None]
-    kernel: ModuleType
-
-    def factors(self) -> list[Tensor | None]:
-        """Return the three for nodes of autograd that compute the logits."""
-        given = self.hidden_states, self.weight, self.bias
-        return [None if factor is None else factor.detach() for factor in given]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How logits come out of a product: for who looks at them, and for the kernel.
-
-    Attributes:
-        shape: theirs, ``[..., V]``.
-        dtype: theirs.
-        functions: what the model made of the logits of the head, one after the other.
-        steps: what chose and rearranged their rows, as functions of ``[..., H]``.
-        scale: what they were multiplied with, before tanh if that was taken.
-        cap: what they were multiplied with after tanh; None without tanh.
-        bias: what was added to the logits of the head, ``[V]``; None without.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    functions: tuple[Callable[[Tensor], Tensor], ...] = ()
-    steps: tuple[Step, ...] = ()
-    scale: float = 1.0
-    cap: float | None = None
-    bias: Tensor | None = None
-
-    def scaled(self, factor: float) -> Recipe:
-        """Return that of the logits times a number."""
-        return replace(self, scale=self.scale * factor) if self.cap is None else replace(self, cap=self.cap * factor)
-
-    def computes_as(self, other: Recipe) -> bool:
-        """Tell whether the logits differ in nothing but their rows: they share their memory then."""
-        return self.bias is other.bias and (self.dtype, self.scale, self.cap) == (other.dtype, other.scale, other.cap)
-
-    def values(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the logits, outside of autograd and autocast."""
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            found = F.linear(hidden_states, weight, bias)
-            for function in self.functions:
-                found = function(found)
-            return found
-
-    def loss(self, product: Product, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the cross entropy of logits ``[N, V]``, without the logits."""
-        rows = product.hidden_states
-        for step in self.steps:
-            rows = step(rows)
-        options = {**options, "logit_scale": self.scale * (1 if self.cap is None else self.cap), "softcap": self.cap}
-        bias = product.bias if self.bias is None else self.bias
-        loss = product.kernel.linear_cross_entropy(rows, product.weight, labels, bias, **options)
-        return loss.to(self.dtype)
 
 
 class DeferredLogits(Tensor):
@@ -277,7 +203,7 @@ def _deferred(function: Any, logits: DeferredLogits, args: tuple[Any, ...], kwar
         return PassBy.apply(loss, _node_of(logits, product), logits.call, plain, recipe.values, *product.factors())
     if function not in (getattr(Tensor, name, None), getattr(torch, name, None)):
         return None
-    after = _after(recipe, product, name, args, kwargs)
+    after = recipe.after(product, name, args, kwargs)
     return None if after is None else _follow(logits, product, partial(_call_with, function, args, kwargs), after)
 
 
@@ -300,49 +226,17 @@ def _call_with(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ten
     return function(tensor, *args, **kwargs)
 
 
-def _after(recipe: Recipe, product: Product, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
-    """Return the recipe of what a function of torch makes of logits; None if there is none."""
-    if name in ("float", "to"):
-        dtype = torch.float32 if name == "float" and not args and not kwargs else _cast(args, kwargs)
-        exact = dtype is recipe.dtype or (dtype is torch.float32 and recipe.dtype in (torch.float16, torch.bfloat16))
-        return replace(recipe, dtype=dtype) if exact and dtype is not None else None
-    if name == "contiguous" and not args and not kwargs:
-        return recipe
-    if kwargs:
-        return None
-    if name == "tanh" and not args:
-        return replace(recipe, cap=1.0) if recipe.cap is None else None
-    if name in ("mul", "multiply", "__mul__", "__rmul__") and _is_factor(args):
-        return recipe.scaled(args[0])
-    if name in ("div", "divide", "true_divide", "__truediv__") and _is_factor(args):
-        return recipe.scaled(1 / args[0])
-    if name in ("add", "__add__") and product.bias is None and _is_bias(args, recipe):
-        return replace(recipe, bias=args[0].detach().flatten())
-    if name in ("view", "reshape", "flatten", "__getitem__"):
-        found = step_of(name, recipe.shape, args)
-        return found and replace(recipe, steps=(*recipe.steps, found[0]), shape=found[1])
-    return None
-
-
-def _loss(
-    recipe: Recipe,
-    product: Product,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _loss(recipe: Recipe, product: Product, *args: Any, **kwargs: Any) -> Tensor | None:
     """Return the loss, with the arguments of torch.nn.functional.cross_entropy; None where the kernel has it not."""
-    is_plain = weight is None and size_average is None and reduce is None and len(recipe.shape) == 2
+    given = inspect.signature(F.cross_entropy).bind(None, *args, **kwargs).arguments
+    target = given.pop("target")
+    options: dict[str, Any] = {
+        name: given.pop(name) for name in ("ignore_index", "reduction", "label_smoothing") if name in given
+    }
+    is_plain = all(value is None for value in given.values()) and len(recipe.shape) == 2
     if not is_plain or target.shape != recipe.shape[:1] or target.is_floating_point():
         return None
-    if recipe.cap is not None and recipe.cap <= 0:
-        return None
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    return recipe.loss(product, target, options)
+    return None if recipe.cap is not None and recipe.cap <= 0 else recipe.loss(product, target, options)
 
 
 def _differentiate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,25 +250,6 @@ def _differentiate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     inputs = tree_map(lambda value: value.known if getattr(value, "is_changed", False) else value, inputs)
     with torch._C.DisableTorchFunctionSubclass():
         return function(**given, inputs=inputs)
-
-
-def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype that alone is asked of `to`."""
-    given = (*args, *kwargs.values())
-    return given[0] if len(given) == 1 and isinstance(given[0], torch.dtype) else None
-
-
-def _is_factor(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
-
-
-def _is_bias(args: tuple[Any, ...], recipe: Recipe) -> bool:
-    """Tell whether a buffer of the model, one number a word, is added to what the head returned."""
-    if len(args) != 1 or type(args[0]) is not Tensor or args[0].requires_grad:
-        return False
-    is_first = recipe.scale == 1 and recipe.cap is None and recipe.bias is None
-    words = recipe.shape[-1]
-    return is_first and args[0].dtype is recipe.dtype and args[0].numel() == words and args[0].shape[-1:] == (words,)
 
 
 def _changes_in_place(name: str, kwargs: dict[str, Any]) -> bool:

@@ -26,8 +26,9 @@ from kernels_ext_npu import sources
 from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
-from kernels_ext_npu.swapping.deferred_logits import Product, defer
+from kernels_ext_npu.swapping.deferred_logits import defer
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.logits_recipes import Product
 from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
 
 REPOSITORY = "CrossEntropy"

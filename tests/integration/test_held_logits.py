@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, GPT2Config, PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.swapping.deferred_logits import DeferredLogits
@@ -400,3 +400,23 @@ def test_the_report_says_that_a_held_output_was_computed() -> None:
     assert isinstance(outputs.logits, DeferredLogits)
     outputs.loss.backward()
     assert "the output was still held when the backward began" in str(reason())
+
+
+def test_logits_of_a_decoder_inside_another_model_are_ordinary_ones() -> None:
+    """The loss of an EncoderDecoderModel is not that of its decoder, which is called without labels."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = BertConfig(vocab_size=100, **sizes)
+    decoder = GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=2, add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    model = EncoderDecoderModel(config).eval()
+    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
+    results = []
+    for one in (ours, model):
+        outputs = one(**batch(one))
+        given = [outputs.logits, one.decoder.lm_head.weight]
+        results.append([outputs.loss, *torch.autograd.grad(outputs.loss, given), outputs.logits])
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected)
+    assert isinstance(results[0][-1], DeferredLogits)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
 DOCUMENTED: dict[str, str] = {
     "transpose_experts": "transpose_experts: ",
-    "look_at_logits_after_a_step": "these logits were not computed when the model was called",
     # of a layer that is there twice, and keeps two rows of keys for each token; the twin's attention has no mask then
     "generate": "attention_mask is for",
     "call_token_by_token": "attention_mask is for",

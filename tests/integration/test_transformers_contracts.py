@@ -171,15 +171,17 @@ def batch(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
     return inputs | {"labels": inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]}
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["not used", "used before"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bart", "whisper", "qwen2_5_vl"])
-def test_a_loss_has_gradients_with_respect_to_logits_and_to_the_head(name) -> None:
+def test_a_loss_has_gradients_with_respect_to_logits_and_to_the_head(name, used) -> None:
     plain, ours = pair(name)
     inputs = batch(name, plain)
     results = []
     for model, given in ((ours, on_npu(inputs)), (plain, inputs)):
         outputs = model(**given)
-        head = model.get_output_embeddings().weight
-        results.append((outputs.loss, outputs.logits, *torch.autograd.grad(outputs.loss, [outputs.logits, head])))
+        own = [torch.autograd.grad(outputs.logits.float().exp().sum(), outputs.logits)[0]] if used else []
+        gradients = torch.autograd.grad(outputs.loss, [outputs.logits, model.get_output_embeddings().weight])
+        results.append((outputs.loss, outputs.logits, *gradients, *own))
     for found, expected in zip(*results, strict=True):
         assert_close(found, expected)
 

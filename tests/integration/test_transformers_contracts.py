@@ -6,6 +6,7 @@ added to scores for boolean ones wherever torch_npu is. Where both sides have ke
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,11 +32,16 @@ def _registered() -> None:
     kernels_ext_npu.register()
 
 
+@functools.cache
+def plain_model(name: str) -> PreTrainedModel:
+    model = zoo.build(name)
+    model.set_attn_implementation("eager")
+    return model
+
+
 def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Make a model twice: without kernels on the CPU, and with them on the NPU."""
-    plain = zoo.build(name)
-    plain.set_attn_implementation("eager")
-    return plain, kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    """Return a model twice: without kernels on the CPU, and with them on the NPU."""
+    return plain_model(name), kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -43,8 +49,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 
-def ids(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(2, 90, shape, generator=torch.Generator().manual_seed(seed))
+def ids(batch: int, tokens: int) -> Tensor:
+    return torch.randint(2, 90, (batch, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def on_npu(inputs: dict[str, Any]) -> dict[str, Any]:

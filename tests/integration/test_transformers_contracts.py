@@ -168,6 +168,22 @@ def test_the_attention_of_a_model_has_the_name_it_had(name, implementation, tmp_
     }
 
 
+@pytest.mark.parametrize("way", ["argument", "config"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # eager when it is asked for, and by default
+def test_attention_weights_are_there_for_who_asks(name, way) -> None:
+    plain, ours = zoo.build(name), kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    for model in (plain, ours):
+        if name == "llama":
+            model.set_attn_implementation("eager")
+        model.config.output_attentions = way == "config"
+    options = {} if way == "config" else {"output_attentions": True}
+    with torch.no_grad():
+        expected, found = plain(ids(2, TOKENS), **options), ours(ids(2, TOKENS).npu(), **options)
+    assert len(found.attentions) == len(expected.attentions) == 2
+    for a, b in zip(found.attentions, expected.attentions):
+        assert_close(a, b)
+
+
 # ---- logits ----------------------------------------------------------------------------------------------------------
 def batch(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """Make inputs without padding, and labels."""

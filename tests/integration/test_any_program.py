@@ -30,6 +30,8 @@ HOOKS = (
     "hook_the_gradients_of_all_modules",
 )
 COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
+WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
+CLASSES = ("change_a_class", "change_the_forward_of_a_class")
 # what random programs have found, each to its shortest: the model, and the acts with their seeds
 FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *((variant, [(act, 1)]) for act in HOOKS for variant in ("dense", "gate and up in one projection", "experts")),
@@ -48,6 +50,22 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for last in ("change_the_forward_of_a_class", "change_a_class")
     ),
     ("dense", [("name_our_attention", 1), ("pickle_it", 1), ("restore_a_part", 277)]),
+    *(("dense", [("call_with_padding", number)]) for number in range(4)),
+    *(
+        (variant, [("call_with_padded_sources_and_targets", number)])
+        for variant in ("encoder and decoder", "two models in one")
+        for number in range(4)
+    ),
+    ("dense", [("attend_in_both_directions", 1), ("call_with_padding", 1)]),
+    ("dense", [("call_from_a_model_that_packs", 1)]),
+    ("dense", [("wrap_attention_by_name", 1), ("unregister", 1), ("take_the_wrapper_away", 1), ("register", 1)]),
+    *(
+        ("dense", [("keep_outputs", number), (act, 1), ("look_at_kept_outputs", 1)])
+        for act in WRITES
+        for number in (0, 1, 10)  # with gradients, without, and with a backward
+    ),
+    *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
+    *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),

@@ -19,8 +19,8 @@ from tests.support.zoo import Inputs, randomise
 
 pytestmark = pytest.mark.long
 
-# class, config, inputs, and what of the inputs is no padding; None for all
-Made = tuple[str, PreTrainedConfig, Inputs, Tensor | None]
+# class, config, inputs
+Made = tuple[str, PreTrainedConfig, Inputs]
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -45,7 +45,7 @@ def detr(generator: Generator) -> Made:
     mask = torch.ones(2, 32, 32, dtype=torch.long)
     mask[0, :, 20:] = 0
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
-    return "DetrForObjectDetection", config, {"pixel_values": pixels, "pixel_mask": mask}, None
+    return "DetrForObjectDetection", config, {"pixel_values": pixels, "pixel_mask": mask}
 
 
 def mimi(generator: Generator) -> Made:
@@ -54,7 +54,7 @@ def mimi(generator: Generator) -> Made:
         vector_quantization_hidden_dimension=16, num_quantizers=4, num_semantic_quantizers=1, sliding_window=4,
         upsample_groups=64, sampling_rate=200, frame_rate=12.5,
     )  # fmt: skip
-    return "MimiModel", config, {"input_values": torch.randn(2, 1, 320, generator=generator)}, None
+    return "MimiModel", config, {"input_values": torch.randn(2, 1, 320, generator=generator)}
 
 
 def csm(generator: Generator) -> Made:
@@ -66,7 +66,7 @@ def csm(generator: Generator) -> Made:
     )  # fmt: skip
     mask = padded(9, slice(3))
     inputs = {"input_ids": words(generator, 28, 2, 9, 4), "attention_mask": mask}
-    return "CsmForConditionalGeneration", config, inputs, mask
+    return "CsmForConditionalGeneration", config, inputs
 
 
 def dia(generator: Generator) -> Made:
@@ -79,7 +79,7 @@ def dia(generator: Generator) -> Made:
     )
     mask = padded(8, slice(5, None))
     inputs = {"input_ids": words(generator, 40, 2, 8), "decoder_input_ids": words(generator, 25, 2, 6, 3)}
-    return "DiaForConditionalGeneration", config, inputs | {"attention_mask": mask}, mask
+    return "DiaForConditionalGeneration", config, inputs | {"attention_mask": mask}
 
 
 def florence2(generator: Generator) -> Made:
@@ -98,7 +98,7 @@ def florence2(generator: Generator) -> Made:
     ids[:, 3 : 3 + image] = 99
     inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": words(generator, 90, 2, 5)}
     inputs["pixel_values"] = torch.randn(2, 3, 32, 32, generator=generator)
-    return "Florence2ForConditionalGeneration", config, inputs, mask
+    return "Florence2ForConditionalGeneration", config, inputs
 
 
 def sam2(generator: Generator) -> Made:
@@ -120,7 +120,7 @@ def sam2(generator: Generator) -> Made:
         "input_points": 64 * torch.rand(1, 1, 2, 2, generator=generator),
         "input_labels": torch.ones(1, 1, 2).int(),
     }
-    return "Sam2Model", config, inputs | {"pixel_values": torch.randn(1, 3, 64, 64, generator=generator)}, None
+    return "Sam2Model", config, inputs | {"pixel_values": torch.randn(1, 3, 64, 64, generator=generator)}
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
@@ -137,7 +137,7 @@ def contiguous(module: nn.Module, args: tuple) -> tuple:
 
 @pytest.mark.parametrize("make", [detr, mimi, csm, dia, florence2, sam2], ids=lambda make: make.__name__)
 def test_outputs_and_gradients_are_those_of_eager_attention(registered, make: Callable[[Generator], Made]) -> None:
-    name, config, inputs, mask = make(Generator().manual_seed(0))
+    name, config, inputs = make(Generator().manual_seed(0))
     torch.manual_seed(0)
     model = without_dropout(getattr(transformers, name)._from_config(config))
     with torch.no_grad():
@@ -149,10 +149,10 @@ def test_outputs_and_gradients_are_those_of_eager_attention(registered, make: Ca
     assert any(kinds.attention_refusal(type(module)) is None for module in types.served(model))
     model.set_attn_implementation("eager")
     ours.set_attn_implementation(NAME)
-    found = []
+    rows, found = types.seen(model, inputs), []
     for each, given in ((model, inputs), (ours, on_npu(inputs))):
         outputs = [x for x in each(**given).to_tuple() if isinstance(x, Tensor)]
-        outputs = [types.kept(x, mask) for x in outputs]
+        outputs = [types.kept(x, rows) for x in outputs]
         weights = [torch.linspace(-9, 9, x.numel()).sin().view(x.shape).to(x.device) for x in outputs]
         sum((x * w).sum() for x, w in zip(outputs, weights) if x.requires_grad).backward()
         grads = {key: p.grad for key, p in each.named_parameters() if p.grad is not None}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import ATTENTION
 from tests.support import zoo
+from tests.support.attention_types import kept, seen
 
 # float32 through up to a few dozen operations a layer, relative to the norm of the result
 TOLERANCE = 1e-5
@@ -19,18 +18,18 @@ def assert_agrees(name: str, model: PreTrainedModel) -> float:
     """Compare a model of the zoo that is on the NPU with the same model on the CPU; returns the largest difference.
 
     Where the attention is ours the other one's is eager: transformers' sdpa takes masks that are added to scores for
-    boolean ones wherever torch_npu is. A query that sees no key gets zero from one and a mean from the other: what is
-    at the places of padding is not compared, which is before the tokens in models of the zoo.
+    boolean ones wherever torch_npu is. Rows that see no key mean nothing, and are not compared.
     """
     reference = zoo.build(name)
-    by_name = any(row.kind == "attention" and row.swapped for row in kernels_ext_npu.report(model))
-    if by_name:
+    is_ours = any(row.swapped and row.kind == ATTENTION.in_models for row in kernels_ext_npu.report(model))
+    if is_ours:
         reference.set_attn_implementation("eager")
     inputs = zoo.inputs(name, reference)
+    rows = seen(reference, inputs) if is_ours else {}
     moved = {key: value.to("npu") for key, value in inputs.items()}
     expected, found = reference(**inputs), model(**moved)
     largest = 0.0
-    expected, found = (list(_meant(zoo.tensors(outputs), inputs if by_name else {})) for outputs in (expected, found))
+    expected, found = ([kept(tensor, rows) for tensor in zoo.tensors(outputs)] for outputs in (expected, found))
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         difference = _distance(a, b)
@@ -52,20 +51,6 @@ def assert_agrees(name: str, model: PreTrainedModel) -> float:
         options = {"max_new_tokens": 4, "do_sample": False}
         assert torch.equal(model.generate(**moved, **options).cpu(), reference.generate(**inputs, **options))
     return largest
-
-
-def _meant(outputs: Iterator[Tensor], inputs: zoo.Inputs) -> Iterator[Tensor]:
-    """Leave out what is at the places of padding; of outputs of another length the rows with padding."""
-    mask, decoded = inputs.get("attention_mask"), inputs.get("decoder_input_ids")
-    for output in outputs:
-        if mask is None or output.dim() < 3 or (decoded is not None and output.shape[1] == decoded.shape[1]):
-            yield output
-        elif output.shape[:2] == mask.shape:
-            yield output[mask.bool().to(output.device)]
-        elif len(output) == len(mask):
-            yield output[mask.bool().all(-1).to(output.device)]
-        else:
-            yield output
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

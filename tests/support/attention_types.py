@@ -44,33 +44,46 @@ def served(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if kinds.calls_attention_by_name(type(module))]
 
 
-def batches(name: str, model: PreTrainedModel) -> Iterator[tuple[str, Inputs, Tensor | None]]:
-    """Make the inputs of a model, each with its name and with what of it is no padding, None for all."""
-    if name in zoo.ARCHITECTURES:
-        inputs = zoo.inputs(name, model)
-        yield "of the zoo", inputs, inputs.get("attention_mask")
-        return
-    inputs = _inputs(model)
-    yield "plain", inputs, None
-    accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in inputs or "attention_mask" not in accepted:
-        return
-    for side, place in (("left", slice(4)), ("right", slice(-4, None))):
-        mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
-        mask[0, place] = 0
-        yield f"{side} padding", inputs | {"attention_mask": mask}, mask
-    if model.can_generate() and "position_ids" in accepted and "decoder_input_ids" not in inputs:
-        positions = torch.cat([torch.arange(length) for length in (5, 4, 2)])[None]
-        yield "packed", {"input_ids": inputs["input_ids"][:1], "position_ids": positions}, None
+Rows = dict[tuple[int, int], Tensor]  # by batch and queries, ``[B, Q]``: which rows have a value that means something
 
 
-def kept(output: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what of an output is compared: tokens that are no padding; of pooled ones the rows without padding."""
-    if mask is None or len(output) != len(mask):
-        return output
-    if output.shape[:2] == mask.shape:
-        return output[mask.to(output.device).bool()]
-    return output[mask.to(output.device).bool().all(-1)]
+def batches(name: str, model: PreTrainedModel) -> Iterator[tuple[str, Inputs, Rows]]:
+    """Make the inputs of a model, each with its name and with the rows that see a key, by eager attention."""
+    for batch, inputs in _named_inputs(name, model):
+        yield batch, inputs, seen(model, inputs)
+
+
+def seen(model: PreTrainedModel, inputs: Inputs) -> Rows:
+    """Call a model, and return which rows of queries see a key in each of its masks; those of no mask all do.
+
+    Rows of padding that see none, on the left of causal ones or beyond a window, are what each implementation likes.
+    """
+    rows: Rows = {}
+
+    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        masks = (value for value in (*bound.values(), *bound.get("kwargs", {}).values()) if isinstance(value, Tensor))
+        for mask in masks:
+            if mask.dim() == 4 and mask.shape[1] == 1 and mask.is_floating_point() and float(mask.max()) <= 0:
+                sees = (mask[:, 0] > torch.finfo(mask.dtype).min).any(-1)
+                rows[tuple(sees.shape)] = sees & rows.get(tuple(sees.shape), sees)
+
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in served(model)]
+    with torch.no_grad():
+        main_output(model, inputs)
+    for handle in handles:
+        handle.remove()
+    return rows
+
+
+def kept(output: Tensor, rows: Rows) -> Tensor:
+    """Return the rows of an output that mean something; of pooled ones those of sequences of which all rows do."""
+    if (sees := rows.get(tuple(output.shape[:2]))) is not None:
+        return output[sees.to(output.device)]
+    for (batch, _), sees in rows.items():
+        if output.dim() and len(output) == batch:
+            return output[sees.all(-1).to(output.device)]
+    return output
 
 
 def main_output(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -86,6 +99,30 @@ def _inside(name: str) -> type[PreTrainedModel]:
     from kernels_ext_npu.coverage.survey import module_classes
 
     return next(cls for cls in module_classes() if cls.__name__ == name)
+
+
+def _named_inputs(name: str, model: PreTrainedModel) -> Iterator[tuple[str, Inputs]]:
+    if name in zoo.ARCHITECTURES:
+        yield "of the zoo", zoo.inputs(name, model)
+        return
+    inputs = _inputs(model)
+    yield "plain", inputs
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in inputs or "attention_mask" not in accepted:
+        return
+    for side, place in (("left", slice(4)), ("right", slice(-4, None))):
+        mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+        mask[0, place] = 0
+        yield f"{side} padding", inputs | {"attention_mask": mask}
+        if "decoder_input_ids" in inputs:
+            as_long = {"decoder_input_ids": inputs["input_ids"].flip(1), "attention_mask": mask}
+            yield f"{side} padding, a target as long", inputs | as_long
+            if "decoder_attention_mask" in accepted:
+                padded = {"decoder_attention_mask": mask.roll(1, 0)}
+                yield f"{side} padding, a padded target as long", inputs | as_long | padded
+    if model.can_generate() and "position_ids" in accepted and "decoder_input_ids" not in inputs:
+        positions = torch.cat([torch.arange(length) for length in (5, 4, 2)])[None]
+        yield "packed", {"input_ids": inputs["input_ids"][:1], "position_ids": positions}
 
 
 def _inputs(model: PreTrainedModel) -> Inputs:

@@ -19,9 +19,7 @@ TOLERANCES = {torch.float64: TOLERANCE, torch.float32: TOLERANCE, torch.float16:
 
 
 Values = dict[str, Tensor]
-EXPLODED = (
-    1e3  # logits whose loss is rounded before exponents are taken of it: by more than the tolerance, from here on
-)
+EXPLODED = 1e3  # logits whose loss is rounded, before exponents are taken of it, by more than the tolerance
 
 
 class Computed(NamedTuple):

@@ -15,14 +15,12 @@ from tests.support.programs.side import Side
 if TYPE_CHECKING:
     from tests.support.programs.program import Program
 
+DECODING = ("generate", "call_token_by_token", "decode_some_tokens", "decode_a_token_that_is_trained")
 # what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
 DOCUMENTED: dict[str, str] = {
     "transpose_experts": "transpose_experts: ",
-    # of a layer that is there twice, and keeps two rows of keys for each token; the twin's attention has no mask then
-    "generate": "attention_mask is for",
-    "call_token_by_token": "attention_mask is for",
-    "decode_some_tokens": "attention_mask is for",
-    "decode_a_token_that_is_trained": "attention_mask is for",
+    # who names ours, with a layer that is there twice, and keeps two rows of keys for each token; others have sdpa then
+    **dict.fromkeys(DECODING, "attention_mask is for"),
     # of a copy, or of what was loaded, once kernels are unregistered
     "call": "(npu_grouped_mm. is not a valid experts|npu_flash_attention. is not a valid attention) implementation",
 }

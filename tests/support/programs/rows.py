@@ -14,28 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, NORMS, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, IMPLEMENTATION, NORMS, TABLES
 from kernels_ext_npu.swapping import forwards
-from kernels_ext_npu.swapping.attention_interface import npu_flash_attention
 from kernels_ext_npu.swapping.experts_interface import npu_grouped_mm
 from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.side import Side
 
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 CHANGED = "changed since it was swapped in"
 
 
-def look_again(side: Side, seed: int) -> kernels_ext_npu.Report:
+def look_again(side: Side, seed: int) -> tuple[kernels_ext_npu.Report, bool]:
     """Return the report; where it names kernels that no longer fit, do what it says, and return the one after that.
 
     A change of the mode looks at kernels, too.
+
+    Returns:
+        The report, and whether something was done.
     """
     report = kernels_ext_npu.report(side.model)
     reasons = [row.reason for row in report if row.reason is not None and row.reason.startswith(CHANGED)]
     if not reasons:
-        return report
+        return report, False
     model = side.pretrained
     if seed % 2 and model.use_kernels and stays_off_the_hub(side):
         modes = {module: module.training for module in model.modules()}
@@ -46,7 +50,7 @@ def look_again(side: Side, seed: int) -> kernels_ext_npu.Report:
         advised = {reason.rpartition("; ")[2].partition("(")[0] for reason in reasons}
         assert advised <= {"kernelize", "restore"}
         getattr(kernels_ext_npu, max(advised))(side.model)  # what restores needs no device
-    return kernels_ext_npu.report(side.model)
+    return kernels_ext_npu.report(side.model), True
 
 
 def assert_report_is_true(
@@ -94,9 +98,8 @@ def _forwards(row: Any, module: nn.Module) -> tuple[Any, Any]:
     if row.kind == ATTENTION.in_models:
         options = {"scaling": module.scaling, "s_aux": getattr(module, "sinks", None)}
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        return lambda *args: eager(module, *args, **options)[:1], lambda *args: npu_flash_attention(
-            module, *args, **options
-        )[:1]
+        ours = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+        return lambda *args: eager(module, *args, **options)[:1], lambda *args: ours(module, *args, **options)[:1]
     own, kernel = inspect.unwrap(type(module).forward), forwards.kernel_forward(module) or npu_grouped_mm
     if row.kind == TABLES.in_models:
         own = type(module).forward  # what it wraps switches gradients off
@@ -109,7 +112,8 @@ def _function(row: Any, module: nn.Module) -> Any:
 
 def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return what to call a kernel with; None if the model does not call it."""
-    if row.function is not None or row.kind == TABLES.in_models or "Gated" in row.kernel:
+    takes_more = any(word in row.kernel for word in ("Gated", "Add"))
+    if row.function is not None or row.kind == TABLES.in_models or takes_more:
         return _given(row, module, side, dtype)
     generator = torch.Generator().manual_seed(5)
 
@@ -118,7 +122,7 @@ def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[t
 
     if row.kind == ATTENTION.in_models:
         mask = torch.full((5, 5), torch.finfo(dtype).min, dtype=dtype, device=side.device).triu(1)[None, None]
-        size = module.head_dim if hasattr(module, "head_dim") else module.head_size
+        size = next(getattr(module, name) for name in HEAD_SIZES if hasattr(module, name))
         q, k, v = (draw(2, n * 2, 5, size) for n in (getattr(module, "num_key_value_groups", 1), 1, 1))
         return (q, k, v, mask), {}
     if row.kind == EXPERTS.in_models:

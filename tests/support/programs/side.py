@@ -25,6 +25,19 @@ class Shown(NamedTuple):
     roundings: int
 
 
+def has_targets(side: Side) -> bool:
+    """Tell whether the model has an encoder, and a decoder that is given a target."""
+    return side.variant in variants.WITH_TARGETS
+
+
+class Kept(NamedTuple):
+    """Outputs of a call, and what they must be whenever somebody looks."""
+
+    outputs: Any
+    logits: Tensor
+    hidden_states: list[Tensor]
+
+
 class Side:
     """A model and what acts leave for later ones.
 
@@ -37,9 +50,11 @@ class Side:
         names: the names of its weights at the start.
         places: at how many places in memory these were.
         is_away: whether the model was moved to the CPU.
+        is_altered: whether attention was changed in a way that not all implementations see.
         asked: whether the user has said ``use_kernels=True``, by which transformers takes kernels for the CPU there.
         held: what the user keeps: a state dict, a flat buffer, an optimizer, handles of hooks.
         shown: what acts have computed, in order.
+        kept: outputs of calls that the user keeps, for looks later on.
         cleanups: what undoes the changes to the process that acts make.
     """
 
@@ -50,9 +65,10 @@ class Side:
             self.pretrained.set_experts_implementation("eager")  # the modeling file's own, whatever ours would be
         self.names = list(self.model.state_dict())
         self.places = self.count_places()
-        self.is_away = self.asked = False
+        self.is_away = self.is_altered = self.asked = False
         self.held: dict[str, Any] = {}
         self.shown: list[Shown] = []
+        self.kept: list[Kept] = []
         self.cleanups: list[Callable[[], object]] = []
         self._modules: list[tuple[str, nn.Module]] | None = None
 
@@ -102,7 +118,7 @@ class Side:
     @property
     def inputs(self) -> dict[str, Any]:
         """What the model is called with: text with labels, and pictures where it sees some."""
-        given = variants.inputs(self.device)
+        given = variants.inputs(self.variant, self.device)
         if self.variant != "pictures":
             return given
         return given | variants.picture(self.device, self.parameters()[0][1].dtype)
@@ -113,7 +129,7 @@ class Side:
 
     def run_text(self, **options: Any) -> Any:
         """Call the model with text alone."""
-        return self.model(**variants.inputs(self.device) | options)
+        return self.model(**variants.inputs(self.variant, self.device) | options)
 
     @contextmanager
     def by_original_functions(self) -> Iterator[None]:

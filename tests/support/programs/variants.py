@@ -35,13 +35,28 @@ LINEAR = SIZES | {
 PICTURE = 61  # the token in whose place a picture is
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
 PICTURES = {
-    "text_config": SIZES
-    | {"num_hidden_layers": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "text_config": SIZES | {"num_hidden_layers": 1, "rope_parameters": MROPE},
     "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
     "image_token_id": PICTURE,
     "video_token_id": 62,
     "vision_start_token_id": 63,
     "tie_word_embeddings": False,
+}
+BART = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32,
+    "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1, "decoder_start_token_id": 1, "dropout": 0.0,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
+    "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+BERT = SIZES | {"num_hidden_layers": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERTS = {
+    "encoder": BERT | {"model_type": "bert"},
+    "decoder": BERT | {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
 }
 # Granite's factors, and a softcap, are what a loss has to know of logits
 FACTORS = {"logits_scaling": 0.5, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
@@ -62,7 +77,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "interleaved rotation": ("GlmForCausalLM", SIZES | {"num_hidden_layers": 1, "partial_rotary_factor": 0.5}),
     "linear attention": ("Qwen3_5ForCausalLM", LINEAR),
     "pictures": ("Qwen2VLForConditionalGeneration", PICTURES),
+    "encoder and decoder": ("BartForConditionalGeneration", BART),
+    "relative positions": ("T5ForConditionalGeneration", T5),
+    "two models in one": ("EncoderDecoderModel", BERTS),
 }
+WITH_TARGETS = {"encoder and decoder", "relative positions", "two models in one"}
 IDS = torch.randint(2, 60, (2, 5), generator=torch.Generator().manual_seed(0))
 PATCHES = torch.randn(8, 96, generator=torch.Generator().manual_seed(2))
 
@@ -72,10 +91,11 @@ def make(variant: str) -> PreTrainedModel:
     return copy.deepcopy(_made(variant))
 
 
-def inputs(device: torch.device | str) -> dict[str, Any]:
-    """Return the arguments of a forward: ids ``[2, 5]``, and labels so that there is a loss."""
+def inputs(variant: str, device: torch.device | str) -> dict[str, Any]:
+    """Return the arguments of a forward: ids ``[2, 5]``, for a target the same, and labels so that there is a loss."""
     ids = IDS.to(device)
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+    target = {"decoder_input_ids": ids.flip(1)} if variant in WITH_TARGETS else {}
+    return {"input_ids": ids, "labels": ids, "use_cache": False} | target
 
 
 def picture(device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:

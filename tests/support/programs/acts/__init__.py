@@ -1,39 +1,7 @@
 """The acts, by family; importing this enters all of them in the registry."""
 
-from tests.support.programs.acts import (
-    activations,
-    adapters,
-    attention,
-    devices,
-    errors,
-    heads,
-    hooks,
-    kernels,
-    linear_attention,
-    modes,
-    modules,
-    parameters,
-    parametrizations,
-    saving,
-    sub_models,
-    training,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "activations",
-    "adapters",
-    "attention",
-    "devices",
-    "errors",
-    "heads",
-    "hooks",
-    "kernels",
-    "linear_attention",
-    "modes",
-    "modules",
-    "parameters",
-    "parametrizations",
-    "saving",
-    "sub_models",
-    "training",
-]
+for _, name, _ in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(name)

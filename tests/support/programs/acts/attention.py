@@ -11,19 +11,30 @@ from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from kernels_ext_npu import sources
+from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.swapping import state
-from kernels_ext_npu.swapping.attention_choice import NAME, ON_HUB, REPOSITORY
 from tests.support.programs import variants
+from tests.support.programs.acts.heads import show_loss
 from tests.support.programs.registry import act
-from tests.support.programs.side import Side
+from tests.support.programs.side import Side, has_targets
 
+REPOSITORY = "FlashAttention"
+ON_HUB = f"{sources.ORGANISATION}/{REPOSITORY}"
 OTHERS = ("eager", "sdpa")
 
 
 def can_name_ours(side: Side) -> bool:
-    """Tell whether the implementation of ours is there to be named."""
-    return state.uses(REPOSITORY)
+    """Tell whether the implementation of ours is there to be named, and sees all that others do."""
+    return state.uses(REPOSITORY) and not side.is_altered
+
+
+def names_nothing(side: Side) -> bool:
+    """Tell whether no part of the model names the implementation of ours."""
+    configs = (getattr(module, "config", None) for module in side.model.modules())
+    return all(getattr(config, "_attn_implementation", None) != NAME for config in configs)
 
 
 @act(can_name_ours)
@@ -63,16 +74,42 @@ def change_the_scale_of_scores(side: Side, choice: Random) -> None:
     module.scaling = choice.choice([0.125, 0.5])
 
 
+PADDING = (slice(2), slice(3, None), slice(4, None), slice(1, 3))
+
+
+def padding(side: Side, choice: Random) -> Tensor:
+    """Choose what of the first row is padding: on the left, on the right, or in the middle."""
+    mask = torch.ones_like(side.inputs["input_ids"])
+    mask[0, choice.choice(PADDING)] = 0
+    return mask
+
+
 @act()
 def call_with_padding(side: Side, choice: Random) -> None:
-    """What stands at padding is nobody's business."""
-    mask = torch.ones_like(side.inputs["input_ids"])
+    """Every row that sees a key is compared; on the left none does, and each implementation gives what it likes."""
+    mask = padding(side, choice)
+    _show_rows(side, mask.cumsum(-1) > 0, attention_mask=mask)
+
+
+@act(has_targets)
+def call_with_padded_sources_and_targets(side: Side, choice: Random) -> None:
+    """Of one length, as where a tokenizer pads to the longest there may be, or of two; each target sees a source."""
+    length = choice.choice([5, 5, 3])
+    ids, target = (side.inputs[name][:, :length] for name in ("labels", "decoder_input_ids"))
+    given = {"attention_mask": padding(side, choice), "labels": ids.clone(), "decoder_input_ids": target}
+    seen = torch.ones_like(target, dtype=torch.bool)
     if choice.random() < 0.5:
-        mask[0, :2] = 0
-    else:
-        mask[0, 3:] = 0
-    logits = side.run(attention_mask=mask).logits
-    side.show(logits[mask.bool()])
+        given["decoder_attention_mask"] = padding(side, choice)[:, :length]
+        seen = given["decoder_attention_mask"].cumsum(-1) > 0
+    _show_rows(side, seen, **given)
+
+
+def _show_rows(side: Side, seen: Tensor, **given: Any) -> None:
+    """Show logits of some rows, and gradients of their loss: of the words there, or the next ones."""
+    labels = given.get("labels", side.inputs["labels"]).masked_fill(~(seen & seen.roll(1, 1)), -100)
+    result = side.run(**given | {"labels": labels})
+    side.show(result.logits[seen])
+    show_loss(side, result.loss)
 
 
 @act()

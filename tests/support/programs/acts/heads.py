@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.support.programs import variants
-from tests.support.programs.acts.training import RATE, can_train, trained
+from tests.support.programs.acts.training import can_train, trained
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
@@ -22,6 +22,13 @@ def gradient(side: Side, of: Tensor, **options: Any) -> Tensor:
     """Return the gradients of everything that is trained, in one tensor: small ones count as small."""
     found = torch.autograd.grad(of, trained(side), allow_unused=True, **options)
     return torch.cat([grad.detach().cpu().double().flatten() for grad in found if grad is not None])
+
+
+def show_loss(side: Side, loss: Tensor) -> None:
+    """Show a loss, and its gradients where something is trained."""
+    side.show(loss)
+    if loss.requires_grad:
+        side.show_gradient(gradient(side, loss))
 
 
 def labels(side: Side, choice: Random) -> Tensor:
@@ -99,19 +106,10 @@ def call_without_labels(side: Side, choice: Random) -> None:
 
 @act()
 def call_with_some_labels(side: Side, choice: Random) -> None:
-    result = side.run(labels=labels(side, choice))
-    side.show(result.loss)
-    if result.loss.requires_grad:
-        side.show_gradient(gradient(side, result.loss))
-
-
-@act()
-def call_with_a_number_of_items(side: Side, choice: Random) -> None:
-    number = choice.choice([3, torch.tensor(7, device=side.device)])
-    result = side.run(labels=labels(side, choice), num_items_in_batch=number)
-    side.show(result.loss)
-    if result.loss.requires_grad:
-        side.show_gradient(gradient(side, result.loss))
+    """Perhaps with the number of them in all processes."""
+    number = choice.choice([None, 3, torch.tensor(7, device=side.device)])
+    options = {} if number is None else {"num_items_in_batch": number}
+    show_loss(side, side.run(labels=labels(side, choice), **options).loss)
 
 
 @act()
@@ -139,27 +137,6 @@ def look_at_logits_before_the_backward(side: Side, choice: Random) -> None:
 
 
 @act(can_train)
-def look_at_logits_after_the_backward(side: Side, choice: Random) -> None:
-    result = side.run(labels=labels(side, choice))
-    if result.loss.requires_grad:
-        result.loss.backward()
-        side.model.zero_grad()
-    side.show(result.logits.float().softmax(-1))
-
-
-@act(can_train, computes=True)
-def look_at_logits_after_a_step(side: Side, choice: Random) -> None:
-    """The logits of the weights before the step."""
-    side.model.zero_grad()
-    result = side.run()
-    if result.loss.requires_grad:
-        result.loss.backward()
-        torch.optim.SGD(trained(side), lr=RATE).step()
-        side.model.zero_grad()
-        side.show(result.logits)
-
-
-@act(can_train)
 def change_logits_before_the_backward(side: Side, choice: Random) -> None:
     """In place, as masks of words do; a loss may keep a view of them, and torch says so."""
     result = side.run()
@@ -184,9 +161,7 @@ def smooth_labels(side: Side, choice: Random) -> None:
     result = side.run()
     given = {"labels": labels(side, choice)}
     loss = LabelSmoother(0.125)(result, given["labels"], shift_labels=True)
-    side.show(loss)
-    if loss.requires_grad:
-        side.show_gradient(gradient(side, loss))
+    show_loss(side, loss)
 
 
 @act()

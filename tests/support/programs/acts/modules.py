@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from random import Random
 from typing import Any, ClassVar
@@ -57,51 +58,103 @@ def change_frequencies(side: Side, choice: Random) -> None:
         table.inv_freq.mul_(0.5)
 
 
-class _Scaled:
-    """What makes a class of one whose forward gives more."""
+class _Derived:
+    """What makes a class of one whose forward gives more, or the same."""
 
-    made: ClassVar[dict[type, type]] = {}
+    made: ClassVar[dict[tuple[type, float], type]] = {}
 
     @classmethod
-    def of(cls, base: type) -> type:
+    def of(cls, base: type, factor: float) -> type:
         """Return the class, always the same one."""
-        if base not in cls.made:
+        if (base, factor) not in cls.made:
 
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return 1.25 * base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+                return factor * base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-            cls.made[base] = type(f"Scaled{base.__name__}", (base,), {"forward": forward, "__module__": __name__})
-        return cls.made[base]
+            members = {"__module__": __name__} | ({"forward": forward} if factor != 1 else {})
+            cls.made[base, factor] = type(f"{base.__name__}{factor * 100:.0f}", (base,), members)
+        return cls.made[base, factor]
 
 
 def __getattr__(name: str) -> type:
     """Find a class again by its name: pickles of models need it."""
-    for made in _Scaled.made.values():
+    for made in _Derived.made.values():
         if made.__name__ == name:
             return made
     raise AttributeError(name)
 
 
+PATCHED = (
+    "MLP",
+    "Norm",
+    "GELUActivation",
+    "Attention",
+    "RotaryEmbedding",
+    "Experts",
+    "Router",
+    "DeltaNet",
+    "Linear",
+    "Output",
+    "Mlp",
+)
+
+
+def times(result: Any, factor: float) -> Any:
+    """Scale what a forward gives, the first of several."""
+    return factor * result if isinstance(result, torch.Tensor) else (factor * result[0], *result[1:])
+
+
 @act()
 def change_a_class(side: Side, choice: Random) -> None:
     _, module = choice.choice(side.named("MLP", "Norm", "GELUActivation"))
-    module.__class__ = _Scaled.of(type(module))
+    module.__class__ = _Derived.of(type(module), choice.choice([1.25, 1]))
+
+
+@act(lambda side: bool(_derived(side)))
+def change_a_class_back(side: Side, choice: Random) -> None:
+    module = choice.choice(_derived(side))
+    module.__class__ = type(module).__base__
+
+
+def _derived(side: Side) -> list[Any]:
+    return [module for module in side.model.modules() if type(module) in _Derived.made.values()]
+
+
+_patched: list[tuple[type, Any]] = []  # classes of the process, and what their forwards were
 
 
 @act()
 def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
-    """For all its instances, as patches of frameworks do; both sides have one class, which is changed once."""
-    _, module = choice.choice(side.named("MLP", "Norm", "GELUActivation"))
-    cls = type(module)
-    original = cls.forward
-    if "scaled" in original.__name__ or cls in _Scaled.made.values():
+    """For all its instances, as patches of frameworks do, by one that calls it; both sides have one class."""
+    _, module = choice.choice(side.named(*PATCHED))
+    cls, factor = type(module), choice.choice([1.25, 1])
+    if side.home != "cpu" or cls in _Derived.made.values():
         return
+    original = cls.forward
 
-    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return 1.25 * original(self, *args, **kwargs)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return times(original(self, *args, **kwargs), factor)
 
-    cls.forward = scaled
-    side.cleanups.append(lambda: setattr(cls, "forward", original))
+    cls.forward = functools.wraps(original)(patched) if choice.random() < 0.5 else patched
+    _patched.append((cls, original))
+    side.cleanups.append(_take_patches_back)
+
+
+@act()
+def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
+    """The newest patch, as contexts do."""
+    if side.home == "cpu" and _patched:
+        _take_back()
+
+
+def _take_back() -> None:
+    cls, forward = _patched.pop()
+    cls.forward = forward  # type: ignore[attr-defined]
+
+
+def _take_patches_back() -> None:
+    while _patched:
+        _take_back()
 
 
 @act()

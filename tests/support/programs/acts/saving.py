@@ -23,11 +23,6 @@ def _path(side: Side, name: str) -> Path:
     return side.folder / f"{side.held['files']}{name}"
 
 
-def is_plain(side: Side) -> bool:
-    """Tell whether the model is one of transformers."""
-    return not side.is_adapted
-
-
 @act()
 def save_and_load_the_whole_model(side: Side, choice: Random) -> None:
     """The twin is copied: see pickle_it. Its tensors share memory afterwards as they do in a file."""
@@ -99,7 +94,7 @@ def is_unchanged(side: Side) -> bool:
 
     Of weights that share memory, unless the config ties them, one is saved, and the others are drawn when it is loaded.
     """
-    return is_plain(side) and list(side.model.state_dict()) == side.names and side.count_places() == side.places
+    return not side.is_adapted and list(side.model.state_dict()) == side.names and side.count_places() == side.places
 
 
 @act(is_unchanged)

@@ -46,13 +46,12 @@ def folders(checkpoints, tmp_path_factory) -> dict[bool, Path]:
 def assert_right(found: heads.Looked, logits: Tensor, gradients: Tensors) -> None:
     for name, expected in gradients.items():
         torch.testing.assert_close(found.gradients[name], expected, rtol=0, atol=matrix.TOLERANCE, msg=name)
-    if isinstance(found.logits, Tensor):
-        torch.testing.assert_close(found.logits, logits, rtol=0, atol=matrix.TOLERANCE)
+    torch.testing.assert_close(found.logits, logits, rtol=0, atol=matrix.TOLERANCE)
 
 
 @pytest.mark.parametrize(("engine", "tied"), SETUPS)
 def test_logits_wait_or_there_is_a_reason_and_no_gradient_is_missing(engine, tied, two_ranks, folders) -> None:
-    """Behind the backward FSDP has freed the weight: an error then, and never the logits of something else."""
+    """Logits that are looked at behind the backward, too, where FSDP has freed the weight."""
     logits, gradients = heads.truth(folders[tied])
     assert gradients.keys() == {"model.embed_tokens.weight"} | (set() if tied else {"lm_head.weight"})
     for is_before in (True, False):
@@ -63,7 +62,3 @@ def test_logits_wait_or_there_is_a_reason_and_no_gradient_is_missing(engine, tie
             assert_right(
                 found, logits[[models.tokens(0).tolist().index(row) for row in found.rows.tolist()]], gradients
             )
-            is_gone = engine.startswith("FSDP") and found.is_deferred and not is_before
-            assert isinstance(found.logits, str) == is_gone
-            if is_gone:
-                assert "what they are computed from has changed since" in found.logits

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import subject
-from kernels_ext_npu.inspection.counting import Counting, count_step
+from kernels_ext_npu.inspection.counting import Counting, count_layers, count_step
 from kernels_ext_npu.inspection.counts import Counts
 from kernels_ext_npu.inspection.known_values import KnownValues
 from kernels_ext_npu.inspection.roofline import SOCS
@@ -24,7 +24,9 @@ SOC = SOCS["910b"]
 MORE_BYTES = 1.06  # the logits of a piece are computed again, and the hidden states are read by every piece
 
 
-def step(name: str, tokens: int, checkpointing: bool = False, with_loss: bool = True) -> Counts:
+def step(
+    name: str, tokens: int, checkpointing: bool = False, with_loss: bool = True, count: Any = count_step
+) -> Counts:
     """Count a step of a published model in bfloat16 with all kernels, or all but CrossEntropy."""
     kernels_ext_npu.register(kernels=sorted({*REPOSITORIES} - (set() if with_loss else {"CrossEntropy"})))
     values, published = KnownValues(), subject.find(name)
@@ -35,7 +37,7 @@ def step(name: str, tokens: int, checkpointing: bool = False, with_loss: bool = 
         kernels_ext_npu.kernelize(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return count_step(model, inputs | subject.labels(model, inputs), values, SOC)
+        return count(model, inputs | subject.labels(model, inputs), values, SOC)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,31 @@ def test_a_step_of_32768_tokens_with_checkpointing_holds_a_third() -> None:
     assert 3 * with_loss.peak <= without.peak
     assert with_loss.bytes.total() <= MORE_BYTES * without.bytes.total()
     assert step("Qwen3-8B", 32768).peak / 1e9 <= 142
+
+
+def count_holding(model: nn.Module, inputs: dict[str, Tensor], values: KnownValues, soc: Any) -> Counts:
+    """Count a step of a loop that holds the output of the model."""
+
+    def run(_: Any) -> None:
+        outputs = model.train()(**inputs)
+        outputs.loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return count_layers(model, inputs, lambda: Counting(values, soc, None), run)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool) -> None:
+    """As docs/recipes.md says: hidden states and weight are read once more, logits of two bytes written and held."""
+    tokens, words, width = 4096, 151_936, 4096
+    held, let_go = (step("Qwen3-8B", tokens, checkpointing, count=each) for each in (count_holding, count_step))
+    logits = 2 * tokens * words
+    assert held.launches - let_go.launches == {"matmul": 1}
+    assert held.bytes.total() - let_go.bytes.total() == logits + 2 * width * (tokens + words)
+    assert held.peak - let_go.peak == logits
+    found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
+    assert found[2:] == ([3.2, 4.5] if checkpointing else [19.0, 20.2])
+    assert checkpointing or [round(each) for each in found[:2]] == [244, 246]
 
 
 class Largest(TorchDispatchMode):

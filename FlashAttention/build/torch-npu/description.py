@@ -15,6 +15,8 @@ from .options import CAUSAL, FULL, Band, Sequences
 from .patterns import Pattern
 from .selective_checkpoints import unseen
 
+_MASK = (False, None)  # of all masks of a description the one that others get
+
 
 class Packing:
     """Says which tokens of a batch are in sequences of their own, one behind the other in memory.
@@ -64,7 +66,8 @@ class MaskDescription:
     """Says which keys each query of a forward sees.
 
     Where transformers' models treat it as the mask ``[B, 1, S_q, S_k]`` that it describes, it is one: its attributes,
-    items and torch's functions of it are those of that tensor, which is True where a query sees a key.
+    items and torch's functions of it are those of that tensor, which is True where a query sees a key. Once somebody
+    has written into that, it is what counts.
 
     Args:
         queries: how many there are in a sequence of the batch.
@@ -87,6 +90,7 @@ class MaskDescription:
         self.queries, self.keys, self.pattern, self.is_of_module = queries, keys, pattern, is_of_module
         self._make = make
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
+        self._version = 0  # of the mask that others may have written into
         self._chosen: dict[int, Band | Packing | None] = {}
         self._beside: tuple[Tensor, Tensor, Tensor] | None = None
         self._padding = None if padding is None else HostValues(padding)
@@ -100,6 +104,7 @@ class MaskDescription:
         """
         if torch.compiler.is_compiling():
             return self._choose(batch)
+        self._look_for_changes()
         if batch not in self._chosen:
             with unseen():
                 self._chosen[batch] = self._choose(batch)
@@ -107,6 +112,7 @@ class MaskDescription:
 
     def is_band(self) -> bool:
         """Tell whether it says nothing but distances, beside which tokens are packed together."""
+        self._look_for_changes()
         pattern = self.pattern
         return pattern is not None and self._padding is None and pattern.chunk is None
 
@@ -143,11 +149,21 @@ class MaskDescription:
         return self
 
     def _kept(self, left_out: bool, device: torch.device | None) -> Tensor:
+        self._look_for_changes()
         found = self._masks.get((left_out, device))
         if found is None:
-            with unseen():
+            with unseen(), torch.inference_mode(False):  # what is made in inference mode tells of no changes
                 found = self._masks[left_out, device] = self._computed(left_out, device)
+            if (left_out, device) == _MASK:
+                self._version = found._version
         return found
+
+    def _look_for_changes(self) -> None:
+        """Describe nothing but the mask itself from when somebody has written into it."""
+        mask = self._masks.get(_MASK)
+        if mask is not None and mask._version != self._version:
+            self.pattern, self._version = None, mask._version
+            self._masks, self._chosen, self._beside = {_MASK: mask}, {}, None
 
     def _computed(self, left_out: bool, device: torch.device | None) -> Tensor:
         if left_out:
@@ -231,6 +247,9 @@ class MaskDescription:
 
     def __getitem__(self, key: Any) -> Tensor:
         return self.mask()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.mask()[key] = value
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

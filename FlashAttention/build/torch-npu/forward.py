@@ -95,8 +95,8 @@ def attention_forward(
         seen = _Lengths(cu_seq_lens_q, cu_seq_lens_k, band)
     elif isinstance(attention_mask, MaskDescription):
         seen = _seen(attention_mask, query, key)
-        if attention_mask.is_of_module and seen == CAUSAL and not getattr(module, "is_causal", True):
-            seen = FULL if query.shape[2] == key.shape[2] else seen
+        if attention_mask.is_of_module and seen == CAUSAL and query.shape[2] == key.shape[2]:
+            seen = CAUSAL if is_causal or getattr(module, "is_causal", True) else FULL
         if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
             seen = attention_mask.left_out(query.device)
         if packed and cache is None and is_without_padding(attention_mask):  # that of a paged cache knows them

@@ -14,13 +14,13 @@ and a class whose forward takes ``x`` it is
         hidden_states = x
         try:
             return norm(hidden_states, self.weight, self.eps)
-        except (AttributeError, IndexError, TypeError, ValueError):
-            pass
-        return matched(self, x)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            refused = error
+        return left_to(matched, refused, self, x)
 
-so that what the layer does not take, such as a list or a tensor of another shape, is computed or refused as the class
-does it. What the device refuses, a RuntimeError, is said. A function around the layer would ask the same for a call of
-Python more in every layer of every step.
+so that what the layer does not take, such as a list or a tensor of another shape, is refused as the class does it, or
+computed with a warning. What the device refuses, a RuntimeError, is said. A function around the layer would ask the
+same for a call of Python more in every layer of every step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import ast
 import functools
 import inspect
 import textwrap
+import warnings
 from types import FunctionType
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch import nn
 from kernels_ext_npu.matching.rewriting import maker
 
 _MATCHED, _NOW, _ARGS, _KWARGS = "_kernels_matched", "_kernels_now", "_kernels_args", "_kernels_kwargs"
-_REFUSED = "_kernels_refused"
+_REFUSED, _ERROR, _LEFT_TO = "_kernels_refused", "_kernels_error", "_kernels_left_to"
 _OF_LAYER = "_kernels_layers_"
 _REFUSALS = (AttributeError, IndexError, TypeError, ValueError)  # of what a layer was not written for
 
@@ -70,11 +71,12 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
         f"    return {_NOW}({me}, forward, {_MATCHED})({called})",
         *(f"{_OF_LAYER}{name} = {renamed.get(name, name)}" for name in given),
     ]
-    tried: Any = ast.parse(f"try:\n    pass\nexcept {_REFUSED}:\n    pass").body[0]
+    tried: Any = ast.parse(f"try:\n    pass\nexcept {_REFUSED} as error:\n    {_ERROR} = error").body[0]
     tried.body = tree.body
-    last = ast.parse(f"return {_MATCHED}({taken})").body
+    last = ast.parse(f"return {_LEFT_TO}({_MATCHED}, {_ERROR}, {taken})").body
     tree.body = [*ast.parse("\n".join(lines)).body, tried, *last]
-    new = functools.wraps(forward)(maker(tree, forward, (_MATCHED, _NOW, _REFUSED))(matched, _now, _REFUSALS))
+    make = maker(tree, forward, (_MATCHED, _NOW, _REFUSED, _LEFT_TO))
+    new = functools.wraps(forward)(make(matched, _now, _REFUSALS, _left_to))
     setattr(new, _MATCHED, matched)
     return new  # type: ignore[return-value]
 
@@ -86,6 +88,13 @@ def _rename(body: list[ast.stmt], parameters: list[str]) -> None:
     for node in found:
         if node.id in mine:
             node.id = f"{_OF_LAYER}{node.id}"
+
+
+def _left_to(matched: FunctionType, error: Exception, module: nn.Module, *args: Any) -> Any:
+    """Compute what a layer has refused as the class of its module does, which may refuse it, too."""
+    result = matched(module, *args)
+    warnings.warn(f"{type(module).__name__} computed this without its kernel, which refused it: {error}", stacklevel=3)
+    return result
 
 
 def steps_aside(module: nn.Module) -> bool:

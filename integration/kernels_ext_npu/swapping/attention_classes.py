@@ -61,7 +61,7 @@ def is_added_elsewhere(cls: type) -> bool:
 
 @functools.cache
 def _hands_on(cls: type) -> bool:
-    return not is_added_elsewhere(cls) and None in map(refusal_of, _attending(cls))
+    return not is_added_elsewhere(cls) and any(refusal_of(each) is None for each in _attending(cls))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -35,7 +35,8 @@ def install(patches: Patches) -> None:
     patches.item(functions, NAME, npu_flash_attention)
     patches.item(masks, NAME, npu_flash_attention_mask)
     if functions["sdpa"] is sdpa_attention_forward and masks["sdpa"] is sdpa_mask:
-        patches.item(functions, "sdpa", functools.partial(stand_in, sdpa_attention_forward))
+        ours = functools.partial(stand_in, sdpa_attention_forward)
+        patches.item(functions, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
         patches.item(masks, "sdpa", _mask_standing_in("sdpa", sdpa_mask))
     if masks["eager"] is eager_mask:
         patches.item(masks, "eager", _mask_standing_in("eager", eager_mask))
@@ -130,7 +131,7 @@ def stand_in(
         and query.dtype is not torch.float64
         and kwargs.get("softcap") is None
         and kwargs.get("position_bias") is None
-        and not kwargs.get("output_attentions")
+        and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
         and is_installed()
         and serves(type(module), None if is_sdpa else type(module.config))
         and not is_plain(module)

@@ -9,19 +9,22 @@ multiplied from. Between a head and the loss models write a few things, such as
 
 Scales, tanh, casts, and what only chooses or rearranges rows are remembered; cross entropy of what was remembered goes
 to the kernel, with the same rows of the hidden states. Everything else computes the logits, by the lines that the model
-wrote, once, and goes on with them: it finds the tensor that it would have found. So does whoever changes them in place.
+wrote, once, and goes on with them: it finds the tensor that it would have found.
 
-It is a node of autograd: hooks, and code that is not told of subclasses, find a tensor that requires gradients, with
-a backward of its own. The gradient of the loss takes that way when somebody asks for that of the logits
-(logits_gradients.py).
+They end with the backward: what somebody still holds when it begins is computed then, and is a tensor like any other,
+whatever becomes of the weights. `model(**batch).loss.backward()` holds nothing, and nothing is computed.
+
+They are nodes of autograd: hooks, and code that is not told of subclasses, find tensors that require gradients. The
+gradient of the loss takes that way when somebody asks for that of the logits (logits_gradients.py).
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import ModuleType
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,148 +32,95 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kernels_ext_npu.swapping import optimizer_steps
-from kernels_ext_npu.swapping.logits_gradients import PassBy, gradient_of, is_of_an_engine
-from kernels_ext_npu.swapping.row_steps import Step, step_of
+from kernels_ext_npu.swapping.logits_gradients import Follow, Head, PassBy, Same, is_of_an_engine
+from kernels_ext_npu.swapping.logits_recipes import Product, Recipe
 
-CHANGED = (
-    "these logits were not computed when the model was called, and what they are computed from has changed since: look "
-    "at them before the weights change, or leave the kernel CrossEntropy out: register(kernels=...)"
-)
-NOT_KEPT = (
-    "the gradient of these logits is not computed at one place, since they were scaled, capped or rearranged without "
-    "being computed: leave the kernel CrossEntropy out: register(kernels=...)"
-)
-IN_PLACE = "these logits were changed in place, and the loss is that of what they were: ask for their gradient before"
+HELD = "the output was still held when the backward began"
 
 _SHOWN_METHODS = (
     "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous stride storage_offset "
-    "get_device requires_grad_ __hash__ __len__ is_signed is_conj is_neg is_inference _is_view"
+    "get_device requires_grad_ __hash__ __len__ is_signed is_conj is_neg is_inference _is_view retain_grad "
+    "register_hook"
 )
 _SHOWN_PROPERTIES = (
     "shape dtype device ndim layout requires_grad grad_fn is_leaf is_sparse is_cuda is_cpu is_npu is_meta is_mkldnn "
-    "is_quantized is_nested is_xla is_mps is_xpu itemsize nbytes names output_nr _base __class__"
+    "is_quantized is_nested is_xla is_mps is_xpu itemsize nbytes names output_nr _base __class__ grad retains_grad "
+    "_backward_hooks"
 )
 _SHOWN = {getattr(Tensor, name) for name in _SHOWN_METHODS.split()} | {
     getattr(Tensor, name).__get__
     for name in _SHOWN_PROPERTIES.split()
     if hasattr(getattr(Tensor, name, None), "__get__")
 }
-_ASKED = {Tensor.retain_grad, Tensor.register_hook}
-_OF_GRADIENTS = _ASKED | {getattr(Tensor, name).__get__ for name in ("grad", "retains_grad", "_backward_hooks")}
+
+_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # of heads, whose logits may not be computed
 
 
 @dataclass(eq=False)
-class Product:
-    """What logits are to be computed from, as it was when the head was called.
+class Call:
+    """A call of a head, and what somebody holds of it.
 
     Attributes:
-        hidden_states: ``[..., H]``.
-        weight: ``[V, H]``.
-        bias: ``[V]``, or None.
-        kernel: the package that computes the loss.
-        on_look: is told the name of the function for which the logits are computed.
-        is_over: whether the weight is known to have changed.
+        on_look: is told why logits are computed.
+        logits: all of the call that nobody has looked at, of which some may be gone.
+        is_hooked: whether somebody asked for the gradient of some.
     """
 
-    hidden_states: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    kernel: ModuleType
     on_look: Callable[[str], None]
-    is_over: bool = False
+    logits: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    is_hooked: bool = False
 
     def __post_init__(self) -> None:
-        self._state = self._look_at_state()
-        optimizer_steps.watch(self, self.weight, Product.end)
+        _calls.add(self)
 
-    def end(self) -> None:
-        """Compute nothing from now on: the weight is another one."""
-        self.is_over = True
+    def is_asked(self) -> bool:
+        """Tell whether somebody waits for the gradient of logits; `backward(inputs=...)` sets `retains_grad`."""
+        return self.is_hooked or any(logits.retains_grad for logits in self.held())
 
-    def logits(self) -> Tensor:
-        """Compute the logits, outside of autograd.
+    def held(self) -> list[DeferredLogits]:
+        """Return the logits of this call that somebody holds."""
+        return [found for reference in self.logits if (found := reference()) is not None]
 
-        Raises:
-            RuntimeError: a tensor has changed since, or its memory is gone.
-        """
-        self.check()
-        with torch.no_grad():
-            return F.linear(self.hidden_states, self.weight, self.bias)
-
-    def check(self) -> None:
-        """Raise if a tensor has changed since, or its memory is gone."""
-        if self.is_over or self._look_at_state() != self._state:
-            raise RuntimeError(CHANGED)
-
-    def _look_at_state(self) -> list[tuple[Any, ...]]:
-        return [_state_of(t) for t in (self.hidden_states, self.weight, self.bias) if t is not None]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How logits came out of a product: what the kernel has to do to give their loss.
-
-    Attributes:
-        product: what they are computed from.
-        shape: theirs, ``[..., V]``.
-        dtype: theirs.
-        steps: what chose and rearranged their rows, as functions of ``[..., H]``.
-        scale: what they were multiplied with, before tanh if that was taken.
-        cap: what they were multiplied with after tanh; None without tanh.
-    """
-
-    product: Product
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    steps: tuple[Step, ...] = ()
-    scale: float = 1.0
-    cap: float | None = None
-
-    def scaled(self, factor: float) -> Recipe:
-        """Return that of the logits times a number."""
-        return replace(self, scale=self.scale * factor) if self.cap is None else replace(self, cap=self.cap * factor)
-
-    def loss(self, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the cross entropy of logits ``[N, V]``, without the logits."""
-        product, rows = self.product, self.product.hidden_states
-        product.check()
-        for step in self.steps:
-            rows = step(rows)
-        options = {**options, "logit_scale": self.scale * (1 if self.cap is None else self.cap), "softcap": self.cap}
-        loss = product.kernel.linear_cross_entropy(rows, product.weight, labels, product.bias, **options)
-        return loss.to(self.dtype)
+    @staticmethod
+    def compute_all_held() -> None:
+        """Compute what somebody holds of any call: after a backward weights change."""
+        for call in list(_calls):
+            _calls.discard(call)
+            for logits in call.held():
+                logits.look(HELD)
 
 
 class DeferredLogits(Tensor):
-    """Logits that nobody has looked at.
+    """Logits that nobody has looked at, or the way to those that somebody has.
 
     Attributes:
+        call: of the head.
         recipe: how they come about.
-        compute: computes them.
+        product: what they are computed from; None once they are.
+        base: the logits whose memory they would share, None for memory of their own, and once they are computed.
+        function: makes them of those.
         known: the tensor that they are, once somebody has looked.
-        version: that of the known tensor, before anybody changed it in place.
-        parent: what they were made of without looking; None for what the head returned.
-        followers: what was made of them without looking.
+        is_changed: whether that was changed in place: it has another node of autograd since.
     """
 
+    call: Call
     recipe: Recipe
-    compute: Callable[[str], Tensor]
-    known: Tensor | None
-    version: int
-    parent: DeferredLogits | None
-    followers: list[weakref.ref[DeferredLogits]]
+    product: Product | None = None
+    base: DeferredLogits | None = None
+    function: Callable[[Tensor], Tensor]
+    known: Tensor | None = None
+    is_changed: bool = False
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _ASKED and args[0].parent is not None and not is_of_an_engine(args[-1]):
-            raise RuntimeError(NOT_KEPT)
-        if function in _SHOWN or (function in _OF_GRADIENTS and not args[0].is_changed()):
+        if function in _SHOWN and not args[0].is_changed:
+            if function is Tensor.register_hook and not is_of_an_engine(args[1]):
+                args[0].call.is_hooked = True
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if function is torch.autograd.grad:
-            return _grad(*args, **kwargs)
+        if function in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiate(function, args, kwargs)
         if function is F.cross_entropy and "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if args and isinstance(args[0], DeferredLogits) and args[0].known is None:
@@ -178,223 +128,128 @@ class DeferredLogits(Tensor):
             if result is not None:
                 return result
         name = getattr(function, "__name__", str(function))
+        looked = tree_map(partial(_looked_at, reason=f"{name} looked at them"), (args, kwargs))
+        result = function(*looked[0], **looked[1])
         if _changes_in_place(name, kwargs):
-            for tensor in tree_leaves((args, kwargs)):
+            for tensor in tree_leaves((args[:1], kwargs.get("out"))):
                 if isinstance(tensor, DeferredLogits):
-                    tensor.settle()
-        args, kwargs = tree_map(lambda value: _looked_at(value, name), (args, kwargs))
-        return function(*args, **kwargs)
+                    tensor.is_changed = True
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Give the values to what runs below autograd, which has nodes of its own for these logits."""
         with torch.no_grad():
-            args, kwargs = tree_map(lambda value: _looked_at(value, str(function)), (args, kwargs or {}))
+            args, kwargs = tree_map(partial(_looked_at, reason=f"{function} looked at them"), (args, kwargs or {}))
             args, kwargs = tree_map(_outside_of_autograd, (args, kwargs))
             return function(*args, **kwargs)
 
-    def look(self, name: str = "the model") -> Tensor:
-        """Return the logits, which are computed when this is first called.
-
-        Args:
-            name: of the function that they are computed for.
-        """
+    def look(self, reason: str) -> Tensor:
+        """Return the logits, which are computed when this is first called, for a reason."""
         if self.known is None:
-            with torch.set_grad_enabled(self.requires_grad):
-                self.known = self.compute(name)
-            self.version = self.known._version
+            self.call.on_look(reason)
+            with torch.inference_mode(False), torch.enable_grad():
+                self.known = Same.apply(self, partial(self._compute, reason))
+            self.product = self.base = None
         return self.known
 
-    def is_changed(self) -> bool:
-        """Tell whether somebody looked at the logits, and changed them in place."""
-        return self.known is not None and self.known._version != self.version
-
-    def unchanged(self) -> Tensor:
-        """Return the logits as the model computes them.
-
-        Raises:
-            RuntimeError: somebody has changed them in place.
-        """
-        logits = self.look("the gradient of logits")
-        if self.is_changed():
-            raise RuntimeError(IN_PLACE)
-        return logits
-
-    def settle(self) -> None:
-        """Compute what was made of these logits, before they change in place."""
-        for follower in [found for reference in self.followers if (found := reference()) is not None]:
-            follower.look()
-            follower.settle()
+    def _compute(self, reason: str) -> Tensor:
+        assert self.product is not None
+        if self.base is None:
+            found = self.recipe.values(*self.product.kept)
+        else:
+            found = self.function(self.base.look(reason).data)
+        return found.data  # the same memory, but no view: torch lets nobody change those in place behind a node of ours
 
 
-def defer(product: Product) -> Tensor:
-    """Return the logits of a product, ``[..., V]``, which are not computed yet."""
-    shape = (*product.hidden_states.shape[:-1], product.weight.shape[0])
-    logits = _Head.apply(product.hidden_states, product.weight, product.bias, shape)
-    recipe = Recipe(product, shape, product.hidden_states.dtype)
-    reference = weakref.ref(logits)
+def defer(product: Product, on_look: Callable[[str], None]) -> Tensor:
+    """Return the logits of a product, ``[..., V]``, which are not computed yet.
 
-    def compute(name: str) -> Tensor:
-        product.on_look(name)
-        return _Look.apply(reference(), product)
-
-    return _prepared(logits, recipe, compute, None)
+    Args:
+        product: what they are computed from.
+        on_look: is told why they are computed, if they are.
+    """
+    given, call = (product.hidden_states, product.weight, product.bias), Call(on_look)
+    recipe = Recipe((*given[0].shape[:-1], product.weight.shape[0]), given[0].dtype)
+    return _prepared(Head.apply(*given, call, _empty(recipe, product)), call, recipe, product)
 
 
-def _follow(logits: DeferredLogits, function: Callable[[Tensor], Tensor], recipe: Recipe) -> DeferredLogits:
-    """Return what a function makes of logits, without looking at them."""
-    result = _Follow.apply(logits, function, recipe)
-    follower = _prepared(result, recipe, lambda name: function(logits.look(name)), logits)
-    logits.followers.append(weakref.ref(follower))
-    return follower
-
-
-def _prepared(
-    logits: DeferredLogits, recipe: Recipe, compute: Callable[[str], Tensor], parent: DeferredLogits | None
-) -> DeferredLogits:
-    logits.recipe, logits.compute, logits.parent = recipe, compute, parent
-    logits.known, logits.version, logits.followers = None, 0, []
+def _prepared(logits: DeferredLogits, call: Call, recipe: Recipe, product: Product) -> DeferredLogits:
+    logits.call, logits.recipe, logits.product = call, recipe, product
+    call.logits.append(weakref.ref(logits))
     return logits
 
 
-class _Head(torch.autograd.Function):
-    """The node of the logits of a head."""
-
-    @staticmethod
-    def forward(
-        ctx, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
-    ) -> DeferredLogits:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_states, weight)
-        return _without_memory(shape, hidden_states.dtype, hidden_states.device)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, None, None, None
-        hidden_states, weight = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            grad @ weight if needs_hidden else None,
-            rows.t() @ hidden_states.reshape(-1, hidden_states.shape[-1]) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-            None,
-        )
+def _empty(recipe: Recipe, product: Product) -> Callable[[], Tensor]:
+    """Return what makes a tensor without memory."""
+    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return partial(make, DeferredLogits, recipe.shape, dtype=recipe.dtype, device=product.weight.device)
 
 
-class _Look(torch.autograd.Function):
-    """The node between the logits of a head and the same in memory."""
-
-    @staticmethod
-    def forward(ctx, logits: DeferredLogits, product: Product) -> Tensor:
-        return product.logits()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Follow(torch.autograd.Function):
-    """The node of what is made of logits, for who takes it without asking for its values."""
-
-    @staticmethod
-    def forward(ctx, logits: DeferredLogits, function: Callable[[Tensor], Tensor], recipe: Recipe) -> DeferredLogits:
-        ctx.set_materialize_grads(False)
-        ctx.logits, ctx.function = logits, function
-        return _without_memory(recipe.shape, recipe.dtype, logits.device)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if grad is None:
-            return None, None, None
-        return gradient_of(ctx.function, ctx.logits, grad), None, None
-
-
-def _without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> DeferredLogits:
-    return Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+def _node_of(logits: DeferredLogits, product: Product) -> Tensor:
+    """Return what a node of autograd can save in place of logits: it knows their node, and holds nothing else."""
+    return Same.apply(logits, _empty(logits.recipe, product))
 
 
 def _deferred(function: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the result of a function without looking at the logits; None if it has to look."""
-    recipe, name = logits.recipe, getattr(function, "__name__", "")
+    recipe, product, name = logits.recipe, logits.product, getattr(function, "__name__", "")
+    assert product is not None
     if function is F.cross_entropy:
-        loss = _loss(recipe, *args, **kwargs)
+        loss = _loss(recipe, product, *args, **kwargs)
         if loss is None or not loss.requires_grad:
             return loss
-        return PassBy.apply(loss, logits, lambda tensor: F.cross_entropy(tensor, *args, **kwargs))
+        plain = partial(_call_with, function, args, kwargs)
+        return PassBy.apply(loss, _node_of(logits, product), logits.call, plain, recipe.values, *product.factors())
     if function not in (getattr(Tensor, name, None), getattr(torch, name, None)):
         return None
-    after = _after(recipe, name, args, kwargs)
-    return None if after is None else _follow(logits, lambda tensor: function(tensor, *args, **kwargs), after)
+    after = recipe.after(product, name, args, kwargs)
+    return None if after is None else _follow(logits, product, partial(_call_with, function, args, kwargs), after)
 
 
-def _after(recipe: Recipe, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
-    """Return the recipe of what a function of torch makes of logits; None if there is none."""
-    if name in ("float", "to"):
-        dtype = torch.float32 if name == "float" and not args and not kwargs else _cast(args, kwargs)
-        exact = dtype is recipe.dtype or (dtype is torch.float32 and recipe.dtype in (torch.float16, torch.bfloat16))
-        return replace(recipe, dtype=dtype) if exact and dtype is not None else None
-    if name == "contiguous" and not args and not kwargs:
-        return recipe
-    if kwargs:
-        return None
-    if name == "tanh" and not args:
-        return replace(recipe, cap=1.0) if recipe.cap is None else None
-    if name in ("mul", "multiply", "__mul__", "__rmul__") and _is_factor(args):
-        return recipe.scaled(args[0])
-    if name in ("div", "divide", "true_divide", "__truediv__") and _is_factor(args):
-        return recipe.scaled(1 / args[0])
-    if name in ("view", "reshape", "flatten", "__getitem__"):
-        found = step_of(name, recipe.shape, args)
-        return found and replace(recipe, steps=(*recipe.steps, found[0]), shape=found[1])
-    return None
+def _follow(
+    logits: DeferredLogits, product: Product, function: Callable[[Tensor], Tensor], after: Recipe
+) -> DeferredLogits:
+    """Return what a function makes of logits, without looking at them."""
+    before = logits.recipe
+    after = replace(after, functions=(*before.functions, function))
+    is_linear = (before.cap is None) == (after.cap is None)
+    given = (None,) if is_linear else (before.values, *product.factors())
+    node = Follow.apply(_node_of(logits, product), function, _empty(after, product), *given)
+    follower = _prepared(node, logits.call, after, product)
+    if before.computes_as(after):
+        follower.base, follower.function = logits, function
+    return follower
 
 
-def _loss(
-    recipe: Recipe,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _call_with(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> Tensor:
+    return function(tensor, *args, **kwargs)
+
+
+def _loss(recipe: Recipe, product: Product, *args: Any, **kwargs: Any) -> Tensor | None:
     """Return the loss, with the arguments of torch.nn.functional.cross_entropy; None where the kernel has it not."""
-    is_plain = weight is None and size_average is None and reduce is None and len(recipe.shape) == 2
+    given = inspect.signature(F.cross_entropy).bind(None, *args, **kwargs).arguments
+    target = given.pop("target")
+    options: dict[str, Any] = {
+        name: given.pop(name) for name in ("ignore_index", "reduction", "label_smoothing") if name in given
+    }
+    is_plain = all(value is None for value in given.values()) and len(recipe.shape) == 2
     if not is_plain or target.shape != recipe.shape[:1] or target.is_floating_point():
         return None
-    if recipe.cap is not None and recipe.cap <= 0:
-        return None
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    return recipe.loss(target, options)
+    return None if recipe.cap is not None and recipe.cap <= 0 else recipe.loss(product, target, options)
 
 
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the gradients that torch.autograd.grad returns, those of logits at their own node."""
+def _differentiate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what torch.autograd.grad or backward returns: gradients of logits are asked for at their own node."""
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    inputs = given.pop("inputs", None)
     for tensor in tree_leaves(inputs):
-        if isinstance(tensor, DeferredLogits) and tensor.parent is not None and tensor.known is not None:
-            raise RuntimeError(NOT_KEPT)
-    outputs = tree_map(lambda value: _looked_at(value, "grad"), outputs)
-    args, kwargs = tree_map(lambda value: _looked_at(value, "grad"), (args, kwargs))
-    inputs = tree_map(lambda value: value.known if _is_changed(value) else value, inputs)
+        if isinstance(tensor, DeferredLogits):
+            tensor.call.is_hooked = True
+    given = tree_map(partial(_looked_at, reason="a gradient of theirs was taken"), given)
+    inputs = tree_map(lambda value: value.known if getattr(value, "is_changed", False) else value, inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
-
-
-def _is_changed(value: Any) -> bool:
-    return isinstance(value, DeferredLogits) and value.is_changed()
-
-
-def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype that alone is asked of `to`."""
-    given = (*args, *kwargs.values())
-    return given[0] if len(given) == 1 and isinstance(given[0], torch.dtype) else None
-
-
-def _is_factor(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
+        return function(**given, inputs=inputs)
 
 
 def _changes_in_place(name: str, kwargs: dict[str, Any]) -> bool:
@@ -403,16 +258,9 @@ def _changes_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _looked_at(value: Any, name: str) -> Any:
-    return value.look(name) if isinstance(value, DeferredLogits) else value
+def _looked_at(value: Any, reason: str) -> Any:
+    return value.look(reason) if isinstance(value, DeferredLogits) else value
 
 
 def _outside_of_autograd(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-
-
-def _state_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what changes when a tensor is written to, or its memory is exchanged or freed."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):  # a fake tensor has no memory
-        return (tensor._version,)
-    return tensor._version, tensor.data_ptr(), tensor.untyped_storage().nbytes()

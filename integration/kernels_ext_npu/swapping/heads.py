@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,17 +26,19 @@ from kernels_ext_npu import sources
 from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
-from kernels_ext_npu.swapping.deferred_logits import Product, defer
+from kernels_ext_npu.swapping.deferred_logits import defer
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.logits_recipes import Product
 from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
-_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
-_FRAMES = 8  # of calls between the forward of a model and that of its head
+OWN_LOSS = "its model has a loss_function "
+_CROSS_ENTROPY = {"CrossEntropyLoss", "cross_entropy"}
+_LOSSES = {"loss_function", *_CROSS_ENTROPY}
+_FRAMES = 16  # of calls between the forward of the model with labels and that of a head
 
 _looked_at: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Product]] = weakref.WeakKeyDictionary()
 
 
 class Head(NamedTuple):
@@ -106,6 +109,8 @@ def refusal(head: Head) -> str | None:
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
         return refusals.elsewhere(module)
+    if (loss := vars(head.model).get("_loss_function")) is not None and not _calls_cross_entropy(loss):
+        return f"{OWN_LOSS}{getattr(loss, '__qualname__', type(loss).__qualname__)} of its own, which must see logits"
     if "forward" in vars(module) and not _is_ours(module):
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
@@ -120,9 +125,9 @@ def refusal(head: Head) -> str | None:
 
 
 def remark(head: Head) -> str | None:
-    """Return what looked at the logits of a head when it was last called with labels; None if nothing did."""
-    name = _looked_at.get(head.module)
-    return name and f"its logits were computed when the model was last called with labels: {name} looked at them"
+    """Return why the logits of a head were computed when it was last called with labels; None if they were not."""
+    reason = _looked_at.get(head.module)
+    return reason and f"its logits were computed when the model was last called with labels: {reason}"
 
 
 @functools.cache
@@ -149,7 +154,7 @@ def _called(head: Any, hidden_states: Tensor) -> Tensor:
         or nn.Linear.forward is not FORWARD
         or type(head.weight) not in PLAIN
     ):
-        return nn.Linear.forward(head, hidden_states)
+        return type(head).forward(head, hidden_states)
     return linear.linear(hidden_states, head.weight, head.bias)
 
 
@@ -168,7 +173,8 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         and nn.Linear.forward is FORWARD
         and not has_hooks(head)
         and not torch._C._are_functorch_transforms_active()
-        and not torch.is_inference_mode_enabled()
+        and torch.is_grad_enabled()
+        and any(each is not None and each.requires_grad for each in (hidden_states, weight, bias))
     )
 
 
@@ -183,16 +189,22 @@ def _is_view(head: nn.Module) -> bool:
 
 
 def _called_with_labels(frame: FrameType | None) -> nn.Module | None:
-    """Return the model whose forward called a head, if it was given labels.
+    """Return the model whose forward was given labels, of those that call a head, the innermost first.
 
-    Between the two there are calls of torch, and perhaps of who counts modules.
+    Between them there are calls of torch, and perhaps of who counts modules. Of a model inside another FSDP frees the
+    weights before the loss of the outer one.
     """
     for _ in range(_FRAMES):
         if frame is None:
             return None
         if "labels" in frame.f_code.co_varnames:
-            variables = frame.f_locals
-            return variables.get("self") if isinstance(variables.get("labels"), Tensor) else None
+            model, labels = (frame.f_locals.get(name) for name in ("self", "labels"))
+            if not isinstance(model, PreTrainedModel):
+                return None
+            if isinstance(labels, Tensor):
+                return model
+            if isinstance(model, FSDPModule):
+                return None
         frame = frame.f_back
     return None
 
@@ -206,27 +218,36 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
     _looked_at.pop(head, None)
     reference = weakref.ref(head)
 
-    def on_look(name: str) -> None:
+    def on_look(reason: str) -> None:
         if (seen := reference()) is not None:
-            _looked_at[seen] = name
+            _looked_at[seen] = reason
 
-    product = Product(hidden_states, weight, bias, kernel, on_look)
-    if torch.distributed.is_available() and isinstance(model, torch.distributed.fsdp.FSDPModule):
-        _end_last(head, product)
-    return defer(product)
-
-
-def _end_last(head: nn.Module, product: Product) -> None:
-    """Let nobody look at logits of an earlier call: FSDP fills the same memory with the weights of this one."""
-    last = _sharded.get(head, lambda: None)()
-    if last is not None:
-        last.end()
-    _sharded[head] = weakref.ref(product)
+    kept = hidden_states.detach(), weight.detach(), None if bias is None else bias.detach()
+    if isinstance(model, FSDPModule):  # it frees the weight behind the forward, and fills the same memory later
+        kept = kept[0], kept[1].clone(), None if bias is None else bias.detach().clone()
+    return defer(Product(hidden_states, weight, bias, kept, kernel), on_look)
 
 
 def _computes_a_loss(model: nn.Module) -> bool:
     forward = _forward_of(model)
     return "labels" in inspect.signature(forward).parameters and bool(kinds.names(forward) & _LOSSES)
+
+
+def _calls_cross_entropy(loss: Any, depth: int = 4) -> bool:
+    """Tell whether a loss calls cross entropy, itself or by functions that it calls."""
+    if isinstance(loss, nn.Module):
+        return any(isinstance(module, nn.CrossEntropyLoss) for module in loss.modules()) or _calls_cross_entropy(
+            type(loss).forward
+        )
+    function = inspect.unwrap(getattr(loss, "func", getattr(loss, "__func__", loss)))  # of a partial, of a method
+    function = function if inspect.isfunction(function) else type(function).__call__
+    if not inspect.isfunction(function):
+        return False
+    used = kinds.names(function)
+    known = [function.__globals__.get(name) for name in used] + [c.cell_contents for c in function.__closure__ or ()]
+    return bool(used & _CROSS_ENTROPY) or (
+        depth > 0 and any(inspect.isfunction(each) and _calls_cross_entropy(each, depth - 1) for each in known)
+    )
 
 
 def _forward_of(model: nn.Module) -> FunctionType:

@@ -1,0 +1,422 @@
+"""Outputs that somebody holds: their logits are what the forward computed, whatever happens to the model afterwards."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, GPT2Config, PreTrainedModel
+
+import kernels_ext_npu
+from kernels_ext_npu.swapping.deferred_logits import DeferredLogits
+from tests.support import zoo
+
+TOLERANCE = 2**-16  # of the largest logit: sums of float32 in another order, over two layers
+Batch = dict[str, Tensor]
+Act = Callable[[PreTrainedModel, Batch], Any]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    kernels_ext_npu.register(kernels=["CrossEntropy"])
+    yield
+    kernels_ext_npu.unregister()
+
+
+def pair(name: str = "qwen3") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model with the kernel, and the plain one on the CPU; without dropout."""
+    model = zoo.build(name).eval()
+    return kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu")), model
+
+
+def batch(model: PreTrainedModel, seed: int = 0) -> Batch:
+    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(seed)).to(model.device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    found, expected = found.detach().cpu(), expected.detach()
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def backward(model: PreTrainedModel, given: Batch) -> Any:
+    outputs = model(**given)
+    outputs.loss.backward()
+    return outputs
+
+
+def step_with(optimizer: Any, model: PreTrainedModel, given: Batch) -> Any:
+    made = optimizer(model.parameters())
+    outputs = backward(model, given)
+    made.step()
+    return outputs
+
+
+def written_to(write: Callable[[nn.Parameter], object], model: PreTrainedModel, given: Batch) -> Any:
+    outputs = backward(model, given)
+    for parameter in model.parameters():
+        write(parameter)
+    return outputs
+
+
+def descend(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.data -= 0.5 * parameter.grad
+
+
+def exchange(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 3
+
+
+def no_grad_write(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def collected(context: Any, model: PreTrainedModel, given: Batch) -> list[Any]:
+    """Validation logits, collected while the model is trained."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.01), []
+    for epoch in range(2):
+        with context():
+            found.append(model(**given))
+        model(**batch(model, epoch + 1)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def earlier_call(model: PreTrainedModel, given: Batch) -> Any:
+    """Held from a call whose own loss never runs backward."""
+    held = model(**given)
+    step_with(partial(torch.optim.SGD, lr=0.5), model, batch(model, 1))
+    return held
+
+
+def earlier_call_and_a_loss_of_logits(model: PreTrainedModel, given: Batch) -> Any:
+    held = model(**given)
+    model(**batch(model, 1)).logits.square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    return held
+
+
+def accumulated(model: PreTrainedModel, given: Batch) -> list[Any]:
+    held = [model(**given), model(**batch(model, 1))]
+    sum(outputs.loss for outputs in held).backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    return held
+
+
+def moved(model: PreTrainedModel, given: Batch) -> Any:
+    outputs = model(**given)
+    model.to("cpu")
+    return outputs
+
+
+def moved_after_the_backward(model: PreTrainedModel, given: Batch) -> Any:
+    outputs = backward(model, given)
+    model.to("cpu")
+    return outputs
+
+
+def cast(model: PreTrainedModel, given: Batch) -> Any:
+    outputs = model(**given)
+    model.to(torch.bfloat16)
+    return outputs
+
+
+def gone(model: PreTrainedModel, given: Batch) -> Any:
+    """Of a model that nobody has any more."""
+    return copy.deepcopy(model)(**given)
+
+
+def loaded(model: PreTrainedModel, given: Batch) -> Any:
+    outputs = backward(model, given)
+    model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
+    return outputs
+
+
+def averaged(model: PreTrainedModel, given: Batch) -> list[Any]:
+    """Exponential averages of weights, put in for the evaluation and taken out again."""
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    first = step_with(partial(torch.optim.SGD, lr=0.5), model, given)
+    average.update_parameters(model)
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    found = [first]
+    for weights in (average.module.parameters(), saved):
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        with torch.no_grad():
+            found.append(model(**given))
+    return found
+
+
+def sharpness_aware(model: PreTrainedModel, given: Batch) -> list[Any]:
+    """SAM: a step up, a gradient there, and a step from where it was."""
+    outputs = [backward(model, given)]
+    steps = [0.05 * parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter, step in zip(trained, steps, strict=True):
+        parameter.data.add_(step)
+    outputs.append(backward(model, given))
+    for parameter, step in zip(trained, steps, strict=True):
+        parameter.data.sub_(step)
+    torch.optim.SGD(trained, 0.5).step()
+    return outputs
+
+
+def without_gradients(model: PreTrainedModel, given: Batch) -> list[Any]:
+    """MeZO: two forwards, with the weights moved there and back."""
+    found = []
+    with torch.inference_mode():
+        for factor in (0.1, -0.2, 0.1):
+            found.append(model(**given))
+            for i, parameter in enumerate(model.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+                parameter.data.add_(factor * noise.to(parameter.device))
+    return found
+
+
+def frozen(model: PreTrainedModel, given: Batch) -> Any:
+    outputs = model.requires_grad_(False)(**given)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    return outputs
+
+
+ACTS: dict[str, Act] = {
+    "backward": backward,
+    "step": partial(step_with, partial(torch.optim.SGD, lr=0.5)),
+    "fused step": partial(step_with, partial(torch.optim.AdamW, lr=0.5, fused=True)),
+    "weights -= gradients": partial(written_to, descend),
+    "data.mul_": partial(written_to, lambda parameter: parameter.data.mul_(3)),
+    "data.copy_": partial(written_to, lambda parameter: parameter.data.copy_(torch.ones_like(parameter))),
+    "data =": partial(written_to, exchange),
+    "add_ under no_grad": partial(written_to, no_grad_write),
+    "collected under no_grad": partial(collected, torch.no_grad),
+    "collected in inference mode": partial(collected, torch.inference_mode),
+    "collected with gradients": partial(collected, torch.enable_grad),
+    "of an earlier call": earlier_call,
+    "of an earlier call, and a loss of logits": earlier_call_and_a_loss_of_logits,
+    "accumulated": accumulated,
+    "moved": moved,
+    "moved after the backward": moved_after_the_backward,
+    "cast": cast,
+    "gone": gone,
+    "loaded": loaded,
+    "averaged": averaged,
+    "sharpness-aware": sharpness_aware,
+    "without gradients": without_gradients,
+    "frozen": frozen,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("act", ACTS)
+def test_logits_are_what_the_forward_computed(act: str, name: str) -> None:
+    ours, model = pair(name)
+    found, expected = (ACTS[act](one, batch(one)) for one in (ours, model))
+    listed = isinstance(expected, list)
+    for one, other in zip(found if listed else [found], expected if listed else [expected], strict=True):
+        assert_close(one.logits, other.logits)
+
+
+def through_pickle(outputs: Any) -> Any:
+    return pickle.loads(pickle.dumps(outputs))
+
+
+def through_a_file(outputs: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(outputs, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("act", [through_pickle, through_a_file])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_outputs_can_be_saved(act: Callable, when: str) -> None:
+    found = []
+    for one in pair():
+        outputs = one(**batch(one), use_cache=False)
+        if when == "after":
+            outputs.loss.backward()
+        found.append(act(outputs))
+    assert type(found[0].logits) is Tensor
+    assert_close(found[0].logits, found[1].logits)
+
+
+class Products(TorchDispatchMode):
+    """Counts the results with an element for each token and word."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.number = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == self.numel and "view" not in str(function):
+            self.number += 1
+        return result
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_held_output_costs_its_logits_once_and_one_that_is_not_held_nothing(name: str) -> None:
+    ours, _ = pair(name)
+    given, functions = batch(ours), {"qwen3": 1, "gemma2": 4}[name]  # gemma2: product, division, tanh, product
+
+    def counted(hold: bool) -> int:
+        with Products((2, 9, ours.config.vocab_size)) as products:
+            outputs = ours(**given)
+            loss = outputs.loss
+            if not hold:
+                del outputs
+            loss.backward()
+        return products.number
+
+    assert counted(False) == 0
+    assert counted(True) == functions
+
+
+def test_whoever_asks_gets_the_gradient_of_logits_beside_others() -> None:
+    """Also of logits between the head and its loss: scaled, capped and cut."""
+    for name in ("qwen3", "gemma2", "granite", "cohere"):
+        results = []
+        for one in pair(name):
+            outputs = one(**batch(one))
+            weight = one.get_output_embeddings().weight
+            results.append(torch.autograd.grad(outputs.loss, [outputs.logits, weight]))
+        for found, expected in zip(*results, strict=True):
+            assert_close(found, expected)
+
+
+def retained(outputs: Any) -> Tensor:
+    outputs.logits.retain_grad()
+    outputs.loss.backward()
+    return outputs.logits.grad
+
+
+def as_inputs_of_backward(outputs: Any) -> Tensor:
+    outputs.loss.backward(inputs=[outputs.logits])
+    return outputs.logits.grad
+
+
+def hooked_and_let_go(outputs: Any) -> Tensor:
+    seen: list[Tensor] = []
+    loss = outputs.loss
+    outputs.logits.register_hook(seen.append)
+    outputs.clear()
+    loss.backward()
+    return seen[0]
+
+
+def of_both(outputs: Any) -> Tensor:
+    outputs.logits.argmax(-1)
+    outputs.logits.retain_grad()
+    (outputs.loss + outputs.logits.square().mean()).backward()
+    return outputs.logits.grad
+
+
+def of_both_asked_at_once(outputs: Any) -> Tensor:
+    outputs.logits.argmax(-1)
+    return torch.autograd.grad(outputs.loss + outputs.logits.square().mean(), outputs.logits)[0]
+
+
+def of_a_view(outputs: Any) -> Tensor:
+    """A tensor that somebody made of the logits, which are changed through it."""
+    rows = outputs.logits.view(-1, outputs.logits.shape[-1])
+    with torch.no_grad():
+        rows[0] = 0
+    return outputs.logits
+
+
+def changed_in_place(outputs: Any) -> Tensor:
+    logits = outputs.logits.div_(2)
+    logits.retain_grad()
+    (logits.square().sum() + outputs.loss).backward()
+    return logits.grad
+
+
+def hooked_and_changed_in_place(outputs: Any) -> Tensor:
+    seen: list[Tensor] = []
+    outputs.logits.register_hook(seen.append)
+    outputs.logits.mul_(2)
+    outputs.loss.backward()
+    return seen[0]
+
+
+def derived(outputs: Any) -> Tensor:
+    (found,) = torch.autograd.grad(outputs.loss, outputs.logits, create_graph=True)
+    return torch.autograd.grad(found.square().sum(), outputs.logits)[0]
+
+
+def derived_by_weights(outputs: Any) -> Tensor:
+    (found,) = torch.autograd.grad(outputs.loss, outputs.logits, create_graph=True)
+    found.square().sum().backward()
+    return found
+
+
+ASKS = [
+    retained, as_inputs_of_backward, hooked_and_let_go, of_both, of_both_asked_at_once, of_a_view, changed_in_place,
+    hooked_and_changed_in_place, derived, derived_by_weights,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "granite", "cohere", "gptj"])
+@pytest.mark.parametrize("ask", ASKS)
+def test_gradients_of_logits_are_ordinary_ones(ask: Callable[[Any], Tensor], name: str) -> None:
+    """Those of weights, too, where the act leaves some."""
+    ours, model = pair(name)
+    assert_close(*(ask(one(**batch(one))) for one in (ours, model)))
+    expected = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.grad is not None}
+    largest = max((float(grad.abs().max()) for grad in expected.values()), default=0)
+    for path, parameter in ours.named_parameters():
+        assert (parameter.grad is None) == (path not in expected), path
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad.cpu(), expected[path], rtol=0, atol=TOLERANCE * largest)
+
+
+def test_the_report_says_that_a_held_output_was_computed() -> None:
+    ours, _ = pair()
+
+    def reason() -> str | None:
+        (row,) = [row for row in kernels_ext_npu.report(ours) if row.kind == "heads"]
+        assert row.swapped
+        return row.reason
+
+    ours(**batch(ours)).loss.backward()
+    assert reason() is None
+    outputs = ours(**batch(ours))
+    assert isinstance(outputs.logits, DeferredLogits)
+    outputs.loss.backward()
+    assert "the output was still held when the backward began" in str(reason())
+
+
+def test_logits_of_a_decoder_inside_another_model_are_ordinary_ones() -> None:
+    """The loss of an EncoderDecoderModel is not that of its decoder, which is called without labels."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = BertConfig(vocab_size=100, **sizes)
+    decoder = GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=2, add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    model = EncoderDecoderModel(config).eval()
+    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
+    results = []
+    for one in (ours, model):
+        outputs = one(**batch(one))
+        given = [outputs.logits, one.decoder.lm_head.weight]
+        results.append([outputs.loss, *torch.autograd.grad(outputs.loss, given), outputs.logits])
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected)
+    assert isinstance(results[0][-1], DeferredLogits)

@@ -1,0 +1,232 @@
+"""What transformers promises of every model, held for models with kernels: each of these promises was broken once.
+
+The truth is the same model without kernels on the CPU, in eager attention: transformers' sdpa takes masks that are
+added to scores for boolean ones wherever torch_npu is. Where both sides have kernels, the promise itself is the truth.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+import kernels_ext_npu
+from tests.support import zoo
+
+TOLERANCE = 2e-5  # of the largest value: float32, sums in another order through two layers
+DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "cohere", "phi3", "qwen3_moe")
+TOKENS = 9
+PADDED = {  # no row behind a token is without a key, though windows are of four
+    "left": [0, 0, 0, 1, 1, 1, 1, 1, 1],
+    "right": [1, 1, 1, 1, 1, 1, 0, 0, 0],
+    "both": [0, 0, 1, 1, 1, 1, 0, 0, 0],
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    kernels_ext_npu.register()
+
+
+@functools.cache
+def plain_model(name: str) -> PreTrainedModel:
+    model = zoo.build(name)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a model twice: without kernels on the CPU, and with them on the NPU."""
+    return plain_model(name), kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    found, expected = found.detach().cpu(), expected.detach().cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def ids(batch: int, tokens: int) -> Tensor:
+    return torch.randint(2, 90, (batch, tokens), generator=torch.Generator().manual_seed(0))
+
+
+def on_npu(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.npu() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("side", PADDED)
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_row_that_sees_a_key_is_that_of_the_plain_model(name, side) -> None:
+    """Padding leaves out keys: queries behind the last valid token still see those before them."""
+    plain, ours = pair(name)
+    mask = torch.tensor([PADDED[side], [1] * TOKENS])
+    inputs = {"input_ids": ids(2, TOKENS), "attention_mask": mask, "output_hidden_states": True}
+    sees = mask.cumsum(-1) > 0
+    with torch.no_grad():
+        expected, found = plain(**inputs), ours(**on_npu(inputs))
+    for a, b in zip(zoo.tensors(found), zoo.tensors(expected), strict=True):
+        assert_close(a[sees.npu()], b[sees])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_padding_on_the_left_leaves_the_logits_as_they_are(name) -> None:
+    """Also where the prompt itself is padded on its right."""
+    _, ours = pair(name)
+    tokens, mask = ids(2, TOKENS).npu(), torch.tensor([PADDED["right"], [1] * TOKENS]).npu()
+
+    def logits(padding: int) -> Tensor:
+        """Give the logits of the tokens behind so many places of padding, at the positions that they have without."""
+        before = torch.zeros(2, padding, dtype=torch.long, device="npu")
+        behind, seen = torch.cat([before, tokens], 1), torch.cat([before, mask], 1)
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        return ours(input_ids=behind, attention_mask=seen, position_ids=positions).logits[:, padding:]
+
+    with torch.no_grad():
+        assert_close(logits(7), logits(0))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gpt_neox"])
+def test_generate_goes_on_from_prompts_that_are_padded_on_the_right(name) -> None:
+    plain, ours = pair(name)
+    inputs = {"input_ids": ids(2, TOKENS), "attention_mask": torch.tensor([PADDED["right"], [1] * TOKENS])}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(ours.generate(**on_npu(inputs), **options).cpu(), plain.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("lengths", [(TOKENS, TOKENS), (TOKENS, 5)], ids=["equally long", "shorter"])
+@pytest.mark.parametrize("name", ["bart", "mbart", "marian", "pegasus", "t5", "whisper"])
+def test_a_padded_source_leaves_the_target_as_it_is(name, lengths) -> None:
+    """The padding of keys of cross-attention says nothing of its queries."""
+    plain, ours = pair(name)
+    source, target = lengths
+    inputs = {"decoder_input_ids": ids(2, target), "output_hidden_states": True}
+    if name == "whisper":
+        inputs |= {key: value for key, value in zoo.inputs(name, plain).items() if key == "input_features"}
+        inputs |= {"decoder_attention_mask": torch.tensor([PADDED["right"], [1] * TOKENS])[:, :target]}
+    else:
+        inputs |= {"input_ids": ids(2, source), "attention_mask": torch.tensor([PADDED["right"], [1] * source])}
+    with torch.no_grad():
+        expected, found = plain(**inputs), ours(**on_npu(inputs))
+    for a, b in zip(zoo.tensors(found), zoo.tensors(expected), strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["bert", "clip"])
+def test_every_row_of_an_encoder_is_that_of_the_plain_model(name) -> None:
+    plain, ours = pair(name)
+    inputs = zoo.inputs(name, plain) | {"attention_mask": torch.tensor([PADDED["right"], [1] * TOKENS])}
+    with torch.no_grad():
+        expected, found = plain(**inputs), ours(**on_npu(inputs))
+    for a, b in zip(zoo.tensors(found), zoo.tensors(expected), strict=True):
+        assert_close(a, b)
+
+
+MASKS = PADDED | {"holes": [1, 0, 1, 1, 0, 1, 0, 1, 1]}
+
+
+@pytest.mark.parametrize("side", MASKS)
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
+def test_a_decoder_with_a_cache_gives_what_it_gives_without(name, side) -> None:
+    """In every row that sees a key."""
+    plain, ours = pair(name)
+    tokens, mask = ids(2, TOKENS), torch.tensor([MASKS[side], [1] * TOKENS])
+    sees = mask.cumsum(-1) > 0
+    encoder = {"encoder_hidden_states": torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))}
+    decoder = ours.get_decoder()
+    with torch.no_grad():
+        expected = plain.get_decoder()(tokens, attention_mask=mask, **encoder).last_hidden_state
+        tokens, mask, encoder = tokens.npu(), mask.npu(), on_npu(encoder)
+        whole = decoder(tokens, attention_mask=mask, **encoder).last_hidden_state
+        start = decoder(tokens[:, :6], attention_mask=mask[:, :6], use_cache=True, **encoder)
+        rest = decoder(tokens[:, 6:], attention_mask=mask, past_key_values=start.past_key_values, **encoder)
+    parts = torch.cat([start.last_hidden_state, rest.last_hidden_state], 1)
+    for found in (whole, parts):
+        assert_close(found[sees.npu()], expected[sees])
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+def implementations(model: nn.Module) -> set[str]:
+    """Name the attention implementations of the configs in a model."""
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "bart", "bert", "clip", "whisper", "qwen2_5_vl"])
+def test_the_attention_of_a_model_has_the_name_it_had(name, implementation, tmp_path) -> None:
+    zoo.build(name).save_pretrained(tmp_path)
+    cls = type(zoo.build(name))
+    options = {} if implementation == "sdpa" else {"attn_implementation": implementation}
+    moved = cls.from_pretrained(tmp_path, **options).to("npu")
+    assert implementations(moved) == {implementation}
+    assert implementations(kernels_ext_npu.kernelize(moved)) == {implementation}
+    assert implementations(cls.from_pretrained(tmp_path, device_map="npu", use_kernels=True, **options)) == {
+        implementation
+    }
+
+
+@pytest.mark.parametrize("way", ["argument", "config"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # eager when it is asked for, and by default
+def test_attention_weights_are_there_for_who_asks(name, way) -> None:
+    plain, ours = zoo.build(name), kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    for model in (plain, ours):
+        if name == "llama":
+            model.set_attn_implementation("eager")
+        model.config.output_attentions = way == "config"
+    options = {} if way == "config" else {"output_attentions": True}
+    with torch.no_grad():
+        expected, found = plain(ids(2, TOKENS), **options), ours(ids(2, TOKENS).npu(), **options)
+    assert len(found.attentions) == len(expected.attentions) == 2
+    for a, b in zip(found.attentions, expected.attentions):
+        assert_close(a, b)
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+def batch(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Make inputs without padding, and labels."""
+    inputs = zoo.inputs(name, model)
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    return inputs | {"labels": inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["not used", "used before"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bart", "whisper", "qwen2_5_vl"])
+def test_a_loss_has_gradients_with_respect_to_logits_and_to_the_head(name, used) -> None:
+    plain, ours = pair(name)
+    inputs = batch(name, plain)
+    results = []
+    for model, given in ((ours, on_npu(inputs)), (plain, inputs)):
+        outputs = model(**given)
+        own = [torch.autograd.grad(outputs.logits.float().exp().sum(), outputs.logits)[0]] if used else []
+        gradients = torch.autograd.grad(outputs.loss, [outputs.logits, model.get_output_embeddings().weight])
+        results.append((outputs.loss, outputs.logits, *gradients, *own))
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
+def test_logits_are_those_of_the_forward_after_backward_and_step(name) -> None:
+    plain, ours = pair(name)
+    inputs = batch(name, plain)
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    outputs = ours(**on_npu(inputs))
+    outputs.loss.backward()
+    optimizer.step()
+    assert_close(outputs.logits, expected)
+
+
+def test_a_trainer_predicts_the_logits_of_padded_rows(tmp_path) -> None:
+    plain, ours = pair("llama")
+    mask = torch.tensor([PADDED["right"], [1] * TOKENS])
+    inputs = {"input_ids": ids(2, TOKENS), "attention_mask": mask, "labels": ids(2, TOKENS)}
+    rows = [{key: value[i] for key, value in inputs.items()} for i in range(2)]
+    arguments = TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True, per_device_eval_batch_size=2)
+    found = torch.from_numpy(Trainer(ours, arguments).predict(rows).predictions)
+    with torch.no_grad():
+        assert_close(found, plain(**inputs).logits)

@@ -20,8 +20,9 @@ from tests.support.attention_models import on_npu
 from tests.support.zoo import Inputs
 
 NAME = "npu_flash_attention"
-# Both are float32, with sums in another order, through layers whose weights are drawn without a scale.
-FLOAT32 = 3e-5
+# Both are float32, with sums in another order, through layers whose weights are drawn without a scale; gradients are
+# sums over all rows, those of padding too.
+FLOAT32 = 5e-5
 # the views of outputs, logits that are scaled, an encoder, an encoder with a decoder, a decoder with cross attention
 SAMPLE = ["JetMoeForCausalLM", "HyperCLOVAXForCausalLM", "GteForMaskedLM", "M2M100ForConditionalGeneration", "whisper"]
 ALL = [

@@ -8,13 +8,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3Model,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -223,6 +225,55 @@ def test_positions_without_their_name_are_looked_at(registered) -> None:
     expected = model(**inputs, use_cache=False).logits
     assert torch.equal(model(inputs["input_ids"], None, inputs["position_ids"], use_cache=False).logits, expected)
     assert not torch.equal(model(inputs["input_ids"], use_cache=False).logits, expected)
+
+
+# ---- what a module and its model say --------------------------------------------------------------------------------
+@pytest.mark.parametrize("padding", [None, slice(7), slice(-7, None)], ids=["none", "left", "right"])
+def test_a_module_that_is_told_not_to_be_causal_is_not_where_nothing_is_padding(registered, padding) -> None:
+    """As LLM2Vec does: transformers' sdpa obeys it where it is given no mask."""
+    model = build()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    mask = torch.ones_like(ids(2))
+    if padding is not None:
+        mask[0, padding] = 0
+    inputs = {"input_ids": ids(2)} | ({} if padding is None else {"attention_mask": mask})
+    ours = copy.deepcopy(model).to("npu")
+    seen = mask.cumsum(-1).bool()  # a row of padding before the tokens sees no key
+    expected, found = (m(**given, use_cache=False).logits for m, given in ((model, inputs), (ours, on_npu(inputs))))
+    torch.testing.assert_close(found.cpu()[seen], expected[seen], atol=1e-5, rtol=1e-5)
+
+
+class Outer(PreTrainedModel):
+    """Holds a model, and makes the positions of packed sequences for it."""
+
+    config_class, _supports_sdpa = Qwen3Config, True
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.inner = Qwen3Model(config)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids, position_ids=packed(input_ids), use_cache=False).last_hidden_state
+
+
+class Inherited(Qwen3Model):
+    """Makes the positions of packed sequences for what it inherits."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids, position_ids=packed(input_ids), use_cache=False).last_hidden_state
+
+
+def packed(input_ids: Tensor) -> Tensor:
+    return torch.cat([torch.arange(5), torch.arange(input_ids.shape[1] - 5)])[None].to(input_ids.device)
+
+
+@pytest.mark.parametrize("cls", [Outer, Inherited])
+def test_sequences_that_a_model_packs_for_another_one_do_not_see_each_other(registered, cls) -> None:
+    model = cls(build().config).eval()
+    expected = model(ids(1))
+    torch.testing.assert_close(model.to("npu")(ids(1).npu()).cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 # ---- weights of attention --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from transformers import (
 
 import kernels_ext_npu
 import softnpu
-from tests.support import zoo
+from tests.support import attention_types, zoo
 from tests.support.attention_models import MODELS, ids, on_npu, pair
 
 NAME = "npu_flash_attention"
@@ -154,6 +154,19 @@ def test_a_whole_model_compiles_in_one_graph(registered) -> None:
     expected = ours(ids(2).npu(), use_cache=False).logits
     found = torch.compile(ours, fullgraph=True, backend="aot_eager")(ids(2).npu(), use_cache=False).logits
     assert_equal(found, expected.cpu())
+
+
+def test_weights_of_chosen_keys_are_those_of_eager_attention(registered) -> None:
+    """HYV4 hands the keys that an indexer chose to implementations that it knows not to be dense."""
+    model = attention_types.build("HYV4ForCausalLM")
+    ours = copy.deepcopy(model).to("npu")
+    ours.set_attn_implementation(NAME)
+    expected, found = (
+        m(tokens, output_attentions=True, use_cache=False) for m, tokens in ((model, ids(2)), (ours, ids(2).npu()))
+    )
+    assert_equal(found.logits, expected.logits)
+    for weights, truth in zip(found.attentions, expected.attentions, strict=True):
+        assert_equal(weights, truth)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -37,11 +37,10 @@ def describes(cls: type, name: str) -> bool:
     return None in map(refusal_of, _attending(cls))  # type: ignore[arg-type]
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def is_eager_by_default(cls: type) -> bool:
     """Tell whether transformers gives models with a config of a class their own formula where nobody names another."""
-    models = _models_with(cls)
-    return bool(models) and not any(model._supports_sdpa for model in models)
+    return _has_no_sdpa(cls)
 
 
 def calls_by_name(module: nn.Module) -> bool:
@@ -57,6 +56,12 @@ def is_added_elsewhere(cls: type) -> bool:
     from kernels_ext_npu.matching import kinds
 
     return any(map(kinds.attends_by_itself, _attending(cls)))
+
+
+@functools.cache
+def _has_no_sdpa(cls: type) -> bool:
+    models = _models_with(cls)
+    return bool(models) and not any(model._supports_sdpa for model in models)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.swapping import attention_files, attention_names, attention_packing, attention_weights, state
-from kernels_ext_npu.swapping.attention_classes import describes, serves
+from kernels_ext_npu.swapping.attention_classes import describes, is_eager_by_default, serves
 from kernels_ext_npu.swapping.attention_names import NAME, REPOSITORY
 from kernels_ext_npu.swapping.attention_serving import is_plain
 from kernels_ext_npu.swapping.patches import Patches
@@ -40,7 +40,7 @@ def install(patches: Patches) -> None:
         patches.item(masks, "sdpa", _mask_standing_in("sdpa", sdpa_mask))
     if masks["eager"] is eager_mask:
         patches.item(masks, "eager", _mask_standing_in("eager", eager_mask))
-        patches.method(AttentionInterface, "get_interface", _get_interface, is_installed)
+    patches.method(AttentionInterface, "get_interface", _get_interface, is_installed)
     attention_names.install(patches)
     attention_files.install(patches)
     attention_packing.install(patches)
@@ -70,7 +70,14 @@ def try_to_load() -> None:
 
 
 def npu_flash_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    formula: Callable | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module: transformers calls this by the name in the module's config.
 
@@ -81,7 +88,8 @@ def npu_flash_attention(
         value: ``[B, N_k, S_k, D_v]``.
         attention_mask: what ``attention_mask`` of the kernel returned, a mask of the caller, or None.
         args: what ``attention_forward`` of the kernel takes.
-        kwargs: the same; with ``output_attentions`` the model's own formula computes, on a batch that is not packed.
+        formula: the model's own, which computes with ``output_attentions`` on a batch that is not packed.
+        kwargs: the same as `args`.
 
     Returns:
         ``[B, S_q, N, D_v]``, and the weights ``[B, N, S_q, S_k]`` where they are asked for, otherwise None.
@@ -94,12 +102,10 @@ def npu_flash_attention(
             f"{NAME}: context parallelism replaces torch's scaled_dot_product_attention, which is not called here: "
             'choose attn_implementation="sdpa"'
         )
-    if kwargs.get("output_attentions") and kwargs.get("cu_seq_lens_q") is None:
-        formula = attention_weights.formula(type(module))
-        if formula is not None:
-            is_causal, indices = getattr(module, "is_causal", True), kwargs.get("indices")
-            attention_mask = attention_weights.added(attention_mask, query, key, is_causal, indices)
-            return formula(module, query, key, value, attention_mask, *args, **kwargs)
+    if formula is not None and kwargs.get("output_attentions") and kwargs.get("cu_seq_lens_q") is None:
+        is_causal, indices = getattr(module, "is_causal", True), kwargs.get("indices")
+        attention_mask = attention_weights.added(attention_mask, query, key, is_causal, indices)
+        return formula(module, query, key, value, attention_mask, *args, **kwargs)
     return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
@@ -110,6 +116,8 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
         args: those of the masks in transformers' ``AttentionMaskInterface``.
         kwargs: the same.
     """
+    if is_eager_by_default(type(kwargs.get("config"))):  # its formula knows masks alone, whatever a module says it is
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return kernel().attention_mask(*args, **kwargs)
 
 
@@ -178,16 +186,16 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
             or (given is not None and len(given) != kwargs["batch_size"])
         ):
             return original(*args, **kwargs)
-        if name == "eager":  # which computes by the mask alone
-            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return kernel().attention_mask(**kwargs)
+        return npu_flash_attention_mask(**kwargs)
 
     return mask
 
 
 def _get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
-    """Return what a module calls for its attention: for its own formula what stands in for that."""
+    """Return what a module calls for its attention: for its own formula what stands in for that, and ours knows it."""
     found = original(self, implementation, default)
+    if found is npu_flash_attention:
+        return functools.partial(found, formula=default)
     return functools.partial(stand_in, found) if implementation == "eager" and found is default else found
 
 

@@ -14,11 +14,10 @@ from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.attention_classes import calls_by_name, is_added_elsewhere
-from kernels_ext_npu.swapping.patches import ABSENT, Patches
+from kernels_ext_npu.swapping.patches import Patches
 
 REPOSITORY = "FlashAttention"
 ON_HUB = f"{sources.ORGANISATION}/{REPOSITORY}"
-_ANSWER = "_can_set_attn_implementation_cached_value"
 _FIELD = "_attn_implementation_internal"  # what the property `_attn_implementation` of configs reads
 _TABLES = "_ATTENTION_CLASSES"  # how the files of models call a dictionary of classes by implementation
 
@@ -77,7 +76,7 @@ def _check_and_adjust(
     if canonical_name(requested) != NAME:
         return original(self, requested, *args, **kwargs)
     default = original(self, None, *args, **kwargs)
-    if not _can_take_it(type(self)) or is_added_elsewhere(type(self.config)):  # type: ignore[arg-type]
+    if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):  # type: ignore[arg-type]
         warnings.warn(
             f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
         )
@@ -97,19 +96,6 @@ def _set(original: Callable, self: PreTrainedModel, requested: str | dict, *args
         for config, implementation in before:
             if names_it(config) and implementation != NAME:
                 _name_it(config, implementation)
-
-
-def _can_take_it(cls: type[PreTrainedModel]) -> bool:
-    """Tell whether the modules of a class of models call an implementation by its name.
-
-    transformers reads the file of the class for it, and remembers the answer in the class.
-    """
-    assert state.current is not None
-    known = vars(cls).get(_ANSWER, ABSENT)
-    answer = cls._can_set_attn_implementation()
-    if known is ABSENT:
-        state.current.patches.note(cls, _ANSWER, known, vars(cls).get(_ANSWER, ABSENT))
-    return answer
 
 
 def _name_it(config: PreTrainedConfig, before: str | None) -> None:

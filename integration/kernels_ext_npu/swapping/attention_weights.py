@@ -1,24 +1,11 @@
-"""The weights of attention, which no operator returns: who asks for them gets them from the model's own formula."""
+"""Masks for the formulas of models, which add them to scores: they compute the weights of attention for who asks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-_EAGER = "eager_attention_forward"  # what transformers' files of models call their formula, or end its name with
-
-
-def formula(cls: type[nn.Module]) -> Callable | None:
-    """Return the function that computes the attention of a class of modules with all weights, from its file."""
-    from kernels_ext_npu.matching import kinds  # register() need not wait for references
-
-    forward = inspect.unwrap(cls.forward)
-    named = sorted(name for name in kinds.names(forward) if name.endswith(_EAGER))
-    return next((forward.__globals__[name] for name in named if name in forward.__globals__), None)
+from torch import Tensor
 
 
 def added(

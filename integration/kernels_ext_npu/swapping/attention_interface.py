@@ -106,6 +106,8 @@ def npu_flash_attention(
         is_causal, indices = getattr(module, "is_causal", True), kwargs.get("indices")
         attention_mask = attention_weights.added(attention_mask, query, key, is_causal, indices)
         return formula(module, query, key, value, attention_mask, *args, **kwargs)
+    if attention_mask is None and is_eager_by_default(type(getattr(module, "config", None))):
+        kwargs["is_causal"] = False  # its formula leaves out what a mask says
     return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
@@ -146,6 +148,8 @@ def stand_in(
         and (attention_mask is None or _fits(attention_mask, query, key, is_described))
         and not _splits_sequences()
     ):
+        if not is_sdpa and attention_mask is None:
+            kwargs["is_causal"] = False  # its formula leaves out what a mask says
         return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     if not is_sdpa:
         attention_mask = attention_weights.added(attention_mask, query, key)

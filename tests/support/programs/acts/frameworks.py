@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -44,7 +43,7 @@ def evaluate_with_other_weights(side: Side, choice: Random) -> None:
     """Write averages over the weights through `.data`, and put back what was there; logits are looked at afterwards."""
     before = [p.data.clone() for p in side.model.parameters()]
     scale(side, 0.875)
-    with torch.no_grad() if choice.random() < 0.5 else nullcontext():
+    with torch.no_grad():  # with gradients, and no backward, logits wait for a look
         result = side.run()
     for parameter, data in zip(side.model.parameters(), before):
         parameter.data.copy_(data)

@@ -233,14 +233,15 @@ def test_checkpointed_it_trains_as_without(name: str, reentrant: bool) -> None:
     assert (gradients[0] - gradients[1]).norm() <= TOLERANCE * gradients[0].norm()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])  # with a scan behind it
 @pytest.mark.parametrize("activation", ["relu", "gelu_pytorch_tanh", "swish", None])
-def test_a_convolution_has_any_activation_of_transformers(activation: str | None) -> None:
+def test_a_convolution_has_any_activation_of_transformers(name: str, activation: str | None) -> None:
     """Of whole sequences, and of new tokens behind a state."""
-    original, model = zoo.build("qwen3_5_text"), kernelized("qwen3_5_text")
+    original, model = zoo.build(name), kernelized(name)
     for module in (*original.modules(), *model.modules()):
         if hasattr(module, "conv1d"):
             module.activation = activation
-    inputs = zoo.inputs("qwen3_5_text", original)
+    inputs = zoo.inputs(name, original)
     for found, expected in zip(outcome(model, inputs), outcome(original, inputs), strict=True):
         assert (found.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm()
 

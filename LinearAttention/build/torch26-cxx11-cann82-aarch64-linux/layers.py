@@ -192,7 +192,10 @@ class CausalConv1dBeforeScan(_Layer):
                 "the scan behind this convolution carries the state of a packed sequence into the next one: pass one "
                 "sequence a row, padded, without seq_idx and cu_seq_lens_q"
             )
-        return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation)
+        original = type(self).forward
+        if original is CausalConv1dBeforeScan.forward or not _is_called(activation):
+            return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation)
+        return original(self, hidden_states, weight, bias, activation)
 
 
 class CausalConv1dUpdate(_Layer):

@@ -14,7 +14,7 @@ from torch.nn.modules import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
-from .calls import is_replaced, is_watched, meet
+from .calls import is_replaced, is_watched, remember_forward
 from .distributed import is_distributed
 from .gates import SWIGLU
 from .listed_products import HybridGmmFunction
@@ -22,7 +22,7 @@ from .listed_training import ListedExpertsFunction
 from .neighbours import are_neighbours
 from .transforms import is_transformed
 
-__all__ = ["ListedExperts", "experts_of", "fused_listed_experts", "is_silu", "meet", "unfit"]
+__all__ = ["ListedExperts", "experts_of", "fused_listed_experts", "is_silu", "remember_forward", "unfit"]
 
 THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 # torch's own: somebody may have put another in its place, before or since

@@ -42,7 +42,7 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def meet(module: nn.Module, own: FunctionType | None = None) -> None:
+def remember_forward(module: nn.Module, own: FunctionType | None = None) -> None:
     """Take what the class of a module, or of those in a list, computes now for what is computed without a call.
 
     Args:

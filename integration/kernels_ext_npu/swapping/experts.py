@@ -43,7 +43,7 @@ def meet(model: nn.Module) -> None:
         if forward is not None and (name := _PASSED_BY.get(loaded.layer_name(forward) or "")) is not None:
             passed_by: Any = module._modules[name]
             first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
-            loaded.package(forward).blocks.meet(passed_by, kernel_forward(first))
+            loaded.package(forward).blocks.remember_forward(passed_by, kernel_forward(first))
 
 
 def look_again(model: nn.Module) -> None:

@@ -69,6 +69,11 @@ def try_to_load() -> None:
         kernel()
 
 
+def _is_loaded() -> bool:
+    try_to_load()
+    return state.current is not None and state.current.attention_kernel is not None
+
+
 def npu_flash_attention(
     module: nn.Module,
     query: Tensor,
@@ -188,6 +193,7 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
             or not describes(type(config), name)
             or getattr(config, "attn_logit_softcapping", None)
             or (given is not None and len(given) != kwargs["batch_size"])
+            or not _is_loaded()
         ):
             return original(*args, **kwargs)
         return npu_flash_attention_mask(**kwargs)

@@ -177,8 +177,14 @@ def _first_norm(layer: nn.Module) -> nn.Module | None:
 
 
 def _is_called_alone(layer: nn.Module) -> bool:
-    """Tell whether a call of a layer is its forward and nothing else, neither before nor behind it."""
-    return "forward" not in vars(layer) and type(layer).forward in _originals and not has_hooks(layer)
+    """Tell whether a call of a layer is its forward and nothing else, neither before nor behind it.
+
+    A layer that inspection counts once for all of its kind hands on what it is given, by a partial of ours.
+    """
+    own = getattr(vars(layer).get("forward"), "func", None)
+    is_left_out = getattr(own, "__module__", "").startswith(f"{__name__.partition('.')[0]}.")
+    is_own = "forward" not in vars(layer) or is_left_out
+    return is_own and type(layer).forward in _originals and not has_hooks(layer)
 
 
 def _place_of(layer: nn.Module) -> Place:

@@ -119,8 +119,8 @@ def test_turned_again_and_again_a_state_is_about_as_near_as_that_of_transformers
     """A beta of 2, no decay and one key, or nearly so: what one token takes away the next one brings back.
 
     On average, since it is luck how the roundings of 129 tokens add up: 1.4 times as far with gates for heads and equal
-    keys, where an inverse of float64 changes nothing, and a third as far with others; with gates for heads and keys that
-    are near 2.9 times on processors whose products in float32 are rounded in another order.
+    keys, where an inverse of float64 changes nothing, and a third as far with others; 2.9 times with gates for heads
+    and keys that are near, on processors whose products in float32 are rounded in another order.
     """
     ours, theirs = [], []
     for seed in range(6):

@@ -179,12 +179,16 @@ def _first_norm(layer: nn.Module) -> nn.Module | None:
 def _is_called_alone(layer: nn.Module) -> bool:
     """Tell whether a call of a layer is its forward and nothing else, neither before nor behind it.
 
-    A layer that inspection counts once for all of its kind hands on what it is given, by a partial of ours.
+    Inspection counts one layer of a kind, with a hook, and lets the others hand on what they are given, by a partial.
     """
     own = getattr(vars(layer).get("forward"), "func", None)
-    is_left_out = getattr(own, "__module__", "").startswith(f"{__name__.partition('.')[0]}.")
-    is_own = "forward" not in vars(layer) or is_left_out
-    return is_own and type(layer).forward in _originals and not has_hooks(layer)
+    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
+    watches = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))
+    return ("forward" not in vars(layer) or _is_ours(own)) and type(layer).forward in _originals and not watches
+
+
+def _is_ours(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _place_of(layer: nn.Module) -> Place:

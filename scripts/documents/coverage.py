@@ -11,7 +11,7 @@ from documents import DocumentError
 from kernels_ext_npu.coverage import markdown
 from kernels_ext_npu.coverage.survey import Row, survey
 from kernels_ext_npu.coverage.tables import columns
-from kernels_ext_npu.matching.kinds import COUNTED
+from kernels_ext_npu.matching.classification import COUNTED
 
 # The newest language and vision-language models of those who publish most of them, their mixtures of
 # experts and hybrids, and earlier ones that are still trained everywhere.

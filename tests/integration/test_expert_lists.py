@@ -14,18 +14,19 @@ from transformers.utils import import_utils
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.references.expert_lists import (
-    EXPERT_LISTS,
+from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import (
+    PATTERNS,
+    DeepseekV2MoE,
+    DeepseekV3MoE,
     MixtralSparseMoeBlock,
     Qwen2MoeSparseMoeBlock,
     Qwen3MoeSparseMoeBlock,
 )
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
-from kernels_ext_npu.references.norms import LlamaRMSNorm
+from kernels_ext_npu.patterns.norms.rms_norms import LlamaRMSNorm
 
 pytestmark = pytest.mark.usefixtures("registered")
-BLOCKS = [reference.module for reference in EXPERT_LISTS]
+BLOCKS = [reference.module for reference in PATTERNS]
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
 
 
@@ -81,9 +82,9 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @each_block
 def test_every_reference_is_found_as_itself(cls) -> None:
-    assert find_reference(cls).module is cls
+    assert find_pattern(cls).module is cls
     renamed = type("Tomorrow", (cls,), {})
-    assert find_reference(renamed).module is cls
+    assert find_pattern(renamed).module is cls
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
@@ -222,7 +223,7 @@ def test_another_forward_matches_nothing() -> None:
         def moe(self, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
             return super().moe(hidden_states, topk_indices, 2 * topk_weights)
 
-    assert find_reference(Scaled) is None
+    assert find_pattern(Scaled) is None
 
 
 def test_bfloat16_takes_the_weights_as_they_lie() -> None:

@@ -14,7 +14,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.coverage import survey
-from kernels_ext_npu.references.fingerprints import is_experts_class
+from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.selftest.expert_modules import EXPERTS, inputs, instance
 from tests.support.counted import counted
 

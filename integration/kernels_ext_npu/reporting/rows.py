@@ -20,9 +20,10 @@ from kernels_ext_npu.catalogue import (
     TABLES,
     Kind,
 )
-from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
-from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
-from kernels_ext_npu.references.fingerprints import original_function
+from kernels_ext_npu.matching.classification import attends, attention_refusal, has_gated_projections, of_module
+from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern, why_not_served
 from kernels_ext_npu.swapping import (
     adapters,
     ahead,
@@ -41,7 +42,6 @@ from kernels_ext_npu.swapping import (
 )
 from kernels_ext_npu.swapping.attention_names import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
-from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.refusals import decorates_own, refusal, replaced
 
 # norms that are no RMS norms, so that no kernel could be missing for them
@@ -196,8 +196,8 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
             return Row(path, name, experts_interface.LAYER, False, refusals.changed(module, reason), kind=counted_as)
         reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
         return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
-    reference = find_reference(type(module))
-    layer = reference.layer(module) if reference else None
+    reference = find_pattern(type(module))
+    layer = reference.layer_for(module) if reference else None
     return Row(path, name, layer, False, _reason(module), candidate, counted_as)
 
 
@@ -218,7 +218,7 @@ def _of_attention(path: str, module: nn.Module) -> Row:
 
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:
-    reference, reason = find_function_reference(use.function), functions.refusal(module, use)
+    reference, reason = find_function_pattern(use.function), functions.refusal(module, use)
     return Row(
         path=f"{path}.{use.name}".lstrip("."),
         class_name=getattr(original_function(use.function), "__qualname__", use.name),
@@ -237,18 +237,18 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
     It makes cos and sin, or routes, in another way, or no kernel was wanted for it. Of MLPs it is so for those that are
     only called so: what they multiply with is no pair of projections.
     """
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if module in state.restored or (reference is not None and refusals.left_out(reference.repository) is not None):
         return True
     if kind in (ROUTERS, ACTIVATIONS):
         return reference is None
     if kind is MLPS:
         return reference is None and not has_gated_projections(module)
-    return kind in (TABLES, LAYER_NORMS) and (reference is None or reference.refuse(module) is not None)
+    return kind in (TABLES, LAYER_NORMS) and (reference is None or why_not_served(module, reference) is not None)
 
 
 def _reason(module: nn.Module) -> str:
-    if isinstance(module, _OTHER_NORMS) and find_reference(type(module)) is None:
+    if isinstance(module, _OTHER_NORMS) and find_pattern(type(module)) is None:
         return refusals.NO_RMS_NORM
     reason = refusal(module)
     if reason is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swapping import experts, forwards, loaded, refusals
 
 
@@ -20,14 +20,14 @@ def since_swapped(module: nn.Module) -> str | None:
     layer = loaded.layer_name(forwards.kernel_forward(module))
     if layer is None:
         return None
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if reference is None:
         return refusals.FORWARD_UNKNOWN
-    if reference.sees_changes:
+    if reference.rechecks_every_call:
         return refusals.not_wanted(module, reference)
     reason = refusals.of_instance(module, reference)
-    if reason is None and reference.layer(module) != layer:
-        return f"it is for {reference.layer(module)} now, and has {layer}"
+    if reason is None and reference.layer_for(module) != layer:
+        return f"it is for {reference.layer_for(module)} now, and has {layer}"
     return reason
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swapping import table
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.refusals import refusal
@@ -31,9 +31,9 @@ def otherwise_served(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     found = []
     for module in model.modules():
-        reference = find_reference(type(module))
+        reference = find_pattern(type(module))
         if reference is not None and refusal(module) is None:
-            layer = reference.layer(module)
+            layer = reference.layer_for(module)
             if layer != _marked(type(module)):
                 found.append((module, layer))
     return found
@@ -52,9 +52,9 @@ def marked_as(cls: Any, layer: str) -> Iterator[None]:
 
 def _mark(registration: Registration, module: nn.Module) -> None:
     cls, marked = type(module), _marked(type(module))
-    reference = find_reference(cls)
+    reference = find_pattern(cls)
     if reference is not None:
-        layer = reference.layer(module)
+        layer = reference.layer_for(module)
         if marked is not None and marked != layer:
             table.move_mark(registration, marked, layer)
         registration.patches.attribute(cls, "kernel_layer_name", layer)
@@ -77,7 +77,7 @@ def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Modu
     def condition(module: nn.Module) -> bool:
         if is_elsewhere(module):
             return marked is not None and (before is None or before(module))
-        reference: Any = find_reference(type(module))
-        return refusal(module) is None and vars(type(module))["kernel_layer_name"] == reference.layer(module)
+        reference: Any = find_pattern(type(module))
+        return refusal(module) is None and vars(type(module))["kernel_layer_name"] == reference.layer_for(module)
 
     return condition

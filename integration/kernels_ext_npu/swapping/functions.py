@@ -20,13 +20,13 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS, ROTARY
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import find_function_reference
-from kernels_ext_npu.references import FunctionReference
-from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function, package_function
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
+from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.patterns import FunctionPattern
 from kernels_ext_npu.swapping import loaded, refusals, state, table
 from kernels_ext_npu.swapping.devices import is_elsewhere
-from kernels_ext_npu.swapping.function_uses import Use, uses
 
 SHARED = (
     "A function is one object for the process: other models of the same architecture run the same kernels, and "
@@ -64,7 +64,7 @@ def mark(registration: state.Registration, model: nn.Module) -> Kept:
     elsewhere = is_elsewhere(model)
     for module in model.modules():
         for use in uses(type(module)):
-            reference = find_function_reference(use.function)
+            reference = find_function_pattern(use.function)
             if reference is None or not _is_ours(use):
                 if is_kernel_function(use.function) and _may_be_served(registration, use, reference):
                     _leave_npu_out(registration, use.function)
@@ -111,10 +111,10 @@ def refusal(module: nn.Module, use: Use) -> str | None:
     if loaded.kernel_name(forward) is not None and loaded.layer_name(forward) is None:
         assert forward is not None
         return refusals.served_by(forward)
-    reference = find_function_reference(use.function)
+    reference = find_function_pattern(use.function)
     if reference is None:
         if use.kind is not ROTARY and original_function(use.function) is not None:
-            return kinds.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
+            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         original = original_function(use.function)
         stranger = refusals.foreign(original, use.file) if original else None
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
@@ -132,7 +132,7 @@ def refusal(module: nn.Module, use: Use) -> str | None:
 
 def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
-    if (reference := find_function_reference(use.function)) is None:
+    if (reference := find_function_pattern(use.function)) is None:
         return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
     return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
 
@@ -144,7 +144,7 @@ def _is_ours(use: Use) -> bool:
     return state.current is not None and state.current.over_packages
 
 
-def _may_be_served(registration: state.Registration, use: Use, reference: FunctionReference | None) -> bool:
+def _may_be_served(registration: state.Registration, use: Use, reference: FunctionPattern | None) -> bool:
     """Tell whether a function could get a kernel for the NPU for which it is not meant."""
     if reference is not None:
         return True

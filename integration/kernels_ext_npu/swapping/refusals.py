@@ -11,8 +11,8 @@ from types import FunctionType, MethodType
 
 from torch import nn
 
-from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.references import Reference
+from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
+from kernels_ext_npu.patterns import Pattern
 from kernels_ext_npu.swapping import experts_choice, forwards, loaded, state
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 
@@ -31,7 +31,7 @@ AT_FIRST_CALL = "swapped in when the model is first called on the NPU"
 
 def refusal(module: nn.Module) -> str | None:
     """Return why no kernel can take the place of a module's forward; None if one can."""
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if reference is None:
         stranger = replaced(module)
         return FORWARD_UNKNOWN if stranger is None else f"another library replaced its forward: {stranger}"
@@ -40,12 +40,12 @@ def refusal(module: nn.Module) -> str | None:
     return forwards.refuse_wrapper(module) or of_instance(module, reference)
 
 
-def of_instance(module: nn.Module, reference: Reference) -> str | None:
+def of_instance(module: nn.Module, reference: Pattern) -> str | None:
     """Return why the kernel for what a class computes is not for this instance, wherever it is; None if it is."""
-    return not_wanted(module, reference) or reference.refuse(module)
+    return not_wanted(module, reference) or why_not_served(module, reference)
 
 
-def not_wanted(module: nn.Module, reference: Reference) -> str | None:
+def not_wanted(module: nn.Module, reference: Pattern) -> str | None:
     """Return why somebody does not want the kernel for an instance; None if nobody said so."""
     if module in state.restored:
         return RESTORED

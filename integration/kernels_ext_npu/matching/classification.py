@@ -77,7 +77,7 @@ _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalE
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
-_ROTATING_NAMES = ("rotary", "rope", "rotate")
+_ROTATING_NAMES = re.compile("rotary|rope|rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 # what transformers calls the functions of linear attention and state space models in its table of kernels
 _LINEAR_NAMES = frozenset(
@@ -203,26 +203,7 @@ def adds_biases(cls: type[nn.Module]) -> bool:
 
 
 def of_function(name: str, function: object) -> Kind | None:
-    """Return what a function is: by what it computes, or by what transformers decorated it for.
-
-    Args:
-        name: what its file calls it.
-        function: the function, or what `kernels` made of it.
-    """
-    if rotates(name, function):
-        return ROTARY
-    if (reference := find_function_pattern(function)) is not None:
-        return KIND_OF_LAYER[reference.layer]
-    if is_kernel_function(function) and type(function).kernel_layer_name in _LINEAR_NAMES:  # type: ignore[attr-defined]
-        return LINEAR_ATTENTION
-    return None
-
-
-def rotates(name: str, function: object) -> bool:
-    """Tell whether a function rotates queries and keys, or is a helper that does.
-
-    By what it computes or by what it was decorated for; otherwise by its name, or because it calls a helper that
-    rotates, unless it leaves the rotation to a function that has a kernel.
+    """Return what a function is: by what it computes, by what transformers decorated it for, or whether it rotates.
 
     Args:
         name: what its file calls it.
@@ -230,15 +211,24 @@ def rotates(name: str, function: object) -> bool:
     """
     original = original_function(function)
     if original is None:
-        return False
-    if (reference := find_function_pattern(function)) is not None:
-        return KIND_OF_LAYER[reference.layer] is ROTARY
+        return None
+    if (pattern := find_function_pattern(function)) is not None:
+        return pattern.kind
     if is_kernel_function(function):
-        return "rotary" in type(function).kernel_layer_name.lower()  # type: ignore[attr-defined]
-    used = names(original)
-    if not any(word in name for word in _ROTATING_NAMES) and not any(callee.startswith("rotate") for callee in used):
+        layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
+        return ROTARY if "rotary" in layer.lower() else LINEAR_ATTENTION if layer in _LINEAR_NAMES else None
+    return ROTARY if _rotates(name, original) else None
+
+
+def _rotates(name: str, function: FunctionType) -> bool:
+    """Tell by its name, or by a helper that it calls, whether a function rotates queries and keys.
+
+    One that leaves the rotation to a function that has a kernel does not.
+    """
+    used = names(function)
+    if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return False
-    return not any(find_function_pattern(original.__globals__.get(callee)) for callee in used)
+    return not any(find_function_pattern(function.__globals__.get(callee)) for callee in used)
 
 
 def is_helper(name: str) -> bool:
@@ -273,5 +263,5 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
 
 @functools.cache
 def _names(code: CodeType) -> frozenset[str]:
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)

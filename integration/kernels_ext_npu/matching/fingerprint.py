@@ -75,12 +75,8 @@ def words(cls: type) -> tuple[str, ...]:
 
 def function_words(function: Any) -> tuple[str, ...]:
     """Return the same for a function. The names of functions of its file, which do not count, are not among them."""
-    return tuple([name for name in function.__code__.co_names if not _is_of_file(function, name)])
-
-
-def _is_of_file(user: FunctionType, name: str) -> bool:
-    value = user.__globals__.get(name)
-    return isinstance(value, FunctionType) and value.__module__ == user.__module__
+    known = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
+    return tuple([n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__])
 
 
 @cache
@@ -117,12 +113,13 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
 
     def callee(node: ast.AST) -> object:
         """Return the function of the file, or the method of the class, that an expression names."""
-        if isinstance(node, ast.Name) and node.id not in local and _is_of_file(function, node.id):
-            return function.__globals__[node.id]
+        value = None
+        if isinstance(node, ast.Name) and node.id not in local:
+            value = function.__globals__.get(node.id)
+            return value if isinstance(value, FunctionType) and value.__module__ == function.__module__ else None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
-            method = None if node.attr in vars(nn.Module) else inspect.getattr_static(cls, node.attr, None)
-            return method if isinstance(method, FunctionType) else None
-        return None
+            value = None if node.attr in vars(nn.Module) else inspect.getattr_static(cls, node.attr, None)
+        return value if isinstance(value, FunctionType) else None
 
     numbers: dict[str, str] = {}
     objects = set()

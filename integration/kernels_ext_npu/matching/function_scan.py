@@ -42,8 +42,8 @@ def uses(cls: type[nn.Module]) -> tuple[Use, ...]:
 
 def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
     found: dict[Use, None] = {}
-    waiting = [f for base in cls.__mro__ if base not in (nn.Module, object) for f in _functions(vars(base).values())]
-    waiting = list(dict.fromkeys(waiting))
+    bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
+    waiting = list(dict.fromkeys([function for base in bases for function in _functions(vars(base).values())]))
     for function in waiting:  # grows while it runs
         module = sys.modules.get(function.__module__)
         if _NOT_MODELS.match(function.__module__) or vars(module or object) is not function.__globals__:

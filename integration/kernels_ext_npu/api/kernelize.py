@@ -95,7 +95,7 @@ def restore(model: Model) -> Model:
     experts.restore(model)
     attention_names.give_back(model)
     attention_serving.set_plain(model, True)
-    heads.restore(model)
+    heads.LAYERS.restore(model)
     residuals.restore(model)
     projections.LAYERS.restore(model)
     adapters.LAYERS.restore(model)

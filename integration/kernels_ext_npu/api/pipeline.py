@@ -62,7 +62,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     finally:
         functions.give_back(kept)
     _take_otherwise_served(model, mode)
-    heads.take(model)
+    heads.LAYERS.take(model)
     adapters.LAYERS.take(model)
     projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
@@ -71,7 +71,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
         experts.choose(model)
     attention_serving.set_plain(model, False)
     if attention_interface.is_installed():
-        attention_interface.try_to_load()
+        state.try_package(attention_interface.REPOSITORY)
     residuals.take(model)
     if registration.strict:
         _check_strictly(model)

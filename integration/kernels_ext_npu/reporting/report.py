@@ -17,9 +17,9 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
-from kernels_ext_npu.reporting.rows import Row
-from kernels_ext_npu.swapping import functions, residuals, waiting
+from kernels_ext_npu.swapping import attention_rows, functions, heads, linear_rows, residuals, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.protocol import Row
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
@@ -121,7 +121,7 @@ def report(model: nn.Module) -> Report:
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
-        found = [[rows.passed_by(row, model) for row in part] for part in (_rows(model), rows.of_projections(model))]
+        found = [[rows.passed_by(row, model) for row in part] for part in (_rows(model), linear_rows.rows(model))]
         if any(map(waiting.waits, model.modules())):
             found = [[rows.expected(row, model) for row in part] for part in found]
         modules, linear_layers = found
@@ -131,5 +131,5 @@ def report(model: nn.Module) -> Report:
 def _rows(model: nn.Module) -> Iterator[Row]:
     yield from rows.of_modules(model)
     yield from rows.of_functions(model)
-    yield from rows.of_attention(model)
-    yield from rows.of_heads(model)
+    yield from attention_rows.rows(model)
+    yield from heads.rows(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
@@ -20,64 +20,28 @@ from kernels_ext_npu.catalogue import (
     TABLES,
     Kind,
 )
-from kernels_ext_npu.matching.kinds import attends, attention_refusal, has_gated_projections, of_module
+from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
     adapters,
-    ahead,
-    attention_serving,
     changes,
     experts,
     experts_choice,
     experts_interface,
     functions,
-    heads,
     loaded,
     packing,
-    projections,
     refusals,
     state,
 )
-from kernels_ext_npu.swapping.attention_names import NAME
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.function_uses import Use, uses
+from kernels_ext_npu.swapping.protocol import Row
 from kernels_ext_npu.swapping.refusals import decorates_own, refusal, replaced
 
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One module, or one function that a module calls.
-
-    Attributes:
-        path: its name in the model; of a function that of the module, a dot, and the name in its file.
-        class_name: its class, or the function.
-        kernel: the layer that serves it or would serve it, None if there is none; of attention the name of the
-            implementation.
-        swapped: whether the kernel's forward is in place.
-        reason: why not, or why not as fast as it could be; None if there is nothing to say.
-        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
-            nor for what register(kernels=...) leaves out.
-        kind: what it is, as the table counts it.
-        function: the name of the function in its file, None for a module.
-    """
-
-    path: str
-    class_name: str
-    kernel: str | None
-    swapped: bool
-    reason: str | None
-    is_candidate: bool = True
-    kind: str = "norms"
-    function: str | None = None
-
-    @property
-    def module(self) -> str:
-        """The name in the model of the module, or of the module that calls the function."""
-        return self.path if self.function is None else self.path[: -len(self.function)].rstrip(".")
 
 
 def of_modules(model: nn.Module) -> Iterator[Row]:
@@ -86,64 +50,6 @@ def of_modules(model: nn.Module) -> Iterator[Row]:
         kind = of_module(module) or KIND_OF_LAYER.get(loaded.layer_name(kernel_forward(module)) or "")
         if kind not in (None, ATTENTION):
             yield _of_module(path, module, kind)
-
-
-def of_attention(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that computes attention."""
-    for path, module in model.named_modules():
-        if attends(type(module)):
-            yield _of_attention(path, module)
-
-
-def of_heads(model: nn.Module) -> Iterator[Row]:
-    """Describe every head of a language model that computes a loss from labels."""
-    for head in heads.heads_of(model):
-        name, reason = type(head.module).__name__, heads.refusal(head)
-        if heads.is_swapped(head.module):
-            fits, reason = (
-                reason is None,
-                heads.remark(head) if reason is None else refusals.changed(head.module, reason),
-            )
-            yield Row(head.path, name, heads.NAME, fits, reason, kind=HEADS.in_models)
-        else:
-            reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
-            yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
-
-
-def of_projections(model: nn.Module) -> Iterator[Row]:
-    """Describe every linear layer of a model, and every one with adapters in place of what it adapts.
-
-    Those are left out whose weights a kernel reads for what they are part of.
-    """
-    adapted = list(adapters.adapted_of(model))
-    with_adapters = {path for path, *_ in adapted}
-    together = _called_together(model)
-    for path, module, reason in (*adapted, *projections.projections_of(model)):
-        if reason is not None and reason.startswith(projections.PART):
-            continue
-        kind = adapters if path in with_adapters else projections
-        swapped = kind.LAYERS.is_swapped(module)
-        if swapped and reason is None:
-            reason = f"one node with {together[module]}" if module in together else None
-            if kind is adapters and adapters.is_paused(module):
-                reason = adapters.PAUSED
-        elif swapped:
-            reason = refusals.changed(module, reason or "")
-        elif reason is None:
-            reason = refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR
-        fits = swapped and not (reason or "").startswith(refusals.CHANGED)
-        name = kind.NAME if fits else None
-        yield Row(path, type(module).__name__, name, fits, reason, is_candidate=False, kind=PROJECTIONS.in_models)
-
-
-def _called_together(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers of a model that are one node with others, each with the names of all of these."""
-    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
-    found: dict[nn.Module, str] = {}
-    for module in names:
-        members = ahead.members_of(module)
-        found |= dict.fromkeys(members, ", ".join(names.get(member, "") for member in members))
-    return found
 
 
 def of_functions(model: nn.Module) -> Iterator[Row]:
@@ -205,16 +111,6 @@ def _adapted_apart(module: nn.Module) -> str | None:
     """Return why gate and up of a swapped MLP are two products where both have adapters; None if there is no reason."""
     pair = packing.called(module)
     return None if pair is None else adapters.apart(*pair)
-
-
-def _of_attention(path: str, module: nn.Module) -> Row:
-    name, counted_as = type(module).__name__, ATTENTION.in_models
-    if (reason := attention_serving.refusal(module)) is not None:
-        kernel = NAME if attention_refusal(type(module)) is None else None
-        return Row(path, name, kernel, False, reason, is_candidate=False, kind=counted_as)
-    stranger = replaced(module)
-    reason = attention_serving.remark(module) if stranger is None else refusals.passed_by(stranger)
-    return Row(path, name, NAME, True, reason, kind=counted_as)
 
 
 def _of_function(path: str, module: nn.Module, use: Use) -> Row:

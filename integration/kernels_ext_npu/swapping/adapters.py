@@ -258,4 +258,6 @@ def _dropout(module: nn.Module) -> float | nn.Module:
     return module.p if module.training else 0.0
 
 
-LAYERS = OwnForwards(__name__, adapted_of, lambda: _forward_with(projections.kernel(), _forward_of_library()))
+LAYERS = OwnForwards(
+    "lora", adapted_of, lambda: _forward_with(state.package(projections.REPOSITORY), _forward_of_library())
+)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import experts_choice, experts_interface, lasting, loaded
+from kernels_ext_npu.swapping import experts_choice, experts_interface, lasting, loaded, state
 from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
@@ -31,7 +31,7 @@ def choose(model: nn.Module) -> None:
     for module in _experts_of(model):
         experts_choice.choose(module.config)
         if experts_choice.named(module.config) is None:
-            experts_interface.try_to_load()
+            state.try_package(experts_interface.REPOSITORY)
         if (kernel := _kernel(module)) is not None:
             kernel.gates.activation_of(module)
 
@@ -156,7 +156,6 @@ def _weights(module: Any) -> list[nn.Parameter]:
 def _kernel(module: nn.Module) -> Any:
     """Return the package of the loaded kernel that serves an experts module; None if none does."""
     forward: Callable | None = kernel_forward(module)
-    layer = experts_interface.loaded_layer()
-    if forward is None and layer is not None and is_called_by_name(module):
-        forward = layer.forward
-    return loaded.package(forward) if forward is not None and loaded.layer_name(forward) else None
+    if forward is not None:
+        return loaded.package(forward) if loaded.layer_name(forward) else None
+    return state.loaded_package(experts_interface.REPOSITORY) if is_called_by_name(module) else None

@@ -13,15 +13,19 @@ from typing import Any
 
 from kernels_ext_npu.catalogue import KERNELS, LAYERS
 
+_names: dict[str, str | None] = {}  # of kernels, by the package that `kernels` imported each as; None for any other
+
 
 def kernel_name(forward: Callable | None) -> str | None:
     """Return the name of the kernel that a forward function was loaded from by `kernels`; None for any other."""
-    from kernels import get_loaded_kernels
-
     if not isinstance(forward, FunctionType):
         return None
     package = forward.__module__.partition(".")[0]
-    return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
+    if package not in _names:
+        from kernels import get_loaded_kernels
+
+        _names[package] = next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
+    return _names[package]
 
 
 def layer_name(forward: Callable | None) -> str | None:

@@ -10,13 +10,15 @@ from torch import nn
 
 from kernels_ext_npu.swapping import ahead
 
+_OWNER = "_kernels_ext_npu_owner"
+
 
 @dataclass(frozen=True)
 class OwnForwards:
     """The modules of a model that get a forward which one file of this room has written.
 
     Attributes:
-        owner: the ``__name__`` of that file.
+        owner: what the forward is marked with.
         find: gives the modules that may get it, each with its path and why it does not; None if it does.
         make: gives the forward.
     """
@@ -34,7 +36,7 @@ class OwnForwards:
                 continue
             served.add(module)
             if not self.is_swapped(module):
-                module.forward = MethodType(self.make(), module)  # type: ignore[method-assign]
+                module.forward = MethodType(marked(self.make(), self.owner), module)  # type: ignore[method-assign]
         ahead.note(model, served)
 
     def restore(self, model: nn.Module) -> None:
@@ -53,7 +55,12 @@ class OwnForwards:
         return owner_of(module) == self.owner
 
 
+def marked(forward: FunctionType, owner: str) -> FunctionType:
+    """Mark a forward as ours."""
+    setattr(forward, _OWNER, owner)
+    return forward
+
+
 def owner_of(module: nn.Module) -> str | None:
-    """Return the name of the file which has written the forward that a module has of its own; None if it has none."""
-    forward = vars(module).get("forward")
-    return getattr(forward.__func__, "__module__", None) if isinstance(forward, MethodType) else None
+    """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
+    return getattr(getattr(vars(module).get("forward"), "__func__", None), _OWNER, None)

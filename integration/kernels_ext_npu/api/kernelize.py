@@ -102,6 +102,6 @@ def restore(model: Model) -> Model:
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)
-    functions.restore(model)
+    functions.revert(model)
     pipeline.swap_no_more(model)
     return model

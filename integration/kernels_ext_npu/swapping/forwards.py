@@ -21,6 +21,7 @@ wrapper holds its forward in any other way keeps what it has, and is reported as
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -117,6 +118,29 @@ def kernel_forward(module: nn.Module) -> FunctionType | None:
     """
     function = own_forward(module) if "forward" in vars(module) else None
     return function if kernel_name(function) is not None else None
+
+
+def stranger(module: nn.Module) -> str | None:
+    """Return the name of a forward that another library gave a module, or its class, in place of its own."""
+    bound = vars(module).get("forward")
+    forward = own_forward(module) or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
+    if not isinstance(forward, FunctionType) or is_marked(forward) or kernel_name(forward) is not None:
+        return None
+    return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+
+
+def foreign(function: FunctionType, *modules: str) -> str | None:
+    """Return the full name of a function from another library than all these modules; None if it is from one."""
+    libraries = {module.partition(".")[0] for module in modules}
+    if function.__module__.partition(".")[0] in libraries:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def decorates_own(module: nn.Module) -> bool:
+    """Tell whether the forward of an instance names that of its class as what it wraps, as accelerate's in autocast."""
+    bound, own = vars(module).get("forward"), type(module).forward
+    return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
 
 def install(patches: Patches) -> None:

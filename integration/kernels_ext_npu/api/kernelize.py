@@ -96,7 +96,7 @@ def restore(model: Model) -> Model:
     attention_names.give_back(model)
     attention_serving.set_plain(model, True)
     heads.LAYERS.restore(model)
-    residuals.restore(model)
+    residuals.revert(model)
     projections.LAYERS.restore(model)
     adapters.LAYERS.restore(model)
     for module in model.modules():

@@ -31,7 +31,7 @@ from kernels_ext_npu.swapping import (
     use,
 )
 from kernels_ext_npu.swapping.devices import on_its_way
-from kernels_ext_npu.swapping.protocol import Swapping
+from kernels_ext_npu.swapping.protocol import Swapping, modules_by_class
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -54,7 +54,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     assert registration is not None
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    swapping = Swapping(registration, mode, take)
+    swapping = Swapping(registration, mode, take, modules_by_class(model))
     functions.apply(model, swapping)
     layers.apply(model, swapping)
     heads.LAYERS.take(model)
@@ -67,7 +67,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     attention_serving.set_plain(model, False)
     if attention_interface.is_installed():
         state.try_package(attention_interface.REPOSITORY)
-    residuals.take(model)
+    residuals.apply(model, swapping)
     if registration.strict:
         _check_strictly(model)
 

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from kernels_ext_npu.swapping.loaded import MATCHED, is_marked, kernel_name, layer_name
+from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.swapping.loaded import MATCHED, OWNER, is_marked, kernel_name, layer_name
 from kernels_ext_npu.swapping.patches import Patches
 
 _EMPTY = CellType()
@@ -141,6 +142,15 @@ def decorates_own(module: nn.Module) -> bool:
     """Tell whether the forward of an instance names that of its class as what it wraps, as accelerate's in autocast."""
     bound, own = vars(module).get("forward"), type(module).forward
     return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
+
+
+def layer_of(module: nn.Module) -> str | None:
+    """Return the layer of ours that computes a module, also below wrappers; None if none does."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return None
+    owner = getattr(getattr(forward, "__func__", None), OWNER, None)
+    return layer_name(own_forward(module)) if owner is None else owner if owner in LAYERS else None
 
 
 def install(patches: Patches) -> None:

@@ -61,8 +61,8 @@ def install(registration: state.Registration) -> None:
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Mark the functions that a kernel serves, unmark the others, and show them to `kernels.kernelize`."""
     registration = swapping.registration
-    for module in model.modules():
-        for use in uses(type(module)):
+    for cls, modules in swapping.by_class.items():
+        for use in uses(cls):
             reference = find_function_reference(use.function)
             if reference is None or not _is_ours(use):
                 if is_kernel_function(use.function) and _may_be_served(registration, use, reference):
@@ -73,7 +73,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             if not is_kernel_function(use.function):
                 _wrap(registration, use, reference.layer)
             _mark(registration, use.function, reference.layer)
-            _attach(registration, module, use.name, use.function)
+            for module in modules:
+                _attach(registration, module, use.name, use.function)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.references import Reference
 from kernels_ext_npu.swapping import experts_choice, forwards, kernel_mapping, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.protocol import Swapping
 from kernels_ext_npu.swapping.state import Registration
 
 if TYPE_CHECKING:
@@ -25,20 +26,23 @@ _served: ContextVar[dict[nn.Module, str] | None] = ContextVar("_served", default
 
 
 @contextmanager
-def decided(registration: Registration, modules: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Decide which layer each module gets, and mark their classes.
+def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Mark the classes of a model, and let `kernels` take what was decided for its modules.
 
     Classes whose mark promises what is not true are unmarked.
+
+    Args:
+        layers: those of the modules that are served.
 
     Returns:
         The modules that get another layer than their class is marked for, each with its layer: `kernels` reads the mark
         of a class, and the activation that decides belongs to an instance.
     """
-    layers = {module: layer for module in modules if (layer := layer_for(module)) is not None}
-    for module in modules:
-        if type(module) not in registration.marked:
-            registration.marked.add(type(module))
-            _mark(registration, module)
+    registration = swapping.registration
+    for cls, modules in swapping.by_class.items():
+        if cls not in registration.marked:
+            registration.marked.add(cls)
+            _mark(registration, modules[0])
     token = _served.set(layers)
     try:
         yield [(module, layer) for module, layer in layers.items() if layer != _marked(type(module))]
@@ -73,15 +77,10 @@ def refusal(module: nn.Module) -> str | None:
         return refusals.FORWARD_UNKNOWN if stranger is None else refusals.replaced(stranger)
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    return forwards.refuse_wrapper(module) or fits(module, reference)
+    return forwards.refuse_wrapper(module) or unwanted(module, reference) or reference.refuse(module)
 
 
-def fits(module: nn.Module, reference: Reference) -> str | None:
-    """Return why the kernel for what a class computes is not for this instance, wherever it is; None if it is."""
-    return not_wanted(module, reference) or reference.refuse(module)
-
-
-def not_wanted(module: nn.Module, reference: Reference) -> Reason | None:
+def unwanted(module: nn.Module, reference: Reference) -> Reason | None:
     """Return why somebody does not want the kernel for an instance; None if nobody said so."""
     if module in state.restored:
         return refusals.RESTORED
@@ -118,8 +117,8 @@ def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Modu
     def condition(module: nn.Module) -> bool:
         served = _served.get()
         layer = layer_for(module) if served is None else served.get(module)
-        if layer is None and is_elsewhere(module):
-            return marked is not None and (before is None or before(module))
-        return layer is not None and vars(type(module))["kernel_layer_name"] == layer
+        if layer is not None:
+            return vars(type(module))["kernel_layer_name"] == layer
+        return is_elsewhere(module) and marked is not None and (before is None or before(module))
 
     return condition

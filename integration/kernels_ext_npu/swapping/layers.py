@@ -16,6 +16,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, KIND_OF_LAYER, LAYER_NORMS, MLPS, ROUTERS, TABLES, Kind
 from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.references import Reference
 from kernels_ext_npu.swapping import (
     adapters,
     experts,
@@ -23,12 +24,12 @@ from kernels_ext_npu.swapping import (
     functions,
     kernel_mapping,
     kernel_marks,
-    loaded,
     packing,
     refusals,
     state,
 )
-from kernels_ext_npu.swapping.kernel_marks import fits, refusal
+from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 from kernels_ext_npu.swapping.state import Registration
 
@@ -44,11 +45,15 @@ def install(registration: Registration) -> None:
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
     experts.look_again(model)
-    modules = list(model.modules())
-    for module in modules:
-        if since_swapped(module) is not None:
-            forwards.take_out(module)
-    with kernel_marks.decided(swapping.registration, modules) as otherwise_served:
+    layers: dict[nn.Module, str] = {}
+    for cls, modules in swapping.by_class.items():
+        reference = find_reference(cls)
+        for module in modules:
+            if reference is not None and (layer := _meet(module, reference)) is not None:
+                layers[module] = layer
+            elif reference is None and forwards.layer_of(module) is not None:
+                forwards.take_out(module)
+    with kernel_marks.decided(swapping, layers) as otherwise_served:
         with functions.shared(model):
             swapping.take(swapping.mode)
         for module, layer in otherwise_served:
@@ -65,38 +70,50 @@ def since_swapped(module: nn.Module) -> str | None:
     """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
     if experts.has_changed(module):
         return "its gate reads other values"
-    layer = loaded.layer_name(forwards.kernel_forward(module))
+    layer = forwards.layer_of(module)
     if layer is None:
         return None
     reference = find_reference(type(module))
     if reference is None:
         return refusals.FORWARD_UNKNOWN
     if reference.sees_changes:
-        return kernel_marks.not_wanted(module, reference)
-    reason = fits(module, reference)
+        return unwanted(module, reference)
+    reason = unwanted(module, reference) or reference.refuse(module)
     if reason is None and reference.layer(module) != layer:
         return f"it is for {reference.layer(module)} now, and has {layer}"
     return reason
 
 
+def _meet(module: nn.Module, reference: Reference) -> str | None:
+    """Return the layer that serves a module, and take out the one in its place if that no longer fits."""
+    placed, reason = forwards.layer_of(module), unwanted(module, reference)
+    unfit = reference.refuse(module)
+    layer = None if unfit is not None else reference.layer(module)
+    is_stale = not reference.sees_changes and layer != placed
+    if placed is not None and (reason is not None or is_stale):
+        forwards.take_out(module)
+    if reason is not None or is_elsewhere(module) or forwards.refuse_wrapper(module) is not None:
+        return None
+    return layer
+
+
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
-        kind = of_module(module) or KIND_OF_LAYER.get(loaded.layer_name(forwards.kernel_forward(module)) or "")
+        kind = of_module(module) or KIND_OF_LAYER.get(forwards.layer_of(module) or "")
         if kind not in (None, ATTENTION):
             yield _row(path, module, kind)
 
 
 def _row(path: str, module: nn.Module, kind: Kind) -> Row:
     name, counted_as = type(module).__name__, kind.in_models
-    forward = forwards.kernel_forward(module)
-    layer = loaded.layer_name(forward) or experts.layer_by_name(module)
+    layer = forwards.layer_of(module) or experts.layer_by_name(module)
     if layer is not None:
         if (reason := since_swapped(module)) is not None:
             return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         return Row(path, name, layer, True, _remark(module), kind=counted_as)
     candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
-    if forward is not None:
+    if (forward := forwards.kernel_forward(module)) is not None:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     reference = find_reference(type(module))
     if isinstance(module, _OTHER_NORMS) and reference is None:

@@ -16,7 +16,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import KERNELS, LAYERS
 
 MATCHED = "_kernels_matched"  # of a forward of ours: what the class of its module computed when it was put there
-_OWNER = "_kernels_ext_npu_owner"
+OWNER = "_kernels_ext_npu_owner"
 _names: dict[str, str | None] = {}  # of kernels, by the package that `kernels` imported each as; None for any other
 
 
@@ -50,15 +50,15 @@ def package(forward: Callable) -> Any:
 
 def marked(forward: FunctionType, owner: str) -> FunctionType:
     """Mark a forward as ours: it is that of a layer or a mechanism, such as "lora"."""
-    setattr(forward, _OWNER, owner)
+    setattr(forward, OWNER, owner)
     return forward
 
 
 def is_marked(forward: Callable) -> bool:
     """Tell whether a forward is one of ours."""
-    return hasattr(forward, _OWNER)
+    return hasattr(forward, OWNER)
 
 
 def owner_of(module: nn.Module) -> str | None:
     """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
-    return getattr(getattr(vars(module).get("forward"), "__func__", None), _OWNER, None)
+    return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)

@@ -22,7 +22,6 @@ from kernels_ext_npu.swapping import (
     experts_interface,
     functions,
     heads,
-    kernel_mapping,
     layers,
     packing,
     projections,
@@ -81,7 +80,6 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     state.restored.difference_update(model.modules())
 
     def take(mode: kernels.Mode) -> None:
-        kernel_mapping.hand_over()
         take_for_npu(model, mode)
         _swap_again_with_the_mode(model)
 

@@ -1,12 +1,11 @@
 """Swaps kernels into the functions that the classes of a model call: rotary ones, and those of linear attention.
 
 `kernels` can replace the forward of a module only, so it makes a module of a function, one for the whole process, which
-stands in the modeling file under the function's name. transformers has it do so for some functions, and shows them to
-`kernels.kernelize` through `_kernel_funcs` of the modules that call them. Here both is done for every function that a
-kernel serves, and nothing else can get a kernel for the NPU. What transformers lets an installed package compute in the
-place of a function, such as flash-linear-attention, stays with that unless register() was told otherwise. Since the
-module is one for the process, a swap and its end reach all models of the same architecture; on other devices the
-kernels compute what the original does.
+stands in the modeling file under the function's name. transformers has it do so for some functions; here it is done for
+every function that a kernel serves, and nothing else can get a kernel for the NPU. What transformers lets an installed
+package compute in the place of a function, such as flash-linear-attention, stays with that unless register() was told
+otherwise. Since the module is one for the process, a swap and its end reach all models of the same architecture; on
+other devices the kernels compute what the original does.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.matching.lookup import find_function_reference
 from kernels_ext_npu.references import FunctionReference
 from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function, package_function
-from kernels_ext_npu.swapping import forwards, kernel_mapping, loaded, refusals, state
+from kernels_ext_npu.swapping import forwards, kernel_mapping, kernel_marks, loaded, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.protocol import Row, Swapping
@@ -36,45 +35,28 @@ SHARED = (
 )
 
 
-class _Attached(dict[str, Any]):
-    """The functions that a module shows to `kernels.kernelize`, of which copies and pickles have what others put there.
-
-    Ours could not be pickled any more once unregister() has given the modeling file its function back.
-
-    Args:
-        others: what others have put there.
-        found: that and ours.
-    """
-
-    def __init__(self, others: dict[str, Any], found: dict[str, Any]) -> None:
-        super().__init__(found)
-        self.others = others
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        return dict, (self.others,)
-
-
 def install(registration: state.Registration) -> None:
     """Change nothing: functions are marked when a model calls them."""
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Mark the functions that a kernel serves, unmark the others, and show them to `kernels.kernelize`."""
+    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others."""
     registration = swapping.registration
+    served: dict[nn.Module, None] = {}
     for cls, modules in swapping.by_class.items():
         for use in uses(cls):
             reference = find_function_reference(use.function)
             if reference is None or not _is_ours(use):
-                if is_kernel_function(use.function) and _may_be_served(registration, use, reference):
+                if is_kernel_function(use.function) and _may_be_served(use, reference):
                     _leave_npu_out(registration, use.function)
-                continue
-            if not state.uses(LAYERS[reference.layer]):
-                continue
-            if not is_kernel_function(use.function):
-                _wrap(registration, use, reference.layer)
-            _mark(registration, use.function, reference.layer)
-            for module in modules:
-                _attach(registration, module, use.name, use.function)
+            elif state.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
+                if not is_kernel_function(use.function):
+                    _wrap(registration, use, reference.layer)
+                _mark(registration, use.function, reference.layer)
+                served[use.function] = None
+    kernel_mapping.hand_over()
+    for function in served:
+        kernel_marks.take(function, swapping.mode)
 
 
 @contextmanager
@@ -165,7 +147,7 @@ def _is_ours(use: Use) -> bool:
     return state.current is not None and state.current.over_packages
 
 
-def _may_be_served(registration: state.Registration, use: Use, reference: FunctionReference | None) -> bool:
+def _may_be_served(use: Use, reference: FunctionReference | None) -> bool:
     """Tell whether a function could get a kernel for the NPU for which it is not meant."""
     if reference is not None:
         return True
@@ -201,19 +183,6 @@ def _leave_npu_out(registration: state.Registration, function: Any) -> None:
         kernel_mapping.leave_npu_out(registration, marked, f"{marked}{suffix}")
         registration.patches.attribute(type(function), "kernel_layer_name", f"{marked}{suffix}")
         _unswap(function)
-
-
-def _attach(registration: state.Registration, module: nn.Module, name: str, function: nn.Module) -> None:
-    """Let a module show a function to `kernels.kernelize`, once, and no copy of it nor what a pickle made of it."""
-    attached: dict[str, Any] = vars(module).get("_kernel_funcs", {})
-    if any(value is function for value in attached.values()):
-        return
-    original = original_function(function)
-    others, found = (
-        {key: value for key, value in each.items() if original_function(value) is not original}
-        for each in (attached.others if isinstance(attached, _Attached) else attached, attached)
-    )
-    registration.patches.attribute(module, "_kernel_funcs", _Attached(others, found | {name: function}))
 
 
 def _unswap(function: nn.Module) -> None:

@@ -43,6 +43,7 @@ def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[t
         if cls not in registration.marked:
             registration.marked.add(cls)
             _mark(registration, modules[0])
+    kernel_mapping.hand_over()
     token = _served.set(layers)
     try:
         yield [(module, layer) for module, layer in layers.items() if layer != _marked(type(module))]
@@ -50,15 +51,20 @@ def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[t
         _served.reset(token)
 
 
-def take_as(module: Any, layer: str, mode: Mode) -> None:
-    """Let `kernels` take a layer for a module that its class is not marked for."""
+def take(module: nn.Module, mode: Mode) -> None:
+    """Let `kernels` take the layer for a module that its class is marked for, for the NPU."""
     from kernels import Device, KernelizeFallback
     from kernels.layer.layer import kernelize_layer
 
+    kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+
+
+def take_as(module: nn.Module, layer: str, mode: Mode) -> None:
+    """Let `kernels` take a layer for a module that its class is not marked for."""
     cls: Any = type(module)
     before, cls.kernel_layer_name = cls.kernel_layer_name, layer
     try:
-        kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+        take(module, mode)
     finally:
         cls.kernel_layer_name = before
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.matching.decorated import is_kernel_function
-from kernels_ext_npu.reporting.rows import Row
 from kernels_ext_npu.swapping import functions
+from kernels_ext_npu.swapping.protocol import Row
 from tests.support import zoo
 from tests.support.agreement import TOLERANCE
 
@@ -88,7 +88,7 @@ def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     inputs = zoo.inputs(name, model)
     found = outcome(model, inputs)
     assert any(row.swapped for row in rows(model).values())
-    functions.restore(model)
+    functions.revert(model)
     original = zoo.build(name)
     expected = outcome(original, inputs)
     assert not any(row.swapped for row in rows(original).values())

@@ -95,13 +95,13 @@ def restore(model: Model) -> Model:
     experts.restore(model)
     attention_names.give_back(model)
     attention_serving.set_plain(model, True)
-    heads.restore(model)
-    residuals.restore(model)
+    heads.LAYERS.restore(model)
+    residuals.revert(model)
     projections.LAYERS.restore(model)
     adapters.LAYERS.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)
-    functions.restore(model)
+    functions.revert(model)
     pipeline.swap_no_more(model)
     return model

@@ -86,7 +86,7 @@ def _masks(config: Any, batch: dict) -> Any:
         keys = batch["read_index"][allocator.index].shape[0] or queries
         window = config.sliding_window if layer_type == SLIDING_ATTENTION else None
         seen = _seen(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][layer_type], queries, window)
-        made[layer_type] = attention_interface.kernel().attention_mask(
+        made[layer_type] = state.package(attention_interface.REPOSITORY).attention_mask(
             1, queries, keys, mask_function=seen, device=batch["input_ids"].device
         )
     return made if len(made) > 1 else next(iter(made.values()))

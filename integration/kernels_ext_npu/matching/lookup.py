@@ -51,7 +51,7 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
-    return pattern.refuse(module)
+    return pattern.limits(module)
 
 
 def _is_beside(function: FunctionType, pattern: FunctionPattern) -> bool:

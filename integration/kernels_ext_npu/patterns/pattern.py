@@ -34,16 +34,16 @@ class Pattern:
     Attributes:
         module: the class whose forward is compared.
         layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
-        refuse: returns why no layer serves an instance, or None: what the syntax tree does not show.
-        choose: returns which of several layers serves an instance that is not refused.
+        limits: returns why no layer serves an instance, or None: what the syntax tree does not show.
+        choose: returns which of several layers serves an instance within the limits.
         parts: the members whose classes count too.
-        rechecks_every_call: whether the layer looks in every forward at what `refuse` looks at, and computes what is
+        rechecks_every_call: whether the layer looks in every forward at what `limits` looks at, and computes what is
             right.
     """
 
     module: type[nn.Module]
     layers: tuple[str, ...]
-    refuse: Callable[[nn.Module], str | None] = lambda _: None
+    limits: Callable[[nn.Module], str | None] = lambda _: None
     choose: Callable[[nn.Module], str] | None = None
     parts: tuple[Part, ...] = ()
     rechecks_every_call: bool = False

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich import box
@@ -15,11 +15,21 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
-from kernels_ext_npu.reporting import rows
-from kernels_ext_npu.reporting.rows import Row
-from kernels_ext_npu.swapping import functions, residuals, waiting
+from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
+from kernels_ext_npu.reasons import code_of
+from kernels_ext_npu.swapping import (
+    attention_rows,
+    forwards,
+    functions,
+    heads,
+    layers,
+    linear_rows,
+    refusals,
+    residuals,
+    waiting,
+)
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.protocol import Row
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
@@ -121,15 +131,31 @@ def report(model: nn.Module) -> Report:
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
-        found = [[rows.passed_by(row, model) for row in part] for part in (_rows(model), rows.of_projections(model))]
+        found = [[_passed_by(row, model) for row in part] for part in (_rows(model), linear_rows.rows(model))]
         if any(map(waiting.waits, model.modules())):
-            found = [[rows.expected(row, model) for row in part] for part in found]
+            found = [[_at_first_call(row, model) for row in part] for part in found]
         modules, linear_layers = found
         return Report(modules, linear_layers, residuals.remark(model))
 
 
 def _rows(model: nn.Module) -> Iterator[Row]:
-    yield from rows.of_modules(model)
-    yield from rows.of_functions(model)
-    yield from rows.of_attention(model)
-    yield from rows.of_heads(model)
+    yield from layers.rows(model)
+    yield from functions.rows(model)
+    yield from attention_rows.rows(model)
+    yield from heads.rows(model)
+
+
+def _passed_by(row: Row, model: nn.Module) -> Row:
+    """Add a remark where another library may compute without calling what was swapped."""
+    if not row.swapped or not row.path:
+        return row
+    around = model.get_submodule(row.path.rpartition(".")[0])
+    stranger = None if forwards.decorates_own(around) else forwards.stranger(around)
+    return row if stranger is None else replace(row, reason=refusals.passed_by(stranger))
+
+
+def _at_first_call(row: Row, model: nn.Module) -> Row:
+    """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
+    passes = not row.swapped and code_of(row.reason) in ("elsewhere", "not asked for")
+    is_left_out = row.kernel in LAYERS and refusals.left_out(LAYERS[row.kernel]) is not None
+    return replace(row, reason=refusals.AT_FIRST_CALL) if passes and not is_left_out else row

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.swapping import attention_files, attention_names, attention_packing, attention_weights, state
 from kernels_ext_npu.swapping.attention_classes import describes, is_eager_by_default, serves
 from kernels_ext_npu.swapping.attention_names import NAME, REPOSITORY
@@ -50,28 +47,6 @@ def install(patches: Patches) -> None:
 def is_installed() -> bool:
     """Tell whether models can be served."""
     return state.uses(REPOSITORY)
-
-
-def kernel() -> ModuleType:
-    """Return the package of the kernel, which is loaded when it is first asked for."""
-    assert state.current is not None
-    if state.current.attention_kernel is None:
-        state.current.attention_kernel = sources.load_package(state.current.source, REPOSITORY)
-    return state.current.attention_kernel
-
-
-def try_to_load() -> None:
-    """Load the kernel now: while a graph is captured or compiled it would be too late.
-
-    What is wrong is said when the kernel is needed.
-    """
-    with suppress(Exception):
-        kernel()
-
-
-def _is_loaded() -> bool:
-    try_to_load()
-    return state.current is not None and state.current.attention_kernel is not None
 
 
 def npu_flash_attention(
@@ -113,7 +88,7 @@ def npu_flash_attention(
         return formula(module, query, key, value, attention_mask, *args, **kwargs)
     if attention_mask is None and is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
-    return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    return state.package(REPOSITORY).attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +100,7 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     """
     if is_eager_by_default(type(kwargs.get("config"))):  # its formula knows masks alone, whatever a module says it is
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return kernel().attention_mask(*args, **kwargs)
+    return state.package(REPOSITORY).attention_mask(*args, **kwargs)
 
 
 def stand_in(
@@ -155,7 +130,7 @@ def stand_in(
     ):
         if not is_sdpa and attention_mask is None:
             kwargs["is_causal"] = False  # its formula leaves out what a mask says
-        return kernel().attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+        return state.package(REPOSITORY).attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     if not is_sdpa:
         attention_mask = attention_weights.added(attention_mask, query, key)
     elif is_described:
@@ -168,14 +143,16 @@ def stand_in(
 def make_ready() -> None:
     """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
     with torch.no_grad():
-        kernel().flash_attn_func(*torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True)
+        state.package(REPOSITORY).flash_attn_func(
+            *torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True
+        )
 
 
 def _loading(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Make a model, and load the kernel if that takes no network."""
     original(self, *args, **kwargs)
     if state.current is not None and state.current.source != "hub":
-        try_to_load()
+        state.try_package(REPOSITORY)
 
 
 def _mask_standing_in(name: str, original: Callable) -> Callable:
@@ -193,7 +170,7 @@ def _mask_standing_in(name: str, original: Callable) -> Callable:
             or not describes(type(config), name)
             or getattr(config, "attn_logit_softcapping", None)
             or (given is not None and len(given) != kwargs["batch_size"])
-            or not _is_loaded()
+            or state.try_package(REPOSITORY) is None
         ):
             return original(*args, **kwargs)
         return npu_flash_attention_mask(**kwargs)

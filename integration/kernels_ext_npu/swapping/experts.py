@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.swapping import experts_choice, experts_interface, lasting, loaded
+from kernels_ext_npu.swapping import experts_choice, experts_interface, lasting, loaded, state
 from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
 
@@ -31,7 +31,7 @@ def choose(model: nn.Module) -> None:
     for module in _experts_of(model):
         experts_choice.choose(module.config)
         if experts_choice.named(module.config) is None:
-            experts_interface.try_to_load()
+            state.try_package(experts_interface.REPOSITORY)
         if (kernel := _kernel(module)) is not None:
             kernel.gates.activation_of(module)
 
@@ -122,9 +122,17 @@ def is_called_by_name(module: nn.Module) -> bool:
     return getattr(module.config, "_experts_implementation", None) == experts_choice.NAME
 
 
+def layer_by_name(module: nn.Module) -> str | None:
+    """Return the layer that an experts module calls by name; None if it does not."""
+    return experts_interface.LAYER if is_called_by_name(module) else None
+
+
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
-    return _remark_on_list(module) or _remark_on_gate(module)
+    reason = _remark_on_list(module) or _remark_on_gate(module)
+    if reason is None and kernel_forward(module) is None and is_called_by_name(module):
+        return f"called by its own forward, as {experts_choice.NAME}"
+    return reason
 
 
 def _remark_on_gate(module: nn.Module) -> str | None:
@@ -156,7 +164,6 @@ def _weights(module: Any) -> list[nn.Parameter]:
 def _kernel(module: nn.Module) -> Any:
     """Return the package of the loaded kernel that serves an experts module; None if none does."""
     forward: Callable | None = kernel_forward(module)
-    layer = experts_interface.loaded_layer()
-    if forward is None and layer is not None and is_called_by_name(module):
-        forward = layer.forward
-    return loaded.package(forward) if forward is not None and loaded.layer_name(forward) else None
+    if forward is not None:
+        return loaded.package(forward) if loaded.layer_name(forward) else None
+    return state.loaded_package(experts_interface.REPOSITORY) if is_called_by_name(module) else None

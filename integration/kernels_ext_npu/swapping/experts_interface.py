@@ -8,13 +8,11 @@ implementation gets that one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.swapping import experts_choice, forwards, state
 from kernels_ext_npu.swapping.experts_choice import NAME
 from kernels_ext_npu.swapping.patches import Patches
@@ -36,7 +34,7 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
     if hidden_states.device.type != "npu":
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     try:
-        return layer().forward(self, hidden_states, top_k_index, top_k_weights)
+        return state.package(REPOSITORY).layers.MoEExperts.forward(self, hidden_states, top_k_index, top_k_weights)
     except (AttributeError, IndexError, TypeError, ValueError):  # what does not fit is refused as without a kernel
         pass
     return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
@@ -54,32 +52,10 @@ def is_installed() -> bool:
     return state.uses(REPOSITORY)
 
 
-def layer() -> type[nn.Module]:
-    """Return the layer, which is loaded when it is first asked for."""
-    assert state.current is not None
-    if state.current.experts_layer is None:
-        state.current.experts_layer = sources.layer_source(state.current.source, REPOSITORY, LAYER).load()
-    return state.current.experts_layer
-
-
-def loaded_layer() -> type[nn.Module] | None:
-    """Return the layer if it is there already."""
-    return state.current.experts_layer if state.current is not None else None
-
-
-def try_to_load() -> None:
-    """Load the layer now: while a graph is captured it would be too late.
-
-    What is wrong is said when the kernel is needed, if it is.
-    """
-    with suppress(Exception):
-        layer()
-
-
 def _get_correct(original: Callable, self: PreTrainedModel, requested: str | None) -> str:
     chosen = experts_choice.note(self.config, requested, original(self, requested))
     if chosen == NAME:
-        try_to_load()
+        state.try_package(REPOSITORY)
     return chosen
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, experts, heads, loaded, packing, refusals, state
@@ -73,14 +72,6 @@ def unfit(module: nn.Module, is_sharded: bool = False) -> str | None:
     if type(weight) not in PLAIN and not (is_sharded and isinstance(weight, DTensor)):
         return f"its weight is a {name_of(type(weight))}: the kernel multiplies with numbers alone"
     return None
-
-
-def kernel() -> ModuleType:
-    """Return the package that computes linear layers."""
-    assert state.current is not None
-    if state.current.linear_kernel is None:
-        state.current.linear_kernel = sources.load_package(state.current.source, REPOSITORY)
-    return state.current.linear_kernel
 
 
 @functools.cache
@@ -148,4 +139,4 @@ def _whole(module: nn.Module) -> str | None:
     return None if layer in MLPS.layers and layer not in packing.WITH_GATE_AND_UP else layer
 
 
-LAYERS = OwnForwards(__name__, projections_of, lambda: _forward_with(kernel()))
+LAYERS = OwnForwards("linear", projections_of, lambda: _forward_with(state.package(REPOSITORY)))

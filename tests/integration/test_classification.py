@@ -38,7 +38,4 @@ def test_a_class_with_another_forward_is_served_whatever_its_name(cls: type[nn.M
 @pytest.mark.parametrize("cls", [Listed, Sub, Copied])
 def test_a_class_with_the_forward_of_one_that_is_listed_is_not(cls: type[nn.Module]) -> None:
     assert attention_refusal(cls) == REASON
-    assert (REASON.code, REASON.text) == (
-        "changes semantics",
-        "other modules take the mask of its model, and compute attention by themselves",
-    )
+    assert REASON.code == "changes semantics"

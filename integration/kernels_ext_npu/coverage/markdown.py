@@ -18,6 +18,7 @@ from kernels_ext_npu.coverage.tables import (
     of_model_types,
     unsupported_by_reason,
 )
+from kernels_ext_npu.matching.classification import text_of
 
 _INTRODUCTION = """\
 # What of transformers {version} is served
@@ -90,7 +91,7 @@ def _name(row: Row) -> str:
 def _unsupported(rows: Sequence[Row], kind: Kind) -> str:
     """Return the table of what is not served of a kind, by the codes of the reasons."""
     found = [
-        [reason.code, reason.text, ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
+        [reason.code, text_of(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
         for reason, entries in unsupported_by_reason(rows, kind).items()
     ]
     return f"### {kind.name.capitalize()}\n\n{table(['why', 'reason', 'which'], found, right=0)}"

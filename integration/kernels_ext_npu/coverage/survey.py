@@ -18,9 +18,9 @@ from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, ROTARY, Kind, R
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.model_types import Folder
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.matching.classification import Unsupported
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.reasons import Reason
 
 Track = Callable[[Sequence[Folder]], Iterable[Folder]]
 SHARED = Folder("activations", (), ("transformers.activations",))  # what models of every type may have
@@ -43,7 +43,7 @@ class Entry:
     name: str
     file: str
     layer: str | None
-    reason: Unsupported | None
+    reason: Reason | None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kernels_ext_npu.catalogue import ACTIVATIONS, KINDS, SERVING, Kind, Reposit
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.matching.classification import Unsupported
+from kernels_ext_npu.reasons import Reason
 
 NOTHING = "–"
 _BREAK = re.compile("(?<=.)(?=[A-Z][a-z])")  # before a word of a name: the header of a column has them in lines
@@ -106,18 +106,15 @@ def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
     return [entry for row in rows for entry in row.entries if entry.kind == kind.name]
 
 
-def unsupported_by_reason(rows: Iterable[Row], kind: Kind) -> dict[Unsupported, list[Entry]]:
+def unsupported_by_reason(rows: Iterable[Row], kind: Kind) -> dict[Reason, list[Entry]]:
     """Return what is not served of a kind by its reason, by the code of the reason, and those of most entries first."""
-    found: dict[Unsupported, list[Entry]] = {}
+    found: dict[Reason, list[Entry]] = {}
     for entry in entries_of(rows, kind):
         if entry.reason is not None:
             found.setdefault(entry.reason, []).append(entry)
-    return dict(sorted(found.items(), key=lambda item: (_place(item[0]), -len(item[1]), item[0])))
-
-
-def _place(reason: Unsupported) -> int:
-    """Return the place of a reason's code; that of reasons without one is the last."""
-    return classification.CODES.index(reason.code) if reason.code else len(classification.CODES)
+    return dict(
+        sorted(found.items(), key=lambda item: (classification.CODES.index(item[0].code), -len(item[1]), item[0]))
+    )
 
 
 def name_of(entry: Entry) -> str:

@@ -34,38 +34,24 @@ from kernels_ext_npu.matching.decorated import is_kernel_function, original_func
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.reasons import Reason
 
 COUNTED = "5.22.2"  # the release of transformers that unsupported.json is about
-CODES = ("device limit", "no operator", "needs a value on the host", "changes semantics")
+# of reasons why nothing serves what looks as if it could be served
+CODES = ("device limit", "no operator", "needs a value on the host", "changes semantics", "unknown")
 
 
-class Unsupported(str):
-    """Why nothing serves what looks as if it could be served, as a sentence.
-
-    Attributes:
-        code: which of CODES it is; nothing for what nobody has classified yet.
-        text: the sentence without it.
-    """
-
-    code: str
-    text: str
-
-    def __new__(cls, code: str, text: str) -> Unsupported:
-        """Make the sentence."""
-        self = super().__new__(cls, f"{code}: {text}" if code else text)
-        self.code, self.text = code, text
-        return self
+def _reason(code: str, text: str) -> Reason:
+    return Reason(code, f"{code}: {text}")
 
 
-UNNAMED = Unsupported(
-    "changes semantics", "it does not call its attention by a name, in whose place another could be put"
-)
-BIASED = Unsupported("no operator", "biases of positions are added to scores")
-CAPPED = Unsupported("no operator", "scores are capped, which none of torch_npu does")
-UNKNOWN = Unsupported("", "is not in the release that unsupported.json is about")
+UNNAMED = _reason("changes semantics", "it does not call its attention by a name, in whose place another could be put")
+BIASED = _reason("no operator", "biases of positions are added to scores")
+CAPPED = _reason("no operator", "scores are capped, which none of torch_npu does")
+UNKNOWN = Reason("unknown", "is not in the release that unsupported.json is about")
 # kind -> name -> reason; functions and attention as "file:name", methods as "file:Class.name"
 UNSUPPORTED = {
-    kind: {name: Unsupported(code, text) for code, texts in codes.items() for text in texts for name in texts[text]}
+    kind: {name: _reason(code, text) for code, texts in codes.items() for text in texts for name in texts[text]}
     for kind, codes in json.loads(Path(__file__).with_name("unsupported.json").read_text()).items()
 }
 
@@ -80,21 +66,7 @@ _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = re.compile("rotary|rope|rotate")
 _HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 # what transformers calls the functions of linear attention and state space models in its table of kernels
-_LINEAR_NAMES = frozenset(
-    {
-        "causal_conv1d_fn",
-        "causal_conv1d_update",
-        "chunk_gated_delta_rule",
-        "chunk_kda",
-        "fused_recurrent_gated_delta_rule",
-        "fused_recurrent_kda",
-        "mamba_chunk_scan_combined",
-        "mamba_inner_fn",
-        "mamba_split_conv1d_scan_combined",
-        "selective_scan_fn",
-        "selective_state_update",
-    }
-)
+_LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_recurrent)_(gated_delta_rule|kda)")
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
 _ATTENTION_NAMES = re.compile("Attention")
 _OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
@@ -114,9 +86,9 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
 
     What is called an MLP also has to have a gate in its forward.
     """
-    reference, name = find_pattern(cls), cls.__name__
-    if reference is not None:
-        return reference.kind
+    pattern, name = find_pattern(cls), cls.__name__
+    if pattern is not None:
+        return pattern.kind
     if (kind := KIND_OF_LAYER.get(getattr(cls, "kernel_layer_name", ""))) is not None:
         return kind
     if "rmsnorm" in name.lower():
@@ -181,7 +153,7 @@ def attends_by_itself(cls: type[nn.Module]) -> bool:
     return any("mask" in name for name in inspect.signature(cls.forward).parameters)
 
 
-def attention_refusal(cls: type[nn.Module]) -> Unsupported | None:
+def attention_refusal(cls: type[nn.Module]) -> Reason | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
     if not calls_attention_by_name(cls):
         return UNNAMED
@@ -216,7 +188,7 @@ def of_function(name: str, function: object) -> Kind | None:
         return pattern.kind
     if is_kernel_function(function):
         layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
-        return ROTARY if "rotary" in layer.lower() else LINEAR_ATTENTION if layer in _LINEAR_NAMES else None
+        return ROTARY if "rotary" in layer.lower() else LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
     return ROTARY if _rotates(name, original) else None
 
 
@@ -247,9 +219,14 @@ def rotary_methods(cls: type[nn.Module]) -> list[str]:
     return [name for name, value in named.items() if isinstance(value, (FunctionType, staticmethod))]
 
 
-def reason(kind: Kind, name: str) -> Unsupported:
+def reason(kind: Kind, name: str) -> Reason:
     """Return why no kernel serves what is called so."""
     return UNSUPPORTED.get(kind.name, {}).get(name, UNKNOWN)
+
+
+def text_of(reason: Reason) -> str:
+    """Return the sentence of one of these reasons without its code."""
+    return reason.removeprefix(f"{reason.code}: ")
 
 
 def _looks_gated(cls: type[nn.Module]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,44 +42,36 @@ def is_kernel_function(function: object) -> bool:
 
 def original_function(function: object) -> FunctionType | None:
     """Return the function itself, also where `kernels` made a module of it; None for what is neither."""
-    if isinstance(function, FunctionType):
-        return function
-    if not is_kernel_function(function):
-        return None
-    original = _wrapped(function)
-    if original is not None and _is_fallback(original):
-        original = _cells(original)["torch_function"]  # type: ignore[assignment]
+    held = _held(function)
+    original = held.get("torch_function", held.get("func", function))
     return original if isinstance(original, FunctionType) else None
 
 
-def package_function(function: object) -> Callable | None:
+def package_function(function: object) -> Any:
     """Return what transformers calls of an installed package in place of a function; None where it calls its own."""
-    wrapped = _wrapped(function) if is_kernel_function(function) else None
-    if wrapped is None or not _is_fallback(wrapped):
-        return None
-    cells = _cells(wrapped)
-    return cells["implementation"] if cells["is_new_implementation"] else None  # type: ignore[return-value]
+    held = _held(function)
+    return held["implementation"] if held.get("is_new_implementation") else None
 
 
 def decorators_of(function: object) -> tuple[str, ...]:
     """Return the decorators that may stand above a function in its source."""
     if not is_kernel_function(function):
         return ("staticmethod",)  # those of a torch.autograd.Function are
-    wrapped = _wrapped(function)
-    return (_FALLBACK if wrapped is not None and _is_fallback(wrapped) else _KERNEL,)
+    return (_FALLBACK,) if "torch_function" in _held(function) else (_KERNEL,)
 
 
-def _wrapped(function: object) -> FunctionType | None:
-    """Return what the module calls that `kernels` made of a function."""
-    wrapped = _cells(vars(type(function))["forward"]).get("func")
-    return wrapped if isinstance(wrapped, FunctionType) else None
+def _held(function: object) -> dict[str, object]:
+    """Return what a module holds that `kernels` made of a function, and the wrapper that may call a package's.
 
-
-def _is_fallback(function: FunctionType) -> bool:
-    """Tell by its code whether a function is the wrapper that calls a package's function or the one of transformers."""
-    decorator = getattr(hub_kernels, _FALLBACK, None)  # not every release has it
-    inner = decorator.__code__.co_consts if decorator is not None else ()
-    return any(function.__code__ in code.co_consts for code in inner if isinstance(code, CodeType))
+    That wrapper is told by its code.
+    """
+    if not is_kernel_function(function):
+        return {}
+    held = _cells(vars(type(function))["forward"])
+    wrapped, decorator = held.get("func"), getattr(hub_kernels, _FALLBACK, None)  # not every release has it
+    wrappers = [code for code in decorator.__code__.co_consts if isinstance(code, CodeType)] if decorator else []
+    is_wrapper = isinstance(wrapped, FunctionType) and any(wrapped.__code__ in code.co_consts for code in wrappers)
+    return held | _cells(wrapped) if is_wrapper else held  # type: ignore[arg-type]
 
 
 def _cells(function: FunctionType) -> dict[str, object]:

@@ -31,8 +31,10 @@ def fingerprint(cls: type) -> str | None:
 
     It is None if the source cannot be read.
     """
-    forward = getattr(cls, "forward", None)  # other libraries replace it
-    return _of_class(cls, forward) if isinstance(forward, FunctionType) else None
+    if is_experts_class(cls):
+        return "use_experts_implementation"
+    forward = getattr(cls, "forward", None)
+    return _fingerprint(forward, cls=cls) if isinstance(forward, FunctionType) else None
 
 
 def function_fingerprint(function: object) -> str | None:
@@ -80,25 +82,19 @@ def function_words(function: Any) -> tuple[str, ...]:
 
 
 @cache
-def _of_class(cls: type, forward: FunctionType) -> str | None:
-    return "use_experts_implementation" if is_experts_class(cls) else _fingerprint(*undecorated(forward), cls)
-
-
-def _fingerprint(function: FunctionType, decorators: tuple[str, ...], cls: type | None = None) -> str | None:
-    texts = [str(decorators) if cls else ""]
+def _fingerprint(function: FunctionType, decorators: tuple[str, ...] = (), cls: type | None = None) -> str | None:
+    texts = []
     functions = [function]
     by_name = set() if cls else {function}  # what is called with the names of its parameters
-    for original in functions:  # grows while it runs
-        inner, allowed = (function, decorators) if original is function else undecorated(original)
+    for each in functions:  # grows while it runs
+        inner, under = undecorated(each)
         tree = function_tree(inner)
         if tree is None or set(inner.__code__.co_freevars) - {"__class__"}:
             return None
-        found = [ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list]
-        if found and found != list(allowed):
+        found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
+        if found not in ((), under, decorators if each is function else ()):
             return None
-        texts.append(
-            f"{allowed if original is not function else ()} {_normalised(tree, inner, cls, functions, by_name)}"
-        )
+        texts.append(f"{under} {_normalised(tree, inner, cls, functions, by_name)}")
     texts += [str(list(inspect.signature(each).parameters)) if each in by_name else "" for each in functions]
     return "\n".join(texts)
 

@@ -20,7 +20,7 @@ def find_pattern(cls: type) -> Pattern | None:
     """Find the pattern that computes what ``cls`` computes; None if there is none."""
     key = cls, getattr(cls, "forward", None)
     if key not in _found:
-        alike = _by_words().get(words(cls), ())
+        alike = _by_words().get((Pattern, words(cls)), ())
         _found[key] = next((pattern for pattern in alike if computes_as(cls, pattern.module)), None)
     return _found[key]
 
@@ -35,10 +35,10 @@ def find_function_pattern(function: object) -> FunctionPattern | None:
     if original is None:
         return None
     if original not in _found_functions:
-        alike = _functions_by_words().get(function_words(original), ())
+        alike = [p for p in _by_words().get((FunctionPattern, function_words(original)), ()) if _is_beside(original, p)]
         own = function_fingerprint(function) if alike else None
-        found = [pattern for pattern in alike if own is not None and _of_pattern(pattern) == own]
-        _found_functions[original] = next((pattern for pattern in found if _is_beside(original, pattern)), None)
+        found = (pattern for pattern in alike if function_fingerprint(pattern.function) == own is not None)
+        _found_functions[original] = next(found, None)
     return _found_functions[original]
 
 
@@ -61,21 +61,11 @@ def _is_beside(function: FunctionType, pattern: FunctionPattern) -> bool:
 
 
 @cache
-def _by_words() -> dict[tuple[str, ...], list[Pattern]]:
-    found: dict[tuple[str, ...], list[Pattern]] = {}
+def _by_words() -> dict[tuple, list]:
+    """Return the patterns by whether they are of classes and the words that they are in."""
+    found: dict[tuple, list] = {}
     for pattern in PATTERNS:
-        found.setdefault(words(pattern.module), []).append(pattern)
+        found.setdefault((Pattern, words(pattern.module)), []).append(pattern)
+    for function_pattern in FUNCTION_PATTERNS:
+        found.setdefault((FunctionPattern, function_words(function_pattern.function)), []).append(function_pattern)
     return found
-
-
-@cache
-def _functions_by_words() -> dict[tuple[str, ...], list[FunctionPattern]]:
-    found: dict[tuple[str, ...], list[FunctionPattern]] = {}
-    for pattern in FUNCTION_PATTERNS:
-        found.setdefault(function_words(pattern.function), []).append(pattern)
-    return found
-
-
-@cache
-def _of_pattern(pattern: FunctionPattern) -> str | None:
-    return function_fingerprint(pattern.function)

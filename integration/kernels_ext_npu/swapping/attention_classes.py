@@ -45,7 +45,7 @@ def is_eager_by_default(cls: type) -> bool:
 
 def calls_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the attention that its config names."""
-    from kernels_ext_npu.matching import classification  # register() need not wait for references
+    from kernels_ext_npu.matching import classification  # register() need not wait for patterns
 
     return classification.calls_attention_by_name(type(module)) and isinstance(
         getattr(module, "config", None), PreTrainedConfig

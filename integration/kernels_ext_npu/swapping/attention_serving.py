@@ -87,8 +87,8 @@ def remark(module: nn.Module) -> str | None:
     if _is_in_float64(module):
         return "in torch, since it is in float64"
     if classification.adds_biases(type(module)):
-        return f"in torch, where {classification.BIASED.text}"
-    return f"in torch, since {classification.CAPPED.text}" if caps(module) else None
+        return f"in torch, where {classification.text_of(classification.BIASED)}"
+    return f"in torch, since {classification.text_of(classification.CAPPED)}" if caps(module) else None
 
 
 def caps(module: nn.Module) -> bool:

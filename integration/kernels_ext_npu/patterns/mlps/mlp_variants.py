@@ -6,15 +6,16 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from kernels_ext_npu.patterns.mlps.activation_choice import (
+from kernels_ext_npu.patterns.mlps.gated_mlps import (
     GATED,
+    LlamaMLP,
     activated_layer,
     gated_layer,
     refuse_activation,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
 from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.variant import variant
 
 
 class T5GemmaMLP(LlamaMLP):
@@ -25,17 +26,6 @@ class T5GemmaMLP(LlamaMLP):
 
 
 class LongT5DenseGatedActDense(nn.Module):
-    def forward(self, hidden_states):
-        hidden_gelu = self.act(self.wi_0(hidden_states))
-        hidden_linear = self.wi_1(hidden_states)
-        hidden_states = hidden_gelu * hidden_linear
-        hidden_states = self.dropout(hidden_states)
-        return self.wo(hidden_states)
-
-
-class T5DenseGatedActDense(nn.Module):
-    """The MLP whose last projection may stay in float32."""
-
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu_new", p: float = 0.1) -> None:
         super().__init__()
         self.wi_0 = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -49,13 +39,23 @@ class T5DenseGatedActDense(nn.Module):
         hidden_linear = self.wi_1(hidden_states)
         hidden_states = hidden_gelu * hidden_linear
         hidden_states = self.dropout(hidden_states)
-        if (
-            isinstance(self.wo.weight, torch.Tensor)
-            and hidden_states.dtype != self.wo.weight.dtype
-            and self.wo.weight.dtype != torch.int8
-        ):
-            hidden_states = hidden_states.to(self.wo.weight.dtype)
         return self.wo(hidden_states)
+
+
+@variant(
+    {
+        "    return": """
+    if (
+        isinstance(self.wo.weight, torch.Tensor)
+        and hidden_states.dtype != self.wo.weight.dtype
+        and self.wo.weight.dtype != torch.int8
+    ):
+        hidden_states = hidden_states.to(self.wo.weight.dtype)
+    return"""
+    }
+)
+class T5DenseGatedActDense(LongT5DenseGatedActDense):
+    """The MLP whose last projection may stay in float32."""
 
 
 class ModernBertMLP(nn.Module):

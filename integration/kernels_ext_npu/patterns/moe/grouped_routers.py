@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels_ext_npu.patterns.moe.routers import Router
+from kernels_ext_npu.patterns.moe.softmax_routers import Router
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant

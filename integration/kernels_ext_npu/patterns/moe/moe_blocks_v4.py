@@ -93,22 +93,17 @@ class MixtralSparseMoeBlock(Qwen3MoeSparseMoeBlock):
     expert = MixtralBlockSparseTop2MLP
 
 
-class TopkRouter(nn.Module):
-    """The gate of DeepSeek-V3 with one group. A block may have another gate: what that does is its own."""
+class Gate(nn.Module):
+    """A gate by the sigmoid of logits. A block may have another one: what that does is its own."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
         self.weight = nn.Parameter(torch.randn(num_experts, hidden_size) * hidden_size**-0.5)
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
 
     def forward(self, hidden_states):
-        hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
-        router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
-        scores = router_logits.sigmoid()
-        scores_for_choice = scores + self.e_score_correction_bias.unsqueeze(0)
-        topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
-        topk_weights = scores.gather(1, topk_indices)
+        scores = F.linear(hidden_states.flatten(0, -2).float(), self.weight.float()).sigmoid()
+        topk_weights, topk_indices = scores.topk(self.top_k, dim=-1, sorted=False)
         topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
         return topk_indices, topk_weights * 2.5
 
@@ -119,7 +114,7 @@ class DeepseekV3MoE(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 32) -> None:
         super().__init__()
         self.experts = nn.ModuleList([LlamaMLP(hidden_size, intermediate_size) for _ in range(num_experts)])
-        self.gate = TopkRouter(hidden_size, num_experts, top_k)
+        self.gate = Gate(hidden_size, num_experts, top_k)
         self.shared_experts = LlamaMLP(hidden_size, 2 * intermediate_size)
 
     def moe(self, hidden_states, topk_indices, topk_weights):
@@ -148,12 +143,7 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV2MoE(DeepseekV3MoE):
-    ep_rank = 0
-
-    @property
-    def experts_per_rank(self) -> int:
-        """All of them, on one rank."""
-        return len(self.experts)
+    ep_rank, experts_per_rank = 0, 0
 
     def moe(self, hidden_states, topk_ids, topk_weight):
         cnts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))

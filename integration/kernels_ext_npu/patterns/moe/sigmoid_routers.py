@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.moe.routers import Router
+from kernels_ext_npu.patterns.moe.softmax_routers import Router
 from kernels_ext_npu.patterns.pattern import Part, Pattern
 
 
@@ -104,13 +104,8 @@ class FlintTopKRouter(Router):
         return router_logits, routing_weights, selected_experts
 
 
-class AfmoeTokenChoiceRouter(nn.Module):
-    route_scale = 1.0
-
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
-        super().__init__()
-        self.top_k = top_k
-        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+class AfmoeTokenChoiceRouter(Router):
+    linear, route_scale = "gate", 1.0
 
     def forward(self, hidden_states, expert_bias):
         _, _, hidden_dim = hidden_states.shape

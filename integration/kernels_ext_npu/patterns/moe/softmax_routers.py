@@ -7,9 +7,28 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.moe.routers import Router
 from kernels_ext_npu.patterns.pattern import Part, Pattern
 from kernels_ext_npu.patterns.variant import variant
+
+
+class Router(nn.Module):
+    """The members of routers, of which each reads some; what only few have is beside their forward."""
+
+    norm_topk_prob = True
+    routed_scaling_factor = 1.0
+    num_group, topk_group = 1, 1
+
+    linear: str | None = None  # what computes logits where that is a module
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.hidden_dim, self.num_experts, self.n_routed_experts = hidden_size, num_experts, num_experts
+        self.top_k = top_k
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+        if self.linear is None:
+            self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        else:
+            setattr(self, self.linear, nn.Linear(hidden_size, num_experts, bias=False))
 
 
 class Qwen3MoeTopKRouter(Router):
@@ -48,11 +67,8 @@ class JambaTopKRouter(Router):
         return router_logits, top_k_weights.to(hidden_states.dtype), top_k_index
 
 
-class HunYuanMoEV1Gate(nn.Module):
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
-        super().__init__()
-        self.top_k = top_k
-        self.wg = nn.Linear(hidden_size, num_experts, bias=False, dtype=torch.float32)
+class HunYuanMoEV1Gate(Router):
+    linear = "wg"
 
     def forward(self, hidden_states):
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -134,14 +150,8 @@ class Ernie4_5_MoeTopKRouter(Router):
         return router_logits, routing_weights, selected_experts
 
 
-class LongcatFlashTopkRouter(nn.Module):
-    routed_scaling_factor = 1.0
-
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
-        super().__init__()
-        self.hidden_dim, self.n_routed_experts, self.top_k = hidden_size, num_experts, top_k
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
-        self.classifier = nn.Linear(hidden_size, num_experts, bias=False)
+class LongcatFlashTopkRouter(Router):
+    linear = "classifier"
 
     def forward(self, hidden_states):
         hidden_states = hidden_states.view(-1, self.hidden_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns import PATTERNS
-from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm
+from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
+from kernels_ext_npu.patterns.variant import variant
 
 
 class Renamed(nn.Module):
@@ -256,6 +258,16 @@ def test_every_reference_matches_itself_and_no_other() -> None:
     assert len(set(patterns)) == len(patterns)
     for reference in PATTERNS:
         assert find_pattern(reference.module) is reference
+
+
+def test_a_variant_has_a_source_of_its_own() -> None:
+    assert "(self.weight * hidden_states).to(input_dtype)" in inspect.getsource(Olmo2RMSNorm.forward)
+    assert "(self.weight * hidden_states).to(input_dtype)" not in inspect.getsource(LlamaRMSNorm.forward)
+
+
+def test_a_variant_says_which_words_are_not_there() -> None:
+    with pytest.raises(ValueError, match=r"LlamaRMSNorm\.forward has no 'nowhere'"):
+        variant({"nowhere": ""})(type("Other", (LlamaRMSNorm,), {}))
 
 
 def test_helper_functions_of_the_file_are_compared() -> None:

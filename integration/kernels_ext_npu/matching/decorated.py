@@ -21,15 +21,14 @@ def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
     """
     if function.__code__ is not torch.no_grad()(_nothing).__code__:
         return function, ()
-    cells = _cells(function)
-    inner = cells.get("func")
-    if type(getattr(cells.get("ctx_factory"), "__self__", None)) is not torch.no_grad:
-        return function, ()
-    if not isinstance(inner, FunctionType):
+    held = cells(function)
+    inner = held.get("func")
+    is_no_grad = type(getattr(held.get("ctx_factory"), "__self__", None)) is torch.no_grad
+    if not is_no_grad or not isinstance(inner, FunctionType):
         return function, ()
     if inner.__code__ is not dynamic_rope_update(_nothing).__code__:
         return inner, ("torch.no_grad",)
-    innermost = _cells(inner).get("rope_forward")
+    innermost = cells(inner).get("rope_forward")
     if not isinstance(innermost, FunctionType):
         return function, ()
     return innermost, ("torch.no_grad", "dynamic_rope_update")
@@ -67,14 +66,15 @@ def _held(function: object) -> dict[str, object]:
     """
     if not is_kernel_function(function):
         return {}
-    held = _cells(vars(type(function))["forward"])
+    held = cells(vars(type(function))["forward"])
     wrapped, decorator = held.get("func"), getattr(hub_kernels, _FALLBACK, None)  # not every release has it
     wrappers = [code for code in decorator.__code__.co_consts if isinstance(code, CodeType)] if decorator else []
     is_wrapper = isinstance(wrapped, FunctionType) and any(wrapped.__code__ in code.co_consts for code in wrappers)
-    return held | _cells(wrapped) if is_wrapper else held  # type: ignore[arg-type]
+    return held | cells(wrapped) if is_wrapper else held  # type: ignore[arg-type]
 
 
-def _cells(function: FunctionType) -> dict[str, object]:
+def cells(function: FunctionType) -> dict[str, object]:
+    """Return what a function has in its closure, by name."""
     return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
 
 

@@ -4,9 +4,8 @@ Compared is the function together with the methods of its class and the function
 docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
 Attributes, constants, the order of operations and the objects behind global names all count; of a
 torch.autograd.Function its forward and backward do. So do the names of the parameters, by which callers may give them,
-but for those of a forward. What a decorator does is not in the tree:
-only functions under those that decorated.py sees through match, where both sides have them. transformers' decorator of
-experts says itself what a class computes.
+but for those of a forward. What a decorator does is not in the tree: only functions under those that decorated.py sees
+through match, where both sides have them. transformers' decorator of experts says itself what a class computes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.matching.decorated import decorators_of, original_function, undecorated
+from kernels_ext_npu.matching.decorated import cells, decorators_of, original_function, undecorated
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.patterns.moe.experts import Experts
 
@@ -63,7 +62,7 @@ def is_experts_class(cls: type) -> bool:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
         return False
-    return inspect.getclosurevars(forward).nonlocals["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+    return cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
 
 
 def words(cls: type) -> tuple[str, ...]:
@@ -112,8 +111,8 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
         value = None
         if isinstance(node, ast.Name) and node.id not in local:
             value = function.__globals__.get(node.id)
-            return value if isinstance(value, FunctionType) and value.__module__ == function.__module__ else None
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
+            value = value if getattr(value, "__module__", None) == function.__module__ else None
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
             value = None if node.attr in vars(nn.Module) else inspect.getattr_static(cls, node.attr, None)
         return value if isinstance(value, FunctionType) else None
 

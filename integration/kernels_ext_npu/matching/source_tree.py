@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
 from types import CodeType, FunctionType
 
+_sources: dict[tuple[CodeType, str], str | None] = {}  # by file too: equal lines of two files are equal code
+
 
 def function_tree(function: FunctionType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a function with its decorators; None where its source cannot be read.
+    """Return the syntax tree of a function with its decorators; None if it wraps another, or its source cannot be read.
 
-    It is that of the function itself, whatever it wraps, and the caller may change it: only the source is cached.
+    Only the source is cached: the caller may change the tree.
     """
-    source = _source(function.__code__, function.__code__.co_filename)
-    if source is None:
+    if hasattr(function, "__wrapped__"):  # whose source inspect would read
         return None
-    tree = ast.parse(source).body[0]
+    key = function.__code__, function.__code__.co_filename
+    if key not in _sources:
+        _sources[key] = _source(function)
+    tree = ast.parse(_sources[key] or "pass").body[0]
     return tree if isinstance(tree, ast.FunctionDef) else None
 
 
-@functools.cache
-def _source(code: CodeType, file: str) -> str | None:  # equal lines of two files are equal code
+def _source(function: FunctionType) -> str | None:
     try:
-        source = textwrap.dedent(inspect.getsource(code))
+        source = textwrap.dedent(inspect.getsource(function))
         (_,) = ast.parse(source).body
     except (OSError, SyntaxError, ValueError):  # no source file, or not one statement
         return None

@@ -7,14 +7,14 @@ multicore architectures", 2009.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from kernels_ext_npu.inspection.products import flops
 
 SOURCE = (
     "https://github.com/Ascend/msmodeling/blob/1e5a50b1a025a6658a277aa963c87691dc279f4f/tensor_cast/device.py: device "
@@ -53,51 +53,3 @@ def seconds(soc: Soc, operator: OpOverload, args: tuple, kwargs: dict, result: A
     dtype = next((value.dtype for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)), None)
     peak = getattr(soc, str(dtype).rpartition(".")[2], soc.float32)
     return max(moved / soc.bandwidth, products / peak)
-
-
-def flops(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Count the additions and multiplications of matrix products and attention; others are bound by memory."""
-    name = operator._schema.name.partition("::")[2]
-    if name in _FORMULAS:
-        names = [argument.name for argument in operator._schema.arguments]
-        return _FORMULAS[name](dict(zip(names, args)) | kwargs, result)
-    formula = flop_registry.get(operator._overloadpacket)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
-
-
-def _matmul(given: dict[str, Any], result: Any) -> float:
-    return 2 * result.numel() * given["self"].shape[-1]
-
-
-def _matmul_backward(given: dict[str, Any], result: Any) -> float:
-    wanted = sum(gradient is not None for gradient in result)
-    return 2 * given["grad"].numel() * given["self"].shape[-1] * wanted
-
-
-def _npu_grouped_matmul(given: dict[str, Any], result: Any) -> float:
-    return sum(2 * x.numel() * w.shape[-1] for x, w in zip(given["x"], given["weight"]))
-
-
-def _attention(given: dict[str, Any], result: Any) -> float:
-    """Count two products, half of which a causal mask leaves out."""
-    query, key = given["query"], given["key"]
-    layout = given["input_layout"]
-    length = key.shape[0] if layout in ("SBH", "TND") else key.shape[2 if layout == "BNSD" else 1]
-    causal = given.get("sparse_mode") in (2, 3)
-    return 4 * query.numel() * length * (0.5 if causal else 1)
-
-
-def _attention_backward(given: dict[str, Any], result: Any) -> float:
-    """Count five products in place of two."""
-    return 2.5 * _attention(given, result)
-
-
-_FORMULAS: dict[str, Callable[[dict[str, Any], Any], float]] = {
-    "matmul": _matmul,
-    "matmul_backward": _matmul_backward,
-    "npu_grouped_matmul": _npu_grouped_matmul,
-    "npu_fusion_attention": _attention,
-    "npu_fusion_attention_v3": _attention,
-    "npu_fusion_attention_grad": _attention_backward,
-    "npu_fusion_attention_grad_v3": _attention_backward,
-}

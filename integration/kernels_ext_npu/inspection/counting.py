@@ -23,6 +23,7 @@ from kernels_ext_npu.inspection.counts import Collective, Counts, Layer
 from kernels_ext_npu.inspection.fallbacks import fallback
 from kernels_ext_npu.inspection.known_values import KnownValues
 from kernels_ext_npu.inspection.memory import Memory, weight_bytes
+from kernels_ext_npu.inspection.products import flops
 from kernels_ext_npu.inspection.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.inspection.roofline import Soc, seconds
 from kernels_ext_npu.measuring.costs import Cost
@@ -42,6 +43,7 @@ class Counting(Cost):
     def __init__(self, values: KnownValues, soc: Soc, axes: Axes | None = None) -> None:
         super().__init__()
         self.values, self.soc, self.memory = values, soc, Memory()
+        self.flops: defaultdict[str, float] = defaultdict(float)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[Collective] = Counter()
         self.messages: Counter[Collective] = Counter()
@@ -63,7 +65,10 @@ class Counting(Cost):
             moved = self.count(operator, args, kwargs, result)
             if moved is not None:
                 name = operator._schema.name.partition("::")[2]
-                self.seconds[name] += seconds(self.soc, operator, args, kwargs, result, moved)
+                multiplied = flops(operator, args, kwargs, result)
+                dtype = next((leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+                self.flops[name] += multiplied
+                self.seconds[name] += seconds(self.soc, multiplied, dtype, moved)
         self.memory.add(value for value in tree_leaves(result) if isinstance(value, Tensor))
         return result
 
@@ -75,7 +80,7 @@ class Counting(Cost):
 
     def go_on(self) -> None:
         """Forget what was counted so far, but for the memory that is taken."""
-        for counted in (self.launches, self.bytes, self.seconds, self.calls, self.messages):
+        for counted in (self.launches, self.bytes, self.flops, self.seconds, self.calls, self.messages):
             counted.clear()
         self.memory.peak = self.memory.current
         self._waits_before, self._copies_before = self.values.waits, self.values.copies_in
@@ -83,9 +88,8 @@ class Counting(Cost):
     def counts(self) -> Counts:
         """Return what was counted so far."""
         waits, copies = self.values.waits - self._waits_before, self.values.copies_in - self._copies_before
-        return Counts(
-            self.launches, self.bytes, self.seconds, self.calls, self.messages, waits, copies, self.memory.peak
-        )
+        counted = self.launches, self.bytes, self.flops, self.seconds, self.calls, self.messages
+        return Counts(*counted, waits, copies, self.memory.peak)
 
     def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
         message = collectives.message(operator, args, kwargs, result)

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kernels_ext_npu.inspection import products
+
 
 class Collective(NamedTuple):
     """A collective operator over the ranks of an axis of the mesh.
@@ -28,6 +30,7 @@ class Counts:
     Attributes:
         launches: the number of launches, by operator.
         bytes: the bytes that go in and out of them, by operator.
+        flops: the additions and multiplications of products in them, by operator.
         seconds: the least time that they take on a chip, by operator.
         calls: the number of calls of collectives, which are no launches.
         messages: the bytes of what is reduced, gathered, scattered or exchanged, by collective.
@@ -39,6 +42,7 @@ class Counts:
 
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[Collective] = field(default_factory=Counter)
     messages: Counter[Collective] = field(default_factory=Counter)
@@ -47,9 +51,19 @@ class Counts:
     peak: int = 0
     layers: list[Layer] = field(default_factory=list)
 
+    @property
+    def estimate(self) -> float:
+        """The least seconds of all launches on a chip."""
+        return sum(self.seconds.values())
+
+    @property
+    def products(self) -> float:
+        """The least seconds of the launches that multiply matrices alone: attention and convolutions are among them."""
+        return sum(seconds for name, seconds in self.seconds.items() if products.multiplies(name))
+
     def add(self, other: Counts, times: int = 1) -> None:
         """Add what another computation costs, so many times."""
-        for name in ("launches", "bytes", "seconds", "calls", "messages"):
+        for name in ("launches", "bytes", "flops", "seconds", "calls", "messages"):
             mine, theirs = getattr(self, name), getattr(other, name)
             for key, count in theirs.items():
                 mine[key] += times * count

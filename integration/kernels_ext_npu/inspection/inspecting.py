@@ -30,6 +30,7 @@ from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueErr
 from kernels_ext_npu.inspection.memory import weight_bytes
 from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
 from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
+from kernels_ext_npu.inspection.products import is_unknown
 from kernels_ext_npu.inspection.roofline import Soc
 from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
 from kernels_ext_npu.reporting.report import Report
@@ -169,7 +170,7 @@ def inspect(
             weights = weight_bytes(model)
     if not any(counts for variant in variants for counts in variant.counts.values()):
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    remarks = list(dict.fromkeys(remarks))
+    remarks = [*dict.fromkeys(remarks), *_remark_unknown(variants)]
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
@@ -185,9 +186,25 @@ def whole(variant: Variant) -> Counts | None:
     return total
 
 
+def products(inspection: Inspection, phase: str) -> float | None:
+    """Return the least seconds of the products and attention of a phase, the original's or ours, whichever are fewer.
+
+    A product more than needed counts against who computes it. None where a phase was not counted.
+    """
+    ends = (inspection.variants[0], inspection.variants[-1])
+    counted = [whole(variant) if phase == "whole_step" else variant.counts[phase] for variant in ends]
+    return min((counts.products for counts in counted if counts is not None), default=None) or None
+
+
 def steps(compare: bool, update: bool = False) -> int:
     """Return how often inspect() says what comes next."""
     return 1 + (len(PHASES) + update * len(PARTS | UPDATE)) * len(_variants(compare))
+
+
+def _remark_unknown(variants: list[Variant]) -> list[str]:
+    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
+    names = sorted({name for counts in counted for name in counts.launches if is_unknown(name)})
+    return [f"estimates count only the bytes of {', '.join(names)}: how much these multiply is not known"] if names else []
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:

@@ -36,6 +36,19 @@ MODELS = {
         head_dim=128,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
+    "Qwen3-0.6B": _published(
+        "Qwen/Qwen3-0.6B",
+        "qwen3",
+        num_hidden_layers=28,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     "Llama-3.1-8B": _published(
         "meta-llama/Llama-3.1-8B",
         "llama",
@@ -73,6 +86,23 @@ MODELS = {
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    ),
+    "Gemma-3-1B": _published(
+        "google/gemma-3-1b-pt",
+        "gemma3_text",
+        num_hidden_layers=26,
+        vocab_size=262144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=512,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     "Qwen3-30B-A3B": _published(

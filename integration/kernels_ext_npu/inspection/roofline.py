@@ -8,13 +8,8 @@ multicore architectures", 2009.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
-
-from kernels_ext_npu.inspection.products import flops
 
 SOURCE = (
     "https://github.com/Ascend/msmodeling/blob/1e5a50b1a025a6658a277aa963c87691dc279f4f/tensor_cast/device.py: device "
@@ -47,9 +42,14 @@ SOCS = {
 }
 
 
-def seconds(soc: Soc, operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: int) -> float:
-    """Return the least seconds of a launch that moves so many bytes."""
-    products = flops(operator, args, kwargs, result)
-    dtype = next((value.dtype for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)), None)
+def seconds(soc: Soc, flops: float, dtype: torch.dtype | None, moved: int) -> float:
+    """Return the least seconds of a launch.
+
+    Args:
+        soc: the chip.
+        flops: what the products in it are.
+        dtype: of what it multiplies.
+        moved: the bytes that go in and out of it.
+    """
     peak = getattr(soc, str(dtype).rpartition(".")[2], soc.float32)
-    return max(moved / soc.bandwidth, products / peak)
+    return max(moved / soc.bandwidth, flops / peak)

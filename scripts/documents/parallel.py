@@ -11,7 +11,7 @@ from functools import cache
 
 import softnpu  # noqa: F401  before torch
 from documents import savings
-from kernels_ext_npu.inspection.counts import Collective, Counts
+from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.inspecting import Inspection, inspect
 from kernels_ext_npu.inspection.mesh import ONE, Mesh
 from kernels_ext_npu.inspection.roofline import SOCS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import softnpu  # noqa: F401  before torch
-from kernels_ext_npu.inspection import plotting, subject
+from kernels_ext_npu.inspection import picture, subject
 from kernels_ext_npu.inspection.inspecting import inspect
 from kernels_ext_npu.inspection.roofline import SOCS
 
@@ -16,7 +16,7 @@ TOKENS = tuple(2**power for power in range(11, 18))
 
 def draw(root: Path) -> None:
     """Write the picture anew."""
-    plotting.plot_peaks(MODEL, peaks(), root / PICTURE)
+    picture.plot_peaks(MODEL, peaks(), root / PICTURE)
 
 
 def peaks() -> dict[int, tuple[float, float]]:

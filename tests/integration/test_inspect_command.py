@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import inspecting, roofline, scalar_cores, showing, subject
+from kernels_ext_npu.inspection import inspecting, printing, roofline, subject
 from tests.support.kernelizing import QWEN3_235B_A22B
 
 pytestmark = pytest.mark.slow
@@ -103,12 +103,12 @@ def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3_5_text", **sizes).save_pretrained(tmp_path)
     found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
     console = Console(record=True, width=80, file=io.StringIO())
-    showing.show(found, console)
+    printing.show(found, console)
     text = " ".join(console.export_text().split())
     for number in (2, 4):
         said = "On the AI CPU, a few scalar cores, for which the estimate is far too low: original: "
         assert f"{said}{number} linalg_solve_triangular." in text
-    before, after = showing.as_json(found)["variants"]
+    before, after = printing.as_json(found)["variants"]
     assert before["step"]["ai_cpu_launches"] == {"linalg_solve_triangular": 4}
     assert after["step"]["ai_cpu_launches"] == {}
 
@@ -133,7 +133,7 @@ def test_whole_models_with_linear_attention_stay_below_these_figures(name, launc
     assert of_experts <= grouped * 1e9
     assert step.bytes.total() - of_experts <= gigabytes * 1e9
     assert step.peak <= peak * 1e9
-    assert not scalar_cores.launches(step)
+    assert not step.on_ai_cpu
     assert step.waits == counts["forward"].waits == 0
 
 

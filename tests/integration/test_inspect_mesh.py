@@ -109,7 +109,7 @@ def test_a_few_layers_tell_what_all_cost_a_rank(moe: Path, monkeypatch) -> None:
         return inspecting.inspect(subject.find(str(moe)), roofline.SOCS["910b"], tokens=TOKENS, mesh=chosen)
 
     few = count()
-    monkeypatch.setattr("kernels_ext_npu.inspection.counting.find_kinds", lambda model: [])
+    monkeypatch.setattr("kernels_ext_npu.inspection.counting.phases.find_kinds", lambda model: [])
     whole = count()
     for one, other in zip(few.variants, whole.variants):
         for phase in inspecting.PHASES:

@@ -95,7 +95,10 @@ def test_flops_are_those_of_the_products_inside(model_type: str, with_kernels: b
     if with_kernels:
         kernels_ext_npu.kernelize(model)
     ids = torch.randint(128, (1, 64)).npu()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as profiled, Labelled() as seen:
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as profiled,
+        Labelled() as seen,
+    ):
         model.train()(ids, labels=ids).loss.backward()
         model.eval().generate(ids, max_new_tokens=2, do_sample=False)
     inside = computed(profiled)
@@ -124,8 +127,8 @@ def test_a_step_with_kernels_multiplies_no_less_than_the_original(name: str, mon
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (3, 8), (8, 3), (1, 6)])
 @pytest.mark.parametrize("mode", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize(("before", "behind"), [(2**31, 2**31), (2, 0), (0, 0), (1, 3), (20, 20), (-1, 2)])
-def test_attention_multiplies_what_its_mode_shows(mode: int, queries: int, keys: int, before: int, behind: int) -> None:
-    """Of CANN, aclnnFlashAttentionScore: 2 is causal from the first key, 3 to the last, 4 a band along that diagonal."""
+def test_attention_multiplies_what_its_mode_shows(mode, queries, keys, before: int, behind: int) -> None:
+    """Of aclnnFlashAttentionScore: 2 is causal from the first key, 3 to the last, 4 a band along that diagonal."""
     shift = 0 if mode == 2 else keys - queries
     shown = {
         2: lambda i, j: j <= i + shift,
@@ -161,7 +164,7 @@ def test_every_formula_of_the_software_device_that_multiplies_is_known_to_multip
 def is_product(node: ast.AST) -> bool:
     """Tell whether a piece of source multiplies matrices."""
     called = node.func if isinstance(node, ast.Call) else None
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) or (
+    return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)) or (
         isinstance(called, ast.Attribute)
         and called.attr in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "linear", "conv1d", "conv2d")
     )

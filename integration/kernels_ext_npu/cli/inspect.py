@@ -146,15 +146,15 @@ def _inspect(
 def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from kernels_ext_npu.inspection import showing
+    from kernels_ext_npu.inspection import printing
 
     if plot is not None:
-        from kernels_ext_npu.inspection import plotting
+        from kernels_ext_npu.inspection import picture
 
-        plotting.plot(inspection, plot)
+        picture.plot(inspection, plot)
     if as_json:
-        typer.echo(json.dumps(showing.as_json(inspection), indent=2))
+        typer.echo(json.dumps(printing.as_json(inspection), indent=2))
     else:
-        showing.show(inspection, Console())
+        printing.show(inspection, Console())
         if plot is not None:
             typer.echo(f"drawn: {plot}")

@@ -6,7 +6,6 @@ unknown, and whoever prints an estimate has to say so.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any

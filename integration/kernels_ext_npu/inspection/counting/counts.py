@@ -6,7 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kernels_ext_npu.inspection import products
+from kernels_ext_npu.inspection import products, roofline
+
+_COUNTED = ("launches", "bytes", "flops", "seconds", "calls", "messages")
 
 
 class Collective(NamedTuple):
@@ -21,6 +23,10 @@ class Collective(NamedTuple):
     operator: str
     axis: str
     ranks: int
+
+
+def _by_name() -> defaultdict[str, float]:
+    return defaultdict(float)
 
 
 @dataclass
@@ -42,8 +48,8 @@ class Counts:
 
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    flops: defaultdict[str, float] = field(default_factory=_by_name)
+    seconds: defaultdict[str, float] = field(default_factory=_by_name)
     calls: Counter[Collective] = field(default_factory=Counter)
     messages: Counter[Collective] = field(default_factory=Counter)
     waits: int = 0
@@ -61,15 +67,25 @@ class Counts:
         """The least seconds of the launches that multiply matrices alone: attention and convolutions are among them."""
         return sum(seconds for name, seconds in self.seconds.items() if products.multiplies(name))
 
+    @property
+    def on_ai_cpu(self) -> dict[str, int]:
+        """The number of launches that run on the AI CPU, by operator; without those that have none."""
+        return {name: self.launches[name] for name in roofline.ON_AI_CPU if self.launches[name]}
+
     def add(self, other: Counts, times: int = 1) -> None:
         """Add what another computation costs, so many times."""
-        for name in ("launches", "bytes", "flops", "seconds", "calls", "messages"):
+        for name in _COUNTED:
             mine, theirs = getattr(self, name), getattr(other, name)
             for key, count in theirs.items():
                 mine[key] += times * count
         self.waits += times * other.waits
         self.copies_in += times * other.copies_in
         self.peak += times * other.peak
+
+    def clear(self) -> None:
+        """Forget what was counted by operator and collective."""
+        for name in _COUNTED:
+            getattr(self, name).clear()
 
 
 @dataclass

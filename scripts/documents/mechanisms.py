@@ -1,24 +1,42 @@
-"""List the mechanisms that put kernels into a model: the files that each is made of, and how to do without it."""
+"""List the mechanisms that put kernels into models: the files that each is made of, and how to do without it.
+
+Whoever renames or removes one changes it here, and in ``way.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-_ROOM = "kernels_ext_npu"
+import torch
 
-FORWARD, STEP, LORA, LORA_AUTOCAST, LORA_DROPOUT, TOKEN = ACTS = (
+ROOT = Path(__file__).resolve().parents[2]
+
+FORWARD, STEP, LORA, AUTOCAST, DROPOUT, TOKEN = ACTS = (
     "forward",
     "step",
-    "LoRA, float32",
-    "LoRA, bfloat16, autocast",
-    "LoRA, dropout",
+    "LoRA step",
+    "LoRA step, bf16",
+    "LoRA step, dropout",
     "token",
 )
-_LORA = (LORA, LORA_AUTOCAST, LORA_DROPOUT)
+ADAPTED = (LORA, AUTOCAST, DROPOUT)
+MODELS = (
+    "Qwen3-8B",
+    "Llama-3.1-8B",
+    "Gemma-3-12B",
+    "Qwen3-30B-A3B",
+    "gpt-oss-20b",
+    "Qwen3-Next-80B-A3B",
+    "Gemma-3-1B",
+    "Qwen3-0.6B",
+)
+MIXTURES = ("Qwen3-30B-A3B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
+LISTS = "Qwen3-30B-A3B, experts in a list"  # as transformers 4 has them, and remote code
 
 
 @dataclass(frozen=True)
@@ -27,12 +45,12 @@ class Mechanism:
 
     Attributes:
         name: in words.
-        files: that it is made of, from the root of the clone; patterns may be in them.
+        files: that it is made of, from ``integration/kernels_ext_npu``, or from the root where a kernel has them.
         acts: in which it takes part.
-        off: what to replace to do without it, by "module:attribute", each by what a function makes of it.
+        off: what to replace to do without it, each by what a function makes of it.
         without: the kernel repositories that are left out with it.
-        models: of these alone; of all by default.
-        asked_for: whether a user has to call for it: then it is in no other count.
+        models: that have use for it.
+        asked_for: whether a user has to ask for it: then it takes part in no other count.
     """
 
     name: str
@@ -40,22 +58,32 @@ class Mechanism:
     acts: tuple[str, ...] = ACTS
     off: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
     without: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
+    models: tuple[str, ...] = MODELS
     asked_for: bool = False
+
+    @property
+    def lines(self) -> int:
+        """How many lines its files have."""
+        return sum(len(path.read_text("utf-8").splitlines()) for path in self.paths)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that it is made of."""
+        own = ROOT / "integration" / "kernels_ext_npu"
+        return [own / file if (own / file).exists() else ROOT / file for file in self.files]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Do without it while the context is open: models have to be kernelized inside."""
-        undo = []
+        """Do without it while the context is open: register and kernelize inside."""
+        replaced = []
         try:
             for place, replacement in self.off:
-                module, _, name = place.partition(":")
-                owner = import_module(f"{_ROOM}.{module}")
-                undo.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, replacement(undo[-1][2]))
+                owner, _, name = place.rpartition(".")
+                replaced.append((resolve_name(owner), name, resolve_name(place)))
+                setattr(*replaced[-1][:2], replacement(replaced[-1][2]))
             yield
         finally:
-            for owner, name, original in reversed(undo):
+            for owner, name, original in reversed(replaced):
                 setattr(owner, name, original)
 
 
@@ -72,76 +100,99 @@ def _serving_none(layers: Any) -> Any:
 
 
 def _of_mlps_alone(siblings_in: Callable) -> Callable:
-    """Leave gate and up, which an MLP of ours calls."""
-    return lambda module: tuple(s for s in siblings_in(module) if "gate_proj" in s.names)
+    return lambda module: tuple(found for found in siblings_in(module) if "gate_proj" in found.names)
 
+
+def _sum_and_norm(_: Any) -> Callable:
+    return lambda x, weight, eps: torch.ops.npu.npu_rms_norm(x, 1.0 + weight.float(), eps)
+
+
+_SWAPPING = "kernels_ext_npu.swapping"
 
 MECHANISMS = (
     Mechanism(
         "gate and up as one product",
-        ("swapping/packing.py", "SwiGLU:packing.py"),
-        off=(("swapping.packing:pairs", _none_of), ("swapping.packing:JOINING", lambda _: ())),
+        ("swapping/packing.py", "SwiGLU/torch-ext/swiglu/packing.py"),
+        off=((f"{_SWAPPING}.packing:pairs", _none_of), (f"{_SWAPPING}.packing:JOINING", lambda _: ())),
     ),
     Mechanism(
-        "looking ahead: all layers with one input",
+        "layers with one input computed together",
         ("swapping/ahead.py", "swapping/siblings.py", "swapping/draws.py"),
-        acts=(STEP, *_LORA),
-        off=(("swapping.ahead:note", _nothing),),
+        acts=(STEP, *ADAPTED),
+        off=((f"{_SWAPPING}.ahead:note", _nothing),),
     ),
     Mechanism(
-        "looking ahead for q, k and v alone",
-        ("swapping/ahead.py", "swapping/siblings.py", "swapping/draws.py"),
-        acts=(STEP, *_LORA),
-        off=(("swapping.ahead:siblings_in", _of_mlps_alone),),
+        "the same for q, k and v alone",
+        (),
+        acts=(STEP, *ADAPTED),
+        off=((f"{_SWAPPING}.ahead:siblings_in", _of_mlps_alone),),
     ),
     Mechanism(
-        "random numbers replayed for dropout",
+        "the same with dropout",
         ("swapping/draws.py",),
-        acts=(LORA_DROPOUT,),
-        off=(("swapping.draws:are_captured", lambda _: lambda: True),),
+        acts=(DROPOUT,),
+        off=((f"{_SWAPPING}.draws:are_captured", lambda _: lambda: True),),
     ),
     Mechanism(
         "plain linear layers",
         ("swapping/projections.py",),
-        acts=(STEP, *_LORA),
-        off=(("swapping.projections:LAYERS", _serving_none),),
+        acts=(STEP, *ADAPTED),
+        off=((f"{_SWAPPING}.projections:LAYERS", _serving_none),),
     ),
     Mechanism(
-        "adapters",
+        "layers with adapters",
         ("swapping/adapters.py",),
-        acts=_LORA,
-        off=(("swapping.adapters:LAYERS", _serving_none),),
+        acts=ADAPTED,
+        off=((f"{_SWAPPING}.adapters:LAYERS", _serving_none),),
     ),
     Mechanism(
         "sums with the norm behind them",
         ("swapping/residuals.py", "matching/residual_sums.py"),
         acts=(TOKEN,),
-        off=(("swapping.residuals:take", _nothing),),
+        off=((f"{_SWAPPING}.residuals:take", _nothing),),
     ),
     Mechanism(
         "writes into a static cache",
         ("decoding/static_cache.py", "references/static_caches.py"),
         acts=(TOKEN,),
-        off=(("decoding.static_cache:install", _nothing),),
+        off=(("kernels_ext_npu.decoding.static_cache:install", _nothing),),
     ),
-    Mechanism("the head without logits", ("swapping/heads.py",), acts=(STEP, *_LORA), without=("CrossEntropy",)),
+    Mechanism(
+        "the head without logits",
+        (
+            "swapping/heads.py",
+            "swapping/deferred_logits.py",
+            "swapping/logits_gradients.py",
+            "swapping/logits_recipes.py",
+        ),
+        acts=(STEP, *ADAPTED),
+        without=("CrossEntropy",),
+    ),
     Mechanism(
         "norms with 1 + weight in one launch",
-        ("RMSNorm:functional.py",),
+        (),
         acts=(FORWARD, TOKEN),
+        off=(("torch:ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
         models=("Gemma-3-12B", "Gemma-3-1B", "Qwen3-Next-80B-A3B"),
     ),
     Mechanism(
-        "experts' own implementation",
-        ("swapping/experts_interface.py",),
-        off=(("swapping.experts_interface:is_installed", lambda _: lambda: False),),
-        models=("Qwen3-30B-A3B", "gpt-oss-20b", "Qwen3-Next-80B-A3B"),
+        "experts by the name of an implementation",
+        ("swapping/experts_interface.py", "swapping/experts_choice.py"),
+        off=((f"{_SWAPPING}.experts_interface:is_installed", lambda _: lambda: False),),
+        models=MIXTURES,
     ),
     Mechanism(
-        "transpose_experts",
+        "experts stored the other way around",
         ("swapping/saving.py",),
         acts=(FORWARD, LORA, TOKEN),
-        models=("Qwen3-30B-A3B", "gpt-oss-20b", "Qwen3-Next-80B-A3B"),
+        models=MIXTURES,
         asked_for=True,
+    ),
+    Mechanism(
+        "experts in a list",
+        ("references/expert_lists.py", "references/expert_lists_gated.py"),
+        acts=(FORWARD, STEP, TOKEN),
+        without=("FusedMoE",),
+        models=(LISTS,),
     ),
 )

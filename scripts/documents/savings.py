@@ -10,7 +10,7 @@ from kernels_ext_npu.inspection import picture, subject
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.phases import STATIC, replays
 from kernels_ext_npu.inspection.inspecting import Inspection, inspect
-from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.measuring.roofline import SOCS
 
 MODELS = ("Qwen3-8B", "Gemma-3-12B", "Qwen3-30B-A3B", "gpt-oss-20b")
 PICTURE = {"docs/qwen3-30b-a3b.png": "Qwen3-30B-A3B"}

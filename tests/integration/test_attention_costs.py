@@ -18,8 +18,8 @@ from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count
-from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.roofline import SOCS
 from kernels_ext_npu.swapping import attention_interface
 from tests.support.costs import fake_model
 

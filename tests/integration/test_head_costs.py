@@ -20,7 +20,7 @@ from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count, count_layers
-from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.measuring.roofline import SOCS
 
 SOC = SOCS["910b"]
 count_step = partial(count, "step")

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import inspecting, printing, roofline, subject
+from kernels_ext_npu.inspection import inspecting, printing, subject
+from kernels_ext_npu.measuring import roofline
 from tests.support.kernelizing import QWEN3_235B_A22B
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,26 @@ def test_a_checkpoint_without_weights(folder: Path) -> None:
     for words in ("forward, no gradients", "training step", "1 × 32 tokens", "Counted on fake tensors", "estimate"):
         assert words in output
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(folder) not in line)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--decode"]], ids=["step", "decode"])
+def test_labels_are_whole_in_a_narrow_terminal(folder: Path, arguments: list[str]) -> None:
+    lines = inspect(folder, "--tokens", 32, *arguments, columns=60).output.splitlines()
+    assert all(len(line) <= 60 for line in lines if str(folder) not in line)
+    for label in ("original", "with kernels", "of the original", "of products", "Qwen3DecoderLayer"):
+        assert any(line.strip().startswith(label) for line in lines), label
+
+
+def test_the_estimate_is_compared_with_products_and_attention_alone(folder: Path) -> None:
+    """Those of the original or of ours, whichever take less."""
+    before, after = json.loads(inspect(folder, "--json").stdout)["variants"]
+    for phase in ("forward", "step"):
+        products = [variant[phase]["products_seconds"] for variant in (before, after)]
+        for variant in (before, after):
+            ratio = variant[phase]["estimate_of_products"]
+            assert ratio == variant[phase]["estimate_seconds"] / min(products) > 1
+            assert variant[phase]["flops"] == sum(entry["flops"] for entry in variant[phase]["operators"].values())
+    assert after["step"]["estimate_of_products"] < before["step"]["estimate_of_products"]
 
 
 def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_python, tmp_path: Path) -> None:

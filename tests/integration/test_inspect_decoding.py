@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import cli
-from kernels_ext_npu.inspection import roofline
 from kernels_ext_npu.inspection.counting import phases, repetition
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.subject import Subject, build, make_inputs
+from kernels_ext_npu.measuring import roofline
 from tests.support import zoo
 from tests.support.launches import computing
 

@@ -11,7 +11,8 @@ from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
-from kernels_ext_npu.inspection import inspecting, mesh, roofline, subject
+from kernels_ext_npu.inspection import inspecting, mesh, subject
+from kernels_ext_npu.measuring import roofline
 from tests.support.kernelizing import QWEN3_235B_A22B
 
 pytestmark = pytest.mark.slow

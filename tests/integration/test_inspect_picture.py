@@ -16,8 +16,8 @@ from kernels_ext_npu.inspection import picture
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, Variant
 from kernels_ext_npu.inspection.mesh import ONE
-from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.inspection.subject import Subject
+from kernels_ext_npu.measuring.roofline import SOCS
 from kernels_ext_npu.reporting.report import Report
 
 LAUNCHES = {"mm": (36_864, 0), "mul": (2_653, 1), "_sum": (578, 48), "copy": (36, 36), "npu_grouped_matmul": (0, 288)}

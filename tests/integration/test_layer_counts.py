@@ -15,10 +15,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.inspection import roofline
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 from tests.support import zoo
 
 KERNELS = ["Activation", "RMSNorm", "RoPE", "SwiGLU"]

@@ -15,10 +15,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.inspection import roofline, subject
+from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory, zoo
 from tests.support.costs import costs

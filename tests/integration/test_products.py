@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kernels_ext_npu
 import softnpu.formulas
 from documents.savings import MODELS
-from kernels_ext_npu.inspection import products
 from kernels_ext_npu.inspection.inspecting import inspect
-from kernels_ext_npu.inspection.products import flops, is_unknown, multiplies, visible
-from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.inspection.subject import find
+from kernels_ext_npu.measuring import products
+from kernels_ext_npu.measuring.products import flops, is_unknown, multiplies, visible
+from kernels_ext_npu.measuring.roofline import SOCS
 from softnpu.formulas import FORMULAS
 
 SIZES = {

@@ -10,10 +10,11 @@ from torch._subclasses import FakeTensorMode
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import roofline, subject
+from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 
 WITHOUT_LOSS = {*REPOSITORIES} - {"CrossEntropy"}
 TOKENS = 4096

@@ -82,8 +82,9 @@ def inspect(
         raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
     take_device(needed=True)
     from kernels_ext_npu import UnsupportedEnvironmentError
-    from kernels_ext_npu.inspection import mesh, roofline
+    from kernels_ext_npu.inspection import mesh
     from kernels_ext_npu.inspection.subject import CannotInspectError
+    from kernels_ext_npu.measuring import roofline
 
     if soc not in roofline.SOCS:
         raise RefusedError(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")

@@ -22,7 +22,6 @@ from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.phases import DECODING, GROWING, count
 from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
 from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
-from kernels_ext_npu.inspection.roofline import Soc
 from kernels_ext_npu.inspection.subject import (
     CannotInspectError,
     Subject,
@@ -33,6 +32,7 @@ from kernels_ext_npu.inspection.subject import (
     labels,
     make_inputs,
 )
+from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.reporting.report import Report
 
 _FIRST = ("forward", GROWING)  # of the phases: what it does not call is remarked

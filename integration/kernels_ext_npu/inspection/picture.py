@@ -19,17 +19,17 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, Variant
 
 _SHOWN = 9  # operators
-_BEFORE, _AFTER = "#b0b7c3", "#c7000b"
+BEFORE, AFTER = "#b0b7c3", "#c7000b"
 _WORTH_SAYING = 1.05  # of a factor
 _LONG, _LONGEST = 26, 50  # letters of an operator that is written on two lines, and of a model's name or path
 _SMALL, _MEDIUM, _LARGE = 13, 15, 21
-_NOTE = "counted on fake tensors, not measured on hardware · kernels-ext-npu inspect"
+NOTE = "counted on fake tensors, not measured on hardware · kernels-ext-npu inspect"
 _MEASURES: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (  # what it is, how less of it is called
     ("launches", "fewer launches", lambda counts: counts.launches.total()),
     ("GB moved", "fewer bytes moved", lambda counts: counts.bytes.total() / 1e9),
@@ -40,7 +40,9 @@ _MEASURES: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (  # what it
 
 def plot(inspection: Inspection, path: Path) -> None:
     """Write the picture of an inspection into a file, whose name says in which format."""
-    _save(draw(inspection), path)
+    figure = draw(inspection)
+    figure.savefig(path)
+    plt.close(figure)
 
 
 def draw(inspection: Inspection) -> Figure:
@@ -66,11 +68,11 @@ def draw(inspection: Inspection) -> Figure:
     _draw_operators(operators[0], "launches", before.launches, after.launches, 1)
     _draw_operators(operators[1], "GB moved", before.bytes, after.bytes, 1e9)
     figure.text(0.02, 0.955, f"{inspection.subject.name[-_LONGEST:]}, {work} with kernels:", fontsize=_LARGE)
-    figure.text(0.02, 0.91, result(before, after), fontsize=_LARGE, fontweight="bold", color=_AFTER)
+    figure.text(0.02, 0.91, result(before, after), fontsize=_LARGE, fontweight="bold", color=AFTER)
     figure.text(0.02, 0.89, _said(inspection, phase, is_whole), fontsize=_SMALL, va="top")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (_BEFORE, _AFTER)]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (BEFORE, AFTER)]
     figure.legend(handles, [ORIGINAL, ALL], loc="upper right", fontsize=_MEDIUM, ncols=2, frameon=False)
-    _sign(figure)
+    figure.text(0.99, 0.01, NOTE, ha="right", fontsize=_SMALL)
     return figure
 
 
@@ -86,39 +88,6 @@ def result(before: Counts, after: Counts) -> str:
             more = less.replace("fewer", "more").replace("less", "more")
             said.append(f"{_factor(1 / factor)} × {more}")
     return ", ".join(said) or "nothing changes"
-
-
-def plot_peaks(model: str, peaks: dict[int, tuple[float, float]], path: Path) -> None:
-    """Write a picture of peak memory over tokens into a file.
-
-    Args:
-        model: its name.
-        peaks: GB by tokens, of the original and with kernels.
-        path: of the file, whose name says in which format.
-    """
-    figure, axes = plt.subplots(figsize=(16, 9), dpi=120)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for number, colour, label in ((0, _BEFORE, ORIGINAL), (1, _AFTER, ALL)):
-        values = [ends[number] for ends in peaks.values()]
-        axes.plot(list(peaks), values, "o-", color=colour, linewidth=4, markersize=9, label=label)
-        for tokens, value in zip(peaks, values):
-            place = (0, 12 if number == 0 else -24)
-            axes.annotate(
-                _number(value), (tokens, value), place, textcoords="offset points", ha="center", fontsize=_SMALL
-            )
-    axes.set_xticks(list(peaks), [f"{tokens:,}" for tokens in peaks], fontsize=_SMALL)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
-    axes.set_xlabel("tokens", fontsize=_MEDIUM)
-    axes.set_ylabel("GB at the peak, beyond weights and their gradients", fontsize=_MEDIUM)
-    axes.legend(fontsize=_MEDIUM, loc="upper left")
-    axes.grid(alpha=0.3)
-    axes.margins(y=0.1)
-    figure.suptitle(f"{model}: a training step with gradient checkpointing", fontsize=_LARGE, fontweight="bold")
-    _sign(figure)
-    figure.tight_layout(rect=(0, 0.03, 1, 0.97))
-    _save(figure, path)
 
 
 def _pair(inspection: Inspection, phase: str) -> tuple[Counts, Counts]:
@@ -154,7 +123,7 @@ def _draw_pairs(axes: Axes, rows: Sequence[tuple[str, float, float]], in_one: bo
     """Draw two bars for each row, the first row on top, each with its figure, or both with one that has an arrow."""
     longest = max((value for _, *pair in rows for value in pair), default=0) or 1
     for place, (_, *pair) in zip(range(len(rows), 0, -1), rows):
-        for shift, value, colour in zip((0.2, -0.2), pair, (_BEFORE, _AFTER)):
+        for shift, value, colour in zip((0.2, -0.2), pair, (BEFORE, AFTER)):
             axes.barh(place + shift, value, 0.4, color=colour)
             if not in_one:
                 _label(axes, _number(value), value, place + shift)
@@ -182,15 +151,6 @@ def _draw_operators(axes: Axes, what: str, before: Counter[str], after: Counter[
     rest = [(counts.total() - sum(counts[name] for name, _ in most)) / unit for counts in (before, after)]
     _draw_pairs(axes, [*rows, ("all others", rest[0], rest[1])], in_one=True)
     axes.set_title(f"{what} by operator", fontsize=_MEDIUM, fontweight="bold")
-
-
-def _sign(figure: Figure) -> None:
-    figure.text(0.99, 0.01, _NOTE, ha="right", fontsize=_SMALL)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def _folded(name: str) -> str:

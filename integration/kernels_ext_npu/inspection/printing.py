@@ -10,11 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernels_ext_npu.inspection import roofline
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.phases import DECODING, STATIC, replays
 from kernels_ext_npu.inspection.inspecting import UPDATE, WHOLE, Inspection, Variant, whole
 from kernels_ext_npu.inspection.mesh import ONE
+from kernels_ext_npu.measuring import roofline
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
 _REPLAYED = (
@@ -137,7 +137,8 @@ def _describe(inspection: Inspection) -> str:
 
 def _new_table(title: str, headings: tuple[str, ...], narrow: bool = False, **style: Any) -> Table:
     """Make a table of figures, each row with a label."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), **style)
+    style |= {"padding": (0, 0), "show_edge": False} if narrow else {"padding": (0, 1, 0, 0)}
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", **style)
     table.caption_justify = "left"
     table.add_column(overflow="fold")
     for heading in headings:

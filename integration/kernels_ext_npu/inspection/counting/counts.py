@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kernels_ext_npu.inspection import products, roofline
+from kernels_ext_npu.measuring import products, roofline
 
 _COUNTED = ("launches", "bytes", "flops", "seconds", "calls", "messages")
 

@@ -16,9 +16,9 @@ from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.fallbacks import fallback
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.inspection.products import flops
-from kernels_ext_npu.inspection.roofline import Soc, seconds
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.products import flops
+from kernels_ext_npu.measuring.roofline import Soc, seconds
 
 Axes = Mapping[str, tuple[str, ...]]
 

@@ -22,7 +22,7 @@ from kernels_ext_npu.inspection.counting.dispatch import Axes, Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
-from kernels_ext_npu.inspection.roofline import Soc
+from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.swapping import attention_interface
 
 Inputs = dict[str, Any]

@@ -82,8 +82,9 @@ def inspect(
         raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
     take_device(needed=True)
     from kernels_ext_npu import UnsupportedEnvironmentError
-    from kernels_ext_npu.inspection import mesh, roofline
+    from kernels_ext_npu.inspection import mesh
     from kernels_ext_npu.inspection.subject import CannotInspectError
+    from kernels_ext_npu.measuring import roofline
 
     if soc not in roofline.SOCS:
         raise RefusedError(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
@@ -146,15 +147,15 @@ def _inspect(
 def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from kernels_ext_npu.inspection import showing
+    from kernels_ext_npu.inspection import printing
 
     if plot is not None:
-        from kernels_ext_npu.inspection import plotting
+        from kernels_ext_npu.inspection import picture
 
-        plotting.plot(inspection, plot)
+        picture.plot(inspection, plot)
     if as_json:
-        typer.echo(json.dumps(showing.as_json(inspection), indent=2))
+        typer.echo(json.dumps(printing.as_json(inspection), indent=2))
     else:
-        showing.show(inspection, Console())
+        printing.show(inspection, Console())
         if plot is not None:
             typer.echo(f"drawn: {plot}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +35,19 @@ def grouped_mm(
     groups = offs.numel()
     if mat2.dim() == 3:  # rows of the one side in groups, a matrix of the other for each
         out = self.new_empty(self.shape[0], mat2.shape[2])
-        for rows, matrix, target in zip(_split(self, groups, 0), mat2, _split(out, groups, 0)):
-            torch.mm(rows, matrix, out=target)
+        left, right, outs = _split(self, groups, 0), mat2, _split(out, groups, 0)
     elif self.dim() == 3:
         out = self.new_empty(self.shape[1], mat2.shape[1])
-        for matrix, columns, target in zip(self, _split(mat2, groups, 1), _split(out, groups, 1)):
-            torch.mm(matrix, columns, out=target)
+        left, right, outs = self, _split(mat2, groups, 1), _split(out, groups, 1)
     else:  # the sums that are products go over groups
         out = self.new_empty(groups, self.shape[0], mat2.shape[1])
-        for columns, rows, target in zip(_split(self, groups, 1), _split(mat2, groups, 0), out):
-            torch.mm(columns, rows, out=target)
+        left, right, outs = _split(self, groups, 1), _split(mat2, groups, 0), out
+    for one, other, target in zip(left, right, outs):
+        torch.mm(one, other, out=target)
     return out
 
 
-def _split(tensor: Tensor, groups: int, dim: int) -> list[Tensor]:
+def _split(tensor: Tensor, groups: int, dim: int) -> Any:
     """Split a dimension into groups as evenly as can be: the first ones are larger by one."""
     size, larger = divmod(tensor.shape[dim], groups)
-    return list(tensor.split([size + (group < larger) for group in range(groups)], dim))
+    return tensor.split([size + (group < larger) for group in range(groups)], dim)

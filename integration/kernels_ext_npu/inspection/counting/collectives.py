@@ -17,28 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _NO_MESSAGE = ("wait_tensor", "barrier", "monitored_barrier_")
-_NAMES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "recv_any_source_": "recv",
-}
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # of torch.distributed
 _CLONING = ("all_reduce", "all_reduce_coalesced", "broadcast")  # of the second family: in place, on a copy
 
 
@@ -70,7 +49,7 @@ def message(operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: 
         return None
     largest = max(_size(value) for value in (*args, *kwargs.values(), result))
     cloned = _size(result) if operator.namespace != "c10d" and name in _CLONING else 0
-    return Message(_NAMES.get(name, name.rstrip("_")), group(operator, args, kwargs), largest, cloned)
+    return Message(_name(name), group(operator, args, kwargs), largest, cloned)
 
 
 def axis(operator: str, served: Sequence[str]) -> str:
@@ -89,6 +68,12 @@ def group(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Process
     if isinstance(value, str):
         return _resolve_process_group(value)  # type: ignore[arg-type]
     return ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else value
+
+
+def _name(operator: str) -> str:
+    """Return the name in ``torch.distributed``: each family, and each overload, spells it in its own way."""
+    plain = operator.replace("_", "")
+    return next((name for name in _NAMES if name.replace("_", "") in plain), operator.rstrip("_"))
 
 
 def _size(value: Any) -> int:

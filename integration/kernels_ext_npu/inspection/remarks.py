@@ -1,22 +1,23 @@
-"""Which modules of a model did not run, and in which one an error arose."""
+"""What there is to say about figures: modules that did not run, where an error arose, products that nobody counts."""
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from kernels_ext_npu.measuring.products import is_unknown
 from kernels_ext_npu.swapping.patches import Patches
 
-_WORTH_A_REMARK = 0.01  # of all parameters
+_WORTH_IT = 0.01  # of all parameters
 
 
 @contextmanager
-def remark_idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
+def idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
     """Remark the larger parts of a model that were not called meanwhile."""
     called: set[nn.Module] = set()
     original = nn.Module._call_impl
@@ -32,7 +33,7 @@ def remark_idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
     finally:
         patches.undo()
     if model in called:
-        remarks += [f"not counted, since these inputs do not reach it: {idle}" for idle in _idle(model, called)]
+        remarks += [f"not counted, since these inputs do not reach it: {part}" for part in _idle(model, called)]
 
 
 def culprit(model: nn.Module, error: BaseException) -> str:
@@ -43,9 +44,16 @@ def culprit(model: nn.Module, error: BaseException) -> str:
     return (found[-1] if found else "") or type(model).__name__
 
 
-def line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or the name of its class."""
     return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+
+
+def unknown_products(operators: Iterable[str]) -> list[str]:
+    """Say of which operators estimates count the bytes alone, though they multiply."""
+    names = sorted(filter(is_unknown, operators))
+    said = f"estimates count only the bytes of {', '.join(names)}: how much they multiply is not known"
+    return [said] if names else []
 
 
 def _idle(model: nn.Module, called: set[nn.Module]) -> Iterator[str]:
@@ -55,7 +63,7 @@ def _idle(model: nn.Module, called: set[nn.Module]) -> Iterator[str]:
     waiting = list(model.named_children())
     for path, module in waiting:  # grows while it runs
         size = _size(module)
-        if size < _WORTH_A_REMARK * whole:
+        if size < _WORTH_IT * whole:
             continue
         parts = [_anywhere(f"{path}.{name}".rstrip(".")) for name, _ in module.named_modules()]
         if reached.isdisjoint(parts):

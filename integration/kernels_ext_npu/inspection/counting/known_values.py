@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels_ext_npu.inspection import collectives, host_waits
+from kernels_ext_npu.inspection.counting import collectives, host_waits
 
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
 _ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices

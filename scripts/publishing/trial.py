@@ -25,11 +25,11 @@ SECONDS = 600
 
 def loadable(variant: Path) -> bool:
     """Tell whether a variant loads here: Python alone does anywhere, libraries where kernels' resolver takes them."""
-    from kernels_ext_npu.distribution import machines
+    from kernels_ext_npu.distribution import variant_choice
 
     if not any(path.suffix == ".so" for path in variant.rglob("*")):
         return True
-    return any(decision.rank for decision in machines.decide([variant.name]))
+    return any(decision.rank for decision in variant_choice.decide([variant.name]))
 
 
 def load_local(variants: dict[str, Path]) -> list[str]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.selftest.expert_blocks import block as block_of
+from kernels_ext_npu.selftest.layers.expert_modules import block as block_of
 from tests.support import list_blocks, zoo
 from tests.support.differentiated import CASES, Case, kernel
 

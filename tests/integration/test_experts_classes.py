@@ -15,7 +15,7 @@ import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.coverage import survey
 from kernels_ext_npu.references.fingerprints import is_experts_class
-from kernels_ext_npu.selftest.expert_modules import EXPERTS, inputs, instance
+from kernels_ext_npu.selftest.layers.expert_modules import EXPERTS, inputs, instance
 from tests.support.counted import counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]

@@ -17,8 +17,9 @@ from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import COUNTED, KEPT
 from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.selftest.norm_modules import exact, inputs, instance
+from kernels_ext_npu.selftest.layers.norm_modules import inputs, instance
 from tests.support.counted import counted
+from tests.support.exact_norms import exact
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent

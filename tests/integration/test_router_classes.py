@@ -18,7 +18,7 @@ import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.coverage import survey
 from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.selftest.expert_modules import EXPERTS, HIDDEN
+from kernels_ext_npu.selftest.layers.expert_modules import EXPERTS, HIDDEN
 from tests.support.counted import counted
 from tests.support.router_classes import by_expert, call, instance
 

@@ -21,7 +21,7 @@ from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.selftest.rotations import LAYER_TYPES, embedding
+from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
 from tests.support.counted import counted
 
 pytestmark = pytest.mark.usefixtures("registered")

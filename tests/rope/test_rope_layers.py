@@ -17,7 +17,8 @@ from kernels_ext_npu.references import FunctionReference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.selftest.rotations import arguments, exact, results, tensors
+from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
+from tests.support.rotations import exact, results, tensors
 
 pytestmark = pytest.mark.slow
 REFERENCES = [reference for reference in references.FUNCTION_REFERENCES if reference.repository == "RoPE"]

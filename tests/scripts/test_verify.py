@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.distribution import machines, targets
+from kernels_ext_npu.distribution import targets, variant_choice
 from kernels_ext_npu.distribution.published import VersionNotFoundError, differences, download, head, tree
 from kernels_ext_npu.distribution.verification import verify_build, verify_variant
 from tests.localhub import LocalHub
@@ -156,8 +156,8 @@ def test_a_version_that_is_not_there_is_named_with_those_that_are(publisher, loc
     ],
 )
 def test_the_variant_of_a_described_machine(torch: str, cann: str | None, arch: str, taken: str) -> None:
-    decisions = machines.decide(
-        [STRICT, "torch-universal", "torch-npu", "unknown"], machines.describe(torch, cann, arch)
+    decisions = variant_choice.decide(
+        [STRICT, "torch-universal", "torch-npu", "unknown"], variant_choice.describe(torch, cann, arch)
     )
     assert [decision.variant for decision in decisions if decision.rank == 1] == [taken]
     assert all(decision.reason for decision in decisions)
@@ -165,9 +165,9 @@ def test_the_variant_of_a_described_machine(torch: str, cann: str | None, arch: 
 
 
 def test_a_description_that_is_none_is_refused() -> None:
-    assert machines.describe(None, None, None) is None
+    assert variant_choice.describe(None, None, None) is None
     with pytest.raises(ValueError, match="--cann eight: not a version; expected is one such as"):
-        machines.describe("2.8", "eight", "aarch64")
+        variant_choice.describe("2.8", "eight", "aarch64")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ def demo(
     Runs on the software device where there is no NPU. Ends with 1 if anything disagrees.
     """
     take_device(needed=True)
-    from kernels_ext_npu.demo import run
+    from rich.console import Console
 
-    with refusing(run.CannotRunError, UnsupportedEnvironmentError):
-        agreed = run.run(model)
+    from kernels_ext_npu.demo.demonstration import CannotRunError, show
+
+    with refusing(CannotRunError, UnsupportedEnvironmentError):
+        agreed = show(Console(), model)
     raise typer.Exit(0 if agreed else 1)

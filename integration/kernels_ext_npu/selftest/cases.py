@@ -46,7 +46,7 @@ class Function:
         function = getattr(kernel, self.name)
         arguments = comparing.rounded(self.arguments(), dtype)
         found = comparing.results(lambda *t: self.call(function, *t), comparing.moved(arguments))
-        return comparing.difference(found, comparing.results(self.exact, comparing.doubled(arguments)))
+        return comparing.difference(found, comparing.exact(self.exact, arguments))
 
 
 @dataclass(frozen=True)

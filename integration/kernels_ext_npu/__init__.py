@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
     from kernels_ext_npu.reporting.report import Report, report
     from kernels_ext_npu.reporting.rows import Row
+    from kernels_ext_npu.sources import load
     from kernels_ext_npu.swapping.experts import transpose_experts
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "Row",
     "UnsupportedEnvironmentError",
     "kernelize",
+    "load",
     "register",
     "report",
     "restore",
@@ -35,6 +37,7 @@ _MODULES = {
     "Row": "reporting.rows",
     "UnsupportedEnvironmentError": "environment",
     "kernelize": "api.kernelize",
+    "load": "sources",
     "register": "api.register",
     "report": "reporting.report",
     "restore": "api.kernelize",

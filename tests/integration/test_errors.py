@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -112,10 +113,16 @@ def test_the_installed_versions_are_silent() -> None:
         environment.check()
 
 
-@pytest.mark.parametrize("source", ["/nowhere", "bundle", "Hub"])
-def test_a_source_that_holds_no_kernels_is_named(source) -> None:
-    missing = ", ".join(f"{name}/build" for name in REPOSITORIES)
-    message = f'has no {missing}. A source is "bundled", "hub", or the path'
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("/nowhere", f"/nowhere has no {', '.join(f'{name}/build' for name in REPOSITORIES)}."),
+        ("bundle", 'did you mean "bundled"?'),
+        ("Hub", 'did you mean "hub"?'),
+    ],
+)
+def test_a_source_that_holds_no_kernels_is_named(source: str, wrong: str) -> None:
+    message = re.escape(f'source={source!r}: {wrong} A source is "bundled", "hub", or the path')
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
     from kernels_ext_npu.swapping import state

@@ -60,9 +60,9 @@ class InPlaceOfFloat32(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def moved(arguments: Any) -> Any:
-    """Move all tensors of the arguments to the device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to("npu"), arguments)
+def moved(arguments: Any, device: str = "npu") -> Any:
+    """Move all tensors of the arguments to a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), arguments)
 
 
 def doubled(arguments: Any) -> Any:

@@ -22,12 +22,14 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         import softnpu  # noqa: F401  before torch; changes nothing where there is a card
 
         # isort: split
-        from kernels_ext_npu import environment
+        from kernels_ext_npu import environment, sources
+        from kernels_ext_npu.catalogue import REPOSITORIES
         from kernels_ext_npu.machine import description
 
         environment.check()
+        sources.check(source, REPOSITORIES)
         say(machine=description.describe())
-    except (RuntimeError, ImportError) as error:  # these say what to do
+    except (RuntimeError, ImportError, FileNotFoundError) as error:  # these say what to do
         say(failed=str(error))
         return
     from kernels_ext_npu.selftest import pieces

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem
 from kernels_ext_npu.doctor.known_errors import explained
@@ -23,13 +24,14 @@ def intact(seen: Observations) -> Finding:
     """Find whether the kernels' files are those that were published."""
     if seen.source == "hub":
         return not_checked("they come from the Hub: `kernels-ext-npu verify kernels-ext-npu/RMSNorm` checks them")
+    try:
+        sources.check(seen.source, REPOSITORIES)
+    except FileNotFoundError as error:
+        return problem(str(error), advice=f"{NO_SOURCE}.", see=NO_SOURCE)
     outcome = seen.repositories
     if outcome is None or "copies" not in outcome.facts:
         return _failed(seen)
     copies, root = outcome.facts["copies"], outcome.facts["root"]
-    missing = [copy["missing"] for copy in copies.values() if "missing" in copy]
-    if missing:
-        return problem(f"{', '.join(missing)} does not exist", advice=f"{NO_SOURCE}.", see=NO_SOURCE)
     problems = [line for copy in copies.values() for line in copy["problems"]]
     if problems:
         again = "pip install --force-reinstall --no-deps kernels-ext-npu  # or the path of the clone"

@@ -17,24 +17,19 @@ def copies_and_cache(source: str, torch: str, cann: str | None, arch: str) -> No
     say(step="import kernels")
     from kernels_ext_npu import catalogue, sources
     from kernels_ext_npu.distribution import variant_choice
+    from kernels_ext_npu.distribution.verification import verify_build
 
     machine = variant_choice.describe(torch, cann, arch)
     if source != "hub":
         say(step=COPIES)
         root = sources.root(source)
-        say(root=str(root), copies={name: _copy(root / name, machine) for name in catalogue.REPOSITORIES})
+        there = [root / name for name in catalogue.REPOSITORIES if (root / name / "build").is_dir()]
+        found = {path.name: _verified(verify_build(path / "build"), f"{path.name}/build", machine) for path in there}
+        say(root=str(root), copies=found)
     say(step="reading the Hub's cache")
     say(**_cache())
     for name in catalogue.REPOSITORIES:
         say(**{f"cached {name}": _cached(name, machine)})
-
-
-def _copy(folder: Path, machine: Any) -> dict[str, Any]:
-    from kernels_ext_npu.distribution.verification import verify_build
-
-    if not (folder / "build").is_dir():
-        return {"missing": str(folder / "build")}
-    return _verified(verify_build(folder / "build"), f"{folder.name}/build", machine)
 
 
 def _verified(found: list[Any], where: str, machine: Any) -> dict[str, Any]:

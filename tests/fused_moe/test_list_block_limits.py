@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import softnpu
 from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
-from kernels_ext_npu.selftest.layers.expert_modules import block, block_inputs
+from tests.support.expert_modules import block, block_inputs
 from tests.support.list_blocks import assert_close, bound, each_block, results
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.selftest.layers.expert_modules import HIDDEN, block, block_inputs
+from tests.support.expert_modules import HIDDEN, block, block_inputs
 from tests.support.list_blocks import (
     assert_close,
     bound,

@@ -94,15 +94,15 @@ def test_kernels_switched_off_by_the_environment_are_explained(run_python) -> No
 
 @pytest.mark.parametrize(("package", "found"), [("transformers", "5.23.0"), ("kernels", "0.16.2")])
 def test_versions_that_nobody_tried_are_named(monkeypatch, package, found) -> None:
-    version = environment._version
-    monkeypatch.setattr(environment, "_version", lambda name: found if name == package else version(name))
+    version = environment.installed
+    monkeypatch.setattr(environment, "installed", lambda name: found if name == package else version(name))
     with pytest.warns(UserWarning, match=f"tested with {package} .*, found {found}"):
         environment.check()
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch) -> None:
-    version = environment._version
-    monkeypatch.setattr(environment, "_version", lambda name: None if name == "kernels" else version(name))
+    version = environment.installed
+    monkeypatch.setattr(environment, "installed", lambda name: None if name == "kernels" else version(name))
     with pytest.raises(UnsupportedEnvironmentError, match="kernels is not installed: pip install 'kernels"):
         environment.check()
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.selftest.layers import expert_modules
-from tests.support import zoo
+from tests.support import expert_modules, zoo
 from tests.support.agreement import TOLERANCE
 
 

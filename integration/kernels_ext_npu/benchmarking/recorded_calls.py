@@ -97,8 +97,7 @@ class Call:
             leaves.append(_cast(tensor, dtype).requires_grad_())
             return leaves[-1]
 
-        is_leaf = lambda value: isinstance(value, Cache)  # noqa: E731
-        args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=is_leaf)
+        args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_cache)
         return args, kwargs, leaves
 
     def outputs(self, result: Any) -> list[Tensor]:
@@ -114,7 +113,7 @@ class Call:
 
     def shapes(self) -> list[list[int]]:
         """Return the shapes of the tensors that it is given; a cache counts for none."""
-        leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda value: isinstance(value, Cache))
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_cache)
         return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
 
 
@@ -149,8 +148,7 @@ def _recording(
     hooks, patches = [], Patches()
 
     def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
-        is_leaf = lambda value: isinstance(value, Cache)  # noqa: E731
-        args, kwargs = tree_map(_kept, (args, kwargs), is_leaf=is_leaf)
+        args, kwargs = tree_map(_kept, (args, kwargs), is_leaf=_is_cache)
         keep(Call(call.kernel, call.name, call.path, call.use, args, kwargs))
 
     for call in calls:
@@ -196,6 +194,10 @@ def calls_of(model: PreTrainedModel) -> Iterator[Call]:
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     for path, layers in list(lists.items())[:1]:
         yield Call("layer", type(layers[-1]).__name__, f"{path}.{count - 1}")
+
+
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, Cache)
 
 
 def _kept(value: Any) -> Any:

@@ -178,7 +178,8 @@ def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], int, list[
         ]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return [], 0, [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
-    problems = [f"{path} is missing" for path, place in places.items() if place not in members]
+    problems = _unsafe(promised)
+    problems += [f"{path} is missing" for path, place in places.items() if place not in members]
     problems += [f"{name} is not in the manifest" for name in members.keys() - set(places.values())]
     digests = {place: (_digest(content), len(content)) for place, content in members.items()}
     for path, place in places.items():

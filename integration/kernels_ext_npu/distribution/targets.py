@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils.sha import git_hash
 
@@ -69,9 +70,15 @@ def verify_published(repo_id: str, version: int, signers: list[str] | None, fold
         Exception: one of `published.FAILURES` where the Hub cannot be asked.
     """
     api = HfApi()
-    commit = published.head(api, repo_id, version)
-    files = published.tree(api, repo_id, commit)
-    snapshot = published.download(api, repo_id, commit, folder)
+    try:
+        commit = published.head(api, repo_id, version)
+        files = published.tree(api, repo_id, commit)
+        snapshot = published.download(api, repo_id, commit, folder)
+    except httpx2.TransportError as error:
+        raise ConnectionError(
+            f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
+            "cache, or give a path."
+        ) from error
     if not (snapshot / "build").is_dir():
         raise LookupError(f"{repo_id} has no variants on v{version}")
     found = verify_build(snapshot / "build", signers=signers)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from kernels_ext_npu import __version__
+from kernels_ext_npu.environment import installed
 from kernels_ext_npu.machine import hardware
 
 PACKAGES = ("torch", "torch_npu", "transformers", "kernels")
@@ -50,11 +50,3 @@ def device(described: dict[str, Any]) -> str:
 def versions(described: dict[str, Any]) -> dict[str, Any]:
     """Return what a description says besides the device: versions, and the processor."""
     return {name: value for name, value in described.items() if name not in CHIP and value is not None}
-
-
-def installed(package: str) -> str | None:
-    """Return the version of a package, None where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -21,12 +21,7 @@ _HEADINGS = ("tests", "forward", "backward", "peak MB", "host waits", "agree")
 def to_text(outcome: Outcome) -> str:
     """Return every figure as JSON, a result a line, with nothing that tells whose machine it was."""
     head = {"format": FORMAT, "machine": outcome.machine, "quick": outcome.quick, "agrees": outcome.agrees}
-    rows = []
-    for identity in outcome.ids:
-        repository, title, dtype = identity.split(" | ")
-        row = {"of": repository, "what": title, "dtype": dtype} | outcome.rows.get(identity, {"agrees": False})
-        rows.append({key: _finite(value) for key, value in row.items()})
-    return report_text(head, rows)
+    return report_text(head, [{key: _finite(value) for key, value in row.items()} for row in outcome.results])
 
 
 def show(console: Console, outcome: Outcome) -> None:
@@ -42,9 +37,8 @@ def _table(outcome: Outcome) -> Table:
     for heading in _HEADINGS:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     groups: dict[str, list[dict[str, Any]]] = {}
-    for identity in outcome.ids:
-        repository, _, dtype = identity.split(" | ")
-        groups.setdefault(f"{repository}, {dtype}", []).append(outcome.rows[identity])
+    for row in outcome.results:
+        groups.setdefault(f"{row['of']}, {row['dtype']}", []).append(row)
     for group, rows in groups.items():
         agree = sum(row["agrees"] for row in rows)
         waits = [sum(row["waits"]) for row in rows if "waits" in row]
@@ -61,11 +55,8 @@ def _table(outcome: Outcome) -> Table:
 
 def _legend(outcome: Outcome) -> str:
     """Say what the numbers of the table are, what is allowed, and of which machine they are."""
-    tolerances: dict[str, float] = {}
-    for identity in outcome.ids:
-        repository, _, dtype = identity.split(" | ")
-        if "tolerance" in outcome.rows[identity]:
-            tolerances[repository if repository == MODELS else dtype] = outcome.rows[identity]["tolerance"]
+    measured = [row for row in outcome.results if "tolerance" in row]
+    tolerances = {row["of"] if row["of"] == MODELS else row["dtype"]: row["tolerance"] for row in measured}
     allowed = ", ".join(f"{name} {value:.1e}" for name, value in tolerances.items())
     left_out = ("device", "chip") if outcome.machine.get("device") == SOFTWARE else ("device",)
     machine = {name: value for name, value in outcome.machine.items() if value is not None and name not in left_out}
@@ -79,19 +70,18 @@ def _legend(outcome: Outcome) -> str:
 
 def _verdict(outcome: Outcome) -> RenderableType:
     lines = []
-    for identity in outcome.ids:
-        row = outcome.rows[identity]
-        if row["agrees"]:
-            continue
-        said = row.get("error") or (
-            f"forward {row['forward']:.1e}, backward {row['backward']:.1e}, where {row['tolerance']:.1e} is allowed"
-        )
-        lines.append(Text(f"{identity.replace(' | ', ', ')}: {anonymous(said)}", style="red"))
+    for row in outcome.results:
+        if not row["agrees"]:
+            said = row.get("error") or (
+                f"forward {row['forward']:.1e}, backward {row['backward']:.1e}, where {row['tolerance']:.1e} is allowed"
+            )
+            what = f"{row['of']}, {row['what']}, {row['dtype']}"
+            lines.append(Text(f"{what}: {anonymous(said)}", style="red"))
     count = len(lines)
     machine = outcome.machine
-    what = "the software device, no card" if machine.get("device") == SOFTWARE else f"{machine.get('chip')}"
+    device = "the software device, no card" if machine.get("device") == SOFTWARE else f"{machine.get('chip')}"
     agrees = f"all {len(outcome.ids)} agree" if not count else f"{count} of {len(outcome.ids)} do not agree"
-    lines.append(Text(f"On {what}: {agrees}.", style="bold green" if not count else "bold red"))
+    lines.append(Text(f"On {device}: {agrees}.", style="bold green" if not count else "bold red"))
     return Group(*lines)
 
 

@@ -43,6 +43,15 @@ class Outcome:
         """Whether everything was done, and gave what it has to."""
         return bool(self.ids) and all(self.rows.get(identity, {}).get("agrees", False) for identity in self.ids)
 
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """What was found of each piece, in order, with what it is ``of``, ``what`` it calls, and in which ``dtype``."""
+        found = []
+        for identity in self.ids:
+            row = dict(zip(("of", "what", "dtype"), identity.split(" | ")))
+            found.append(row | self.rows.get(identity, {"agrees": False}))
+        return found
+
     def fail(self, identity: str, error: str) -> None:
         """Note that a piece could not be done."""
         self.rows[identity] = {"agrees": False, "error": error}

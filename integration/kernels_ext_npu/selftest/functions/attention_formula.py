@@ -1,8 +1,7 @@
-"""Attention in float64, written down row by row from flash-attn's description of its parameters."""
+"""Attention in float64, with one score for every query and key, from flash-attn's description of its parameters."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -20,18 +19,27 @@ def attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``[B, S_q, N, D_v]`` of ``[B, S, N, D]`` in float64, one score matrix a sequence and head."""
+    """Compute ``[B, S_q, N, D_v]`` of ``[B, S, N, D]`` in float64; a query that sees no key gives zeros."""
     group = q.shape[2] // k.shape[2]
-    rows = []
-    for b in range(q.shape[0]):
-        heads = []
-        for n in range(q.shape[2]):
-            slope = None if slopes is None else slopes.expand(q.shape[0], -1)[b, n].double()
-            sink = None if sinks is None else sinks[n]
-            scores = q[b, :, n] @ k[b, :, n // group].T * scale
-            heads.append(_head(scores, v[b, :, n // group], causal, window, softcap, slope, sink))
-        rows.append(torch.stack(heads, 1))
-    return torch.stack(rows)
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    at = torch.arange(q.shape[2]).unsqueeze(1) + k.shape[2] - q.shape[2]  # the last query stands at the last key
+    ahead = torch.arange(k.shape[2]) - at
+    left, right = window[0], 0 if causal else window[1]
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        seen &= ahead >= -left
+    if right >= 0:
+        seen &= ahead <= right
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - slopes.double().view(-1, q.shape[1], 1, 1) * ahead.abs()
+    scores = scores.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]] * seen
+    return (weights @ v).transpose(1, 2)
 
 
 def packed(
@@ -46,34 +54,3 @@ def packed(
         one, keys, values = (t.unsqueeze(0) for t in part)
         found.append(attention(one, keys, values, scale, slopes=own, **options)[0])
     return torch.cat(found)
-
-
-def _head(
-    scores: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
-    slope: Tensor | None,
-    sink: Tensor | None,
-) -> Tensor:
-    queries, keys = scores.shape
-    results = []
-    for i in range(queries):
-        at = i + keys - queries  # the last query stands at the last key
-        left = -math.inf if window[0] < 0 else at - window[0]
-        right = math.inf if window[1] < 0 else at + window[1]
-        right = at if causal else right
-        seen = [j for j in range(keys) if left <= j <= right]
-        row = scores[i, seen]
-        if softcap:
-            row = softcap * torch.tanh(row / softcap)
-        if slope is not None:
-            row = row - slope * torch.tensor([abs(at - j) for j in seen], dtype=torch.float64)
-        if sink is not None:
-            row = torch.cat([row, sink.double().view(1)])
-        if not seen:
-            results.append(v.new_zeros(v.shape[1]))
-        else:
-            results.append(row.softmax(0)[: len(seen)] @ v[seen])
-    return torch.stack(results) if results else v.new_zeros(0, v.shape[1])

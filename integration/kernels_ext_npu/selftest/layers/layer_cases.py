@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.activations import FastGELUActivation, NewGELUActivation, QuickGELUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, FunctionReference, Reference, mlp_forms
+from kernels_ext_npu.references.expert_lists import (
+    MixtralSparseMoeBlock,
+    OlmoeSparseMoeBlock,
+    Qwen2MoeSparseMoeBlock,
+    Qwen3MoeSparseMoeBlock,
+)
+from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
 from kernels_ext_npu.references.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.references.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
 from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
@@ -26,16 +34,32 @@ from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.comparing import Results
-from kernels_ext_npu.selftest.layers import expert_modules, norm_modules, rotary_arguments
+from kernels_ext_npu.selftest.layers import rotary_arguments
 from kernels_ext_npu.swapping.packing import WITH_GATE_AND_UP
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
+EXPERTS = {Qwen3MoeExperts: "qwen3_moe", GptOssExperts: "gpt_oss"}
+BLOCKS = {
+    "SparseMoEBlock": (Qwen3MoeSparseMoeBlock, Qwen2MoeSparseMoeBlock, OlmoeSparseMoeBlock, MixtralSparseMoeBlock),
+    "GatedMoEBlock": (DeepseekV3MoE, DeepseekV2MoE),
+}
+
+
+def _reference(layer: str) -> type[nn.Module]:
+    """Return the class that transformers has of what a layer computes."""
+    return next(reference.module for reference in REFERENCES if layer in reference.layers)
+
+
+def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, mean, deviation)
+    return module
 
 
 def _norm(layer: str) -> Made:
-    cls = next(reference.module for reference in REFERENCES if layer in reference.layers)
-    module = norm_modules.instance(cls)
-    return module, tuple(norm_modules.inputs(module, torch.float32))
+    module = _random(_reference(layer)(*[32] * (layer != "RMSNormWeightless")), 0.3, 0.5)
+    return module, tuple(torch.randn(4, 6, 32) for _ in range(1 + ("Gated" in layer)))
 
 
 def _layer_norm(cls: type[nn.Module], inputs: int = 1) -> Made:
@@ -55,10 +79,7 @@ def _normed_mlp() -> Made:
 
 
 def _recurrent_unit() -> Made:
-    torch.manual_seed(0)
-    module = RecurrentGemmaRglru(2, 16)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
+    module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
 
 
@@ -68,13 +89,17 @@ def _activation(cls: type[nn.Module]) -> Made:
 
 
 def _experts(cls: type[nn.Module]) -> Made:
-    module = expert_modules.instance(cls)
-    return module, expert_modules.inputs(module)
+    """With experts of which one gets no token."""
+    config = AutoConfig.for_model(EXPERTS[cls], hidden_size=32, intermediate_size=64, moe_intermediate_size=64)
+    config.num_experts = config.num_local_experts = 6
+    config._experts_implementation = "eager"
+    module = _random(cls(config), deviation=32**-0.5)
+    return module, (torch.randn(24, 32), torch.rand(24, 5).topk(2, -1).indices, torch.rand(24, 2))
 
 
 def _router(layer: str) -> Made:
     """With logits that no rounding puts into another order: each token is near to one row of the weight."""
-    module = next(reference.module for reference in REFERENCES if layer in reference.layers)(8, 8, 2)
+    module = _reference(layer)(8, 8, 2)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.eye(8) if parameter.shape == (8, 8) else torch.zeros(parameter.shape))
@@ -87,7 +112,7 @@ def _router(layer: str) -> Made:
 
 
 def _without_interface(layer: str) -> Made:
-    module = next(reference.module for reference in REFERENCES if layer in reference.layers)(8, 8, 32)
+    module = _reference(layer)(8, 8, 32)
     _, (tokens, *_) = _router("SoftmaxTopKRouter")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -99,7 +124,7 @@ def _without_interface(layer: str) -> Made:
 
 
 def _block(cls: type[nn.Module]) -> Made:
-    return expert_modules.block(cls), (expert_modules.block_inputs(),)
+    return _random(cls(32, 8, 2, 32)), (torch.randn(1, 10, 32),)
 
 
 # layer -> modules that it serves, each with arguments
@@ -127,16 +152,13 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_activation, NewGELUActivation)],
     "QuickGELU": [partial(_activation, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
-    "MoEExperts": [partial(_experts, Qwen3MoeExperts), partial(_experts, GptOssExperts)],
+    "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],
     **{layer: [partial(_router, layer)] for layer in ROUTERS.layers},
     **{
         layer: [partial(_without_interface, layer)]
         for layer in ("ClampedExperts", "FlatExperts", "ScaledTokensMoEBlock")
     },
-    **{
-        layer: [partial(_block, cls) for cls, name in expert_modules.BLOCKS.items() if name == layer]
-        for layer in ("SparseMoEBlock", "GatedMoEBlock")
-    },
+    **{layer: [partial(_block, cls) for cls in classes] for layer, classes in BLOCKS.items()},
 }
 
 

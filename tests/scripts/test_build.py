@@ -158,13 +158,19 @@ def test_the_universal_variants_need_no_torch_npu(run_forks) -> None:
         f"""
 kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
 assert "torch_universal" in kernel.__name__
-sys.path.append({str(build.ROOT / "scripts")!r})
-from publishing.trial import of
 assert of({name!r}).failure(kernel, torch.float32, "cpu") is None
 """
         for repository, name in zip(REPOSITORIES, names)
     ]
-    first = "import pathlib, sys; sys.modules['torch_npu'] = None; import torch; from kernels import get_local_kernel"
+    first = f"""
+import pathlib, sys
+sys.modules["torch_npu"] = None
+sys.path.append({str(build.ROOT / "scripts")!r})
+import torch
+from kernels import get_local_kernel
+from kernels_ext_npu.selftest import functions
+from publishing.trial import of
+"""
     run_forks(first, codes, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 

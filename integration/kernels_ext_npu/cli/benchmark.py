@@ -88,7 +88,9 @@ def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: P
     )
     from kernels_ext_npu.machine import description
 
-    shown = console(stderr=as_json, wide=140)
+    shown = console(stderr=as_json)
+    if not shown.is_terminal:  # then nothing says how wide it is
+        shown.width = max(shown.width, 140)
     found, llama_factory = providers.providers()
     machine = description.describe() | {"LLaMA-Factory": llama_factory}
     note = timing.NO_TIMES if softnpu.is_software() else timing.method(asked.repeats)

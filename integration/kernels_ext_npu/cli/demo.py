@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kernels_ext_npu.cli.refusals import refusing, take_device
+from kernels_ext_npu.cli.terminal import console
 from kernels_ext_npu.environment import UnsupportedEnvironmentError
 
 
@@ -23,10 +24,8 @@ def demo(
     Runs on the software device where there is no NPU. Ends with 1 if anything disagrees.
     """
     take_device(needed=True)
-    from rich.console import Console
-
     from kernels_ext_npu.demo.demonstration import CannotRunError, show
 
     with refusing(CannotRunError, UnsupportedEnvironmentError):
-        agreed = show(Console(), model)
+        agreed = show(console(), model)
     raise typer.Exit(0 if agreed else 1)

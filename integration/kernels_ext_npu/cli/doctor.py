@@ -38,7 +38,7 @@ def doctor(
 
     with Console(stderr=True).status("examining this machine"):
         report = hide(examine(source).to_dict())
-    display.show(console(stderr=as_json), report)
+    display.show(console(stderr=as_json, least=60), report)
     if as_json:
         print_json(report)
     raise typer.Exit(0 if report["healthy"] else 1)

@@ -47,18 +47,18 @@ class Trimmed:
         return getattr(self._stream, name)
 
 
-def console(stderr: bool = False, wide: int = 0) -> Console:
+def console(stderr: bool = False, least: int = 80) -> Console:
     """Return a console for what a command shows.
 
     Args:
         stderr: whether it is for standard error, as where JSON goes to standard output.
-        wide: how many columns it has at least where it is no terminal: then nothing says how wide it is.
+        least: the columns that it has at least: a narrower terminal wraps the lines of tables, and labels stay whole.
     """
     from rich.console import Console
 
     made = Console(file=Trimmed(sys.stderr if stderr else sys.stdout))  # type: ignore[arg-type]
-    if wide and not made.is_terminal:
-        made.width = max(made.width, wide)
+    if made.width < least:
+        made.width = least
     return made
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import traceback
 
+import httpx2
+
 from kernels_ext_npu.machine.processes import say
 
 
@@ -29,7 +31,9 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         environment.check()
         sources.check(source, REPOSITORIES)
         say(machine=description.describe())
-    except (RuntimeError, ImportError, FileNotFoundError) as error:  # these say what to do
+        if source == "hub":  # without one every piece would wait for it
+            sources.load_package(source, REPOSITORIES[0])
+    except (RuntimeError, ImportError, OSError, httpx2.HTTPError) as error:  # these say what is wrong
         say(failed=str(error))
         return
     from kernels_ext_npu.selftest import pieces

@@ -25,9 +25,7 @@ def python(_: Observations) -> Finding:
     """Check the release of Python, the operating system and the processor."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if not PYTHON[0] <= sys.version_info[:2] < PYTHON[1]:
-        advice = (
-            "Make an environment with Python 3.11; 3.10 and 3.12 to 3.14 are accepted, and untried."
-        )
+        advice = "Make an environment with Python 3.11; 3.10 and 3.12 to 3.14 are accepted, and untried."
         return problem(found, advice=advice)
     if platform.system() != "Linux" or platform.machine() not in ARCHITECTURES:
         advice = "torch_npu exists for Linux on x86_64 and aarch64: use such a machine, or a container."

@@ -112,6 +112,6 @@ def inspect(
     if as_json:
         print_json(printing.as_json(inspection))
         return
-    printing.show(inspection, console())
+    printing.show(inspection, console(least=60))
     if plot is not None:
         typer.echo(f"drawn: {plot}")

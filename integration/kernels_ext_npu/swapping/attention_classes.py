@@ -45,17 +45,19 @@ def is_eager_by_default(cls: type) -> bool:
 
 def calls_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the attention that its config names."""
-    from kernels_ext_npu.matching import kinds  # register() need not wait for references
+    from kernels_ext_npu.matching import classification  # register() need not wait for patterns
 
-    return kinds.calls_attention_by_name(type(module)) and isinstance(getattr(module, "config", None), PreTrainedConfig)
+    return classification.calls_attention_by_name(type(module)) and isinstance(
+        getattr(module, "config", None), PreTrainedConfig
+    )
 
 
 @functools.cache
 def is_added_elsewhere(cls: type) -> bool:
     """Tell whether the mask of a model with a config of a class is for others, too, which compute by themselves."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
-    return any(map(kinds.attends_by_itself, _attending(cls)))
+    return any(map(classification.attends_by_itself, _attending(cls)))
 
 
 @functools.cache
@@ -72,18 +74,18 @@ def _hands_on(cls: type) -> bool:
 @functools.cache
 def refusal_of(cls: type) -> str | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
-    return kinds.attention_refusal(cls)
+    return classification.attention_refusal(cls)
 
 
 def _attending(cls: type) -> list[type[nn.Module]]:
     """Return the classes that attend in the files of the models with a config of a class."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
     files = {model.__module__ for model in _models_with(cls)}
     classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
-    return [value for value in classes if issubclass(value, nn.Module) and kinds.attends(value)]
+    return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
 
 
 def _models_with(cls: type) -> list[type[PreTrainedModel]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION
-from kernels_ext_npu.matching.kinds import attends, attention_refusal
+from kernels_ext_npu.matching.classification import attends, attention_refusal
 from kernels_ext_npu.swapping import attention_serving, forwards, refusals
 from kernels_ext_npu.swapping.attention_names import NAME
 from kernels_ext_npu.swapping.protocol import Row

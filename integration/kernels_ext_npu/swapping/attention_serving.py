@@ -14,7 +14,6 @@ from kernels_ext_npu.swapping.attention_classes import calls_by_name, is_eager_b
 from kernels_ext_npu.swapping.attention_names import REPOSITORY, names_it
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 
-CAPPED = "no operator: scores are capped, which none of torch_npu does"
 _INTERFACE = f"{__package__}.attention_interface"
 _PLAIN = "_kernels_ext_npu_plain_attention"  # of a module that restore() was called for
 
@@ -50,7 +49,7 @@ def has_replaced(config: PreTrainedConfig) -> bool:
 
 def refusal(module: Any) -> str | None:
     """Return why the kernel does not compute the attention of a module; None where it does."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
     from kernels_ext_npu.swapping import refusals
 
     if state.current is None:
@@ -58,7 +57,7 @@ def refusal(module: Any) -> str | None:
     if (left_out := refusals.left_out(REPOSITORY)) is not None:
         return left_out
     if not calls_by_name(module):
-        return kinds.UNNAMED
+        return classification.UNNAMED
     if names_it(module.config):
         return None
     if is_plain(module):
@@ -68,7 +67,7 @@ def refusal(module: Any) -> str | None:
     if _is_in_float64(module):
         return "device limit: it is in float64"
     if caps(module):
-        return CAPPED
+        return classification.CAPPED
     if (reason := refusal_of(type(module))) is not None:  # type: ignore[arg-type]
         return reason
     if is_elsewhere(module):
@@ -81,15 +80,15 @@ def refusal(module: Any) -> str | None:
 
 def remark(module: nn.Module) -> str | None:
     """Return why the kernel computes the attention of a module that names it in torch, with all scores in memory."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
     if is_elsewhere(module):
         return f"in torch, since it is on {device_of(module)}"
     if _is_in_float64(module):
         return "in torch, since it is in float64"
-    if kinds.adds_biases(type(module)):
-        return f"in torch, where {kinds.why(kinds.BIASED)[1]}"
-    return f"in torch, since {kinds.why(CAPPED)[1]}" if caps(module) else None
+    if classification.adds_biases(type(module)):
+        return f"in torch, where {classification.text_of(classification.BIASED)}"
+    return f"in torch, since {classification.text_of(classification.CAPPED)}" if caps(module) else None
 
 
 def caps(module: nn.Module) -> bool:

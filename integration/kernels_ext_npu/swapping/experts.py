@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import experts_choice, experts_interface, lasting, loaded, state
 from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward

@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
     adapters,
-    attention_interface,
-    attention_serving,
+    attention,
     changes,
     classes,
     experts,
-    experts_interface,
     functions,
     heads,
     packing,
@@ -32,6 +30,7 @@ from kernels_ext_npu.swapping import (
     use,
 )
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.protocol import Swapping
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -66,12 +65,9 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     adapters.LAYERS.take(model)
     projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
-    experts.meet(model)
-    if experts_interface.is_installed():
-        experts.choose(model)
-    attention_serving.set_plain(model, False)
-    if attention_interface.is_installed():
-        state.try_package(attention_interface.REPOSITORY)
+    swapping = Swapping(registration, mode, take)
+    experts.apply(model, swapping)
+    attention.apply(model, swapping)
     residuals.take(model)
     if registration.strict:
         _check_strictly(model)

@@ -17,7 +17,7 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
-from kernels_ext_npu.swapping import attention_rows, functions, heads, linear_rows, residuals, waiting
+from kernels_ext_npu.swapping import attention, functions, heads, linear_rows, residuals, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
 from kernels_ext_npu.swapping.protocol import Row
 
@@ -131,5 +131,5 @@ def report(model: nn.Module) -> Report:
 def _rows(model: nn.Module) -> Iterator[Row]:
     yield from rows.of_modules(model)
     yield from rows.of_functions(model)
-    yield from attention_rows.rows(model)
+    yield from attention.rows(model)
     yield from heads.rows(model)

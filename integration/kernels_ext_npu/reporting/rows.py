@@ -26,17 +26,16 @@ from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.swapping import (
     adapters,
     changes,
-    experts,
-    experts_choice,
-    experts_interface,
     functions,
     loaded,
     packing,
     refusals,
     state,
 )
+from kernels_ext_npu.swapping.experts import serving as experts
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.function_uses import Use, uses
+from kernels_ext_npu.swapping.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.swapping.protocol import Row
 from kernels_ext_npu.swapping.refusals import decorates_own, refusal, replaced
 
@@ -99,9 +98,9 @@ def _of_module(path: str, module: nn.Module, kind: Kind) -> Row:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
     if experts.is_called_by_name(module):
         if (reason := changes.since_swapped(module)) is not None:
-            return Row(path, name, experts_interface.LAYER, False, refusals.changed(module, reason), kind=counted_as)
-        reason = experts.remark(module) or f"called by its own forward, as {experts_choice.NAME}"
-        return Row(path, name, experts_interface.LAYER, True, reason, kind=counted_as)
+            return Row(path, name, experts.LAYER, False, refusals.changed(module, reason), kind=counted_as)
+        reason = experts.remark(module) or f"called by its own forward, as {NPU_GROUPED_MM.name}"
+        return Row(path, name, experts.LAYER, True, reason, kind=counted_as)
     reference = find_reference(type(module))
     layer = reference.layer(module) if reference else None
     return Row(path, name, layer, False, _reason(module), candidate, counted_as)

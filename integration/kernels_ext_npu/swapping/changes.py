@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import nn
 
 from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.swapping import experts, forwards, loaded, refusals
+from kernels_ext_npu.swapping import forwards, loaded, refusals
+from kernels_ext_npu.swapping.experts import serving as experts
 
 
 def since_swapped(module: nn.Module) -> str | None:

@@ -13,8 +13,10 @@ from torch import nn
 
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.references import Reference
-from kernels_ext_npu.swapping import experts_choice, forwards, loaded, state
+from kernels_ext_npu.swapping import forwards, loaded, state
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
+from kernels_ext_npu.swapping.experts.implementation import other_than_ours
+from kernels_ext_npu.swapping.experts.serving import is_experts
 
 CHANGED = "changed since it was swapped in"
 NOT_REGISTERED = "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"
@@ -105,5 +107,5 @@ def foreign(function: FunctionType, *modules: str) -> str | None:
 
 
 def _other_experts(module: nn.Module) -> str | None:
-    asked_for = experts_choice.named(module.config) if experts_choice.is_experts(module) else None
+    asked_for = other_than_ours(module.config) if is_experts(module) else None
     return None if asked_for is None else f"the experts implementation {asked_for} was asked for"

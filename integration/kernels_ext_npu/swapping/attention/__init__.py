@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kernels_ext_npu.swapping import state
-from kernels_ext_npu.swapping.attention import calls, flash_question, names, positions, serving
+from kernels_ext_npu.swapping.attention import calls, flash_question, names, serving
 from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 from kernels_ext_npu.swapping.state import Registration
@@ -37,10 +37,10 @@ def install(registration: Registration) -> None:
     patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", names.check_and_adjust, is_registered)
     patches.method(PreTrainedModel, "set_attn_implementation", names.set_implementation, is_registered)
     patches.method(PreTrainedModel, "__init__", _make, is_registered)
-    patches.method(PreTrainedModel, "__call__", positions.call, positions.are_left_alone)
-    prepare = positions.preparing(masking_utils._preprocess_mask_arguments)
-    patches.attribute(masking_utils, "_preprocess_mask_arguments", prepare)
-    flash_question.answer([name for name in sys.modules if name.startswith(flash_question.FILES)], patches)
+    patches.method(PreTrainedModel, "__call__", calls.call_model, calls.reads_no_positions)
+    preprocess = calls.preprocess_standing_in(masking_utils._preprocess_mask_arguments)
+    patches.attribute(masking_utils, "_preprocess_mask_arguments", preprocess)
+    flash_question.answer_files([name for name in sys.modules if name.startswith(flash_question.FILES)], patches)
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -69,7 +69,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
 def _make(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Make a model, whose files may ask by then, with a kernel that is loaded, if that takes no network."""
     assert state.current is not None
-    flash_question.answer({cls.__module__ for cls in type(self).__mro__}, state.current.patches)
+    flash_question.answer_files({cls.__module__ for cls in type(self).__mro__}, state.current.patches)
     original(self, *args, **kwargs)
     if state.current.source != "hub":
         state.try_package(NPU_FLASH_ATTENTION.repository)

@@ -4,23 +4,31 @@ The kernel FlashAttention is the implementation ``npu_flash_attention``, for who
 the NPU while kernels are registered; so does ``eager`` for models that transformers gives nothing better. No config
 says so: what reads the name of an implementation, or wraps one, finds what it would without kernels. Where the kernel
 does not serve, and on other devices, the function computes that was in its place, from the mask that it would be given.
+
+A batch is known to be packed by its positions, which transformers reads from the device for every mask of a forward.
+Positions that nobody gave, which a model counts itself, are those of one sequence: here they are not looked at. Others
+are handed on as they are, and the kernel reads them once a forward.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.attention import flash_question, serving
 from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
+
+_counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
 
 
 def npu_flash_attention(
@@ -44,6 +52,7 @@ def npu_flash_attention(
     result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
+    # values that are one for one key each make the weights the result
     one_of_each = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
     return result, _attend(module, query, key, one_of_each, attention_mask, *args, **kwargs).transpose(1, 2)
 
@@ -72,11 +81,9 @@ def stand_in(
     is_sdpa = original is sdpa_attention_forward
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
     if (
-        query.device.type == "npu"
-        and NPU_FLASH_ATTENTION.is_registered()
+        NPU_FLASH_ATTENTION.is_registered()
         and (is_sdpa or serving.is_eager_by_default(type(module.config)))
-        and serving.PLAIN not in module.__dict__
-        and serving.limit(module, query.dtype, kwargs.get("softcap")) is None
+        and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
         and (attention_mask is None or _fits(attention_mask, query, key, is_described))
@@ -121,6 +128,43 @@ def mask_standing_in(original: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return mask
+
+
+def reads_no_positions() -> bool:
+    """Tell whether positions are not looked at; a graph cannot look at them anyway."""
+    return NPU_FLASH_ATTENTION.is_registered() and not torch.compiler.is_compiling()
+
+
+def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Call a model, in place of its ``__call__``, and note whether it counts positions itself.
+
+    The innermost model makes the masks. One that somebody else has written may make the positions of packed sequences.
+    """
+    forward = inspect.unwrap(self.forward)
+    is_known = getattr(forward, "__module__", "").startswith("transformers.")
+    # tokens can be given without their name, and what follows them could be positions
+    token = _counts_itself.set(is_known and len(args) <= 1 and kwargs.get("position_ids") is None)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _counts_itself.reset(token)
+
+
+def preprocess_standing_in(original: Callable) -> Callable:
+    """Return what stands in for ``_preprocess_mask_arguments`` of masking_utils, and does not look at positions."""
+
+    @functools.wraps(original)
+    def preprocess(config: Any, embeds: Tensor, mask: Any, cache: Any, positions: Tensor | None, *args: Any) -> tuple:
+        is_standing_in = embeds.device.type == "npu" and serving.describes_masks(config)
+        if not reads_no_positions() or not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
+            return original(config, embeds, mask, cache, positions, *args)
+        is_done, mask, _, *sizes = original(config, embeds, mask, cache, None, *args)
+        packed = None
+        if positions is not None and mask is None and cache is None and not _counts_itself.get():
+            packed = _sequences(positions.expand(len(embeds), -1))
+        return is_done, mask, packed, *sizes
+
+    return preprocess
 
 
 def make_ready() -> None:
@@ -173,3 +217,11 @@ def _one_by_one(
     lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in tensors))
     return torch.cat([original(module, *part, *args, **kwargs)[0] for part in parts], dim=1), None
+
+
+def _sequences(positions: Tensor) -> Tensor:
+    """Return which sequence each token belongs to, ``[B, S]``: a new one begins where positions do not count on.
+
+    transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.
+    """
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)

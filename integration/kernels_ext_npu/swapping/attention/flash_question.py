@@ -27,20 +27,18 @@ _QUESTION = is_flash_attention_requested.__name__
 _LENGTHS = "cu_seq_lens_q="
 
 
-def answer(files: Iterable[str], patches: Patches) -> None:
+def answer_files(files: Iterable[str], patches: Patches) -> None:
     """Answer files, by their names, if they ask; whose source cannot be read is taken to give lengths."""
     for name in files:
-        if name.startswith(FILES) or not name.startswith("transformers."):
-            file = vars(sys.modules[name]) if name in sys.modules else {}
-            if file.get(_QUESTION) is is_flash_attention_requested:
-                patches.attribute(
-                    sys.modules[name], _QUESTION, _gives_lengths if _writes_lengths(name) else _means_flash_attn
-                )
+        is_answered = name in sys.modules and (name.startswith(FILES) or not name.startswith("transformers."))
+        if is_answered and vars(sys.modules[name]).get(_QUESTION) is is_flash_attention_requested:
+            answer = functools.partial(_is_flash_attention, _writes_lengths(name))
+            patches.attribute(sys.modules[name], _QUESTION, answer)
 
 
 def gives_lengths(cls: type[nn.Module]) -> bool:
     """Tell whether the file of a class was answered that it calls a flash attention, to which it gives lengths."""
-    return vars(sys.modules[cls.__module__]).get(_QUESTION) is _gives_lengths
+    return getattr(vars(sys.modules[cls.__module__]).get(_QUESTION), "args", None) == (True,)
 
 
 @functools.cache
@@ -51,15 +49,13 @@ def _writes_lengths(name: str) -> bool:
         return True
 
 
-def _gives_lengths(config: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Tell a file that gives lengths whether an implementation is a flash attention: ours is, by any name."""
-    is_ours = config is not None and not args and not kwargs and stands_for(config) and stranger(config) is None
-    return is_ours or is_flash_attention_requested(config, *args, **kwargs)
-
-
-def _means_flash_attn(config: Any = None, requested_attention_implementation: Any = None, version: Any = None) -> bool:
-    """Tell any other file whether an implementation is a flash attention: ours is not."""
+def _is_flash_attention(
+    gives_lengths: bool, config: Any = None, requested_attention_implementation: Any = None, version: Any = None
+) -> bool:
+    """Tell a file whether an implementation is a flash attention: ours is, by any name, to one that gives lengths."""
     requested = canonical_name(requested_attention_implementation)
-    if NPU_FLASH_ATTENTION.is_named_by(config) or requested == NPU_FLASH_ATTENTION.name:
-        return False
+    is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested == NPU_FLASH_ATTENTION.name
+    stands_in = gives_lengths and config is not None and stands_for(config) and stranger(config) is None
+    if version is None and (is_named or stands_in):
+        return gives_lengths
     return is_flash_attention_requested(config, requested, version)

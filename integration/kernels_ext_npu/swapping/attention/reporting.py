@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION
-from kernels_ext_npu.matching.kinds import BIASED, UNNAMED, attends, attention_refusal, why
+from kernels_ext_npu.matching.kinds import BIASED, UNNAMED, attends, why
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.attention import serving
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
@@ -20,17 +21,16 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that computes attention."""
     for path, module in model.named_modules():
         if attends(type(module)):
-            yield _row(path, module)
+            yield _row(path, type(module).__name__, module)
 
 
-def _row(path: str, module: nn.Module) -> Row:
-    name, counted_as = type(module).__name__, ATTENTION.in_models
+def _row(path: str, name: str, module: nn.Module) -> Row:
     if (reason := _refusal(module)) is not None:
-        kernel = OURS.name if attention_refusal(type(module)) is None else None
-        return Row(path, name, kernel, False, reason, is_candidate=False, kind=counted_as)
+        kernel = OURS.name if serving.class_refusal(type(module)) is None else None
+        return Row(path, name, kernel, False, reason, is_candidate=False, kind=ATTENTION.in_models)
     stranger = refusals.replaced(module)
     reason = _remark(module) if stranger is None else refusals.passed_by(stranger)
-    return Row(path, name, OURS.name, True, reason, kind=counted_as)
+    return Row(path, name, OURS.name, True, reason, kind=ATTENTION.in_models)
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -43,14 +43,11 @@ def _refusal(module: nn.Module) -> str | None:
         return UNNAMED
     if OURS.is_named_by(module.config):
         return None
-    if serving.PLAIN in vars(module):
-        return refusals.NOT_ASKED_FOR
     if not serving.stands_for(module.config):  # type: ignore[arg-type]
         return f"the attention implementation {module.config._attn_implementation} was asked for"  # type: ignore
-    if (limit := _limit(module)) is not None:
-        return limit
-    if is_elsewhere(module):
-        return refusals.elsewhere(module)
+    if (reason := serving.refusal(module, device_of(module), *_dtype_and_softcap(module))) is not None:
+        sentences = {serving.RESTORED: refusals.NOT_ASKED_FOR, serving.ELSEWHERE: refusals.elsewhere(module)}
+        return sentences.get(reason, reason)
     stranger = serving.stranger(module.config)  # type: ignore[arg-type]
     return stranger and f"another library has replaced the attention implementation sdpa: {stranger}"
 
@@ -59,13 +56,13 @@ def _remark(module: nn.Module) -> str | None:
     """Return why the kernel computes the attention of a module that names it in torch, with all scores in memory."""
     if is_elsewhere(module):
         return f"in torch, since it is on {device_of(module)}"
-    limit = _limit(module)
+    limit = serving.limit(module, *_dtype_and_softcap(module))
     if limit in (serving.IN_FLOAT64, serving.CAPPED, BIASED):
         return f"in torch, {'where' if limit == BIASED else 'since'} {why(limit)[1]}"
     return None
 
 
-def _limit(module: nn.Module) -> str | None:
+def _dtype_and_softcap(module: nn.Module) -> tuple[torch.dtype, Any]:
     is_in_float64 = any(parameter.dtype == torch.float64 for parameter in module.parameters())
-    dtype = torch.float64 if is_in_float64 else torch.get_default_dtype()
-    return serving.limit(module, dtype, getattr(module, "attn_logit_softcapping", None))
+    dtype = torch.float64 if is_in_float64 else torch.float32
+    return dtype, getattr(module, "attn_logit_softcapping", None)

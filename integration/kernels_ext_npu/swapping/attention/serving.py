@@ -17,6 +17,7 @@ from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
 Answer = TypeVar("Answer")
 
 PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
+RESTORED, ELSEWHERE = "restored", "elsewhere"  # refusals that the report has sentences for
 CAPPED = "no operator: scores are capped, which none of torch_npu does"
 IN_FLOAT64 = "device limit: it is in float64"
 
@@ -34,7 +35,7 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
 
 
 @_asked_once
-def refusal(cls: type) -> str | None:
+def class_refusal(cls: type) -> str | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
     from kernels_ext_npu.matching import kinds  # register() need not wait for references
 
@@ -51,7 +52,7 @@ def is_eager_by_default(cls: type) -> bool:
 @_asked_once
 def has_served(cls: type) -> bool:
     """Tell whether models with a config of a class have attention that is served."""
-    return None in map(refusal, _attending(cls))
+    return None in map(class_refusal, _attending(cls))
 
 
 @_asked_once
@@ -76,18 +77,20 @@ def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> str | None:
     """Return why no operator computes the attention of a module with such tensors; None where one does."""
     if dtype is torch.float64:
         return IN_FLOAT64
-    return CAPPED if softcap else refusal(type(module))
+    return CAPPED if softcap else class_refusal(type(module))
+
+
+def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> str | None:
+    """Return why the kernel does not stand in where a module attends with such tensors; None where it does."""
+    if PLAIN in module.__dict__:
+        return RESTORED
+    return limit(module, dtype, softcap) or (None if device in ("npu", None) else ELSEWHERE)
 
 
 def stands_for(config: PreTrainedConfig) -> bool:
-    """Tell whether the kernel stands for the implementation that a config names.
-
-    It does for ``eager`` where transformers has nothing better; who chooses it elsewhere gets it.
-    """
-    name = config._attn_implementation
-    return NPU_FLASH_ATTENTION.is_registered() and (
-        name == "sdpa" or (name == "eager" and is_eager_by_default(type(config)))
-    )
+    """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
+    name, is_registered = config._attn_implementation, NPU_FLASH_ATTENTION.is_registered()
+    return is_registered and (name == "sdpa" or (name == "eager" and is_eager_by_default(type(config))))
 
 
 def describes_masks(config: Any) -> bool:

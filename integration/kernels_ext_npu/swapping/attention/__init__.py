@@ -46,8 +46,8 @@ def install(registration: Registration) -> None:
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the kernel, which is loaded now, compute the attention of a model, but of parts that were restored."""
     for module in model.modules():
-        if module not in state.restored:
-            vars(module).pop(serving.PLAIN, None)
+        if serving.PLAIN in vars(module) and module not in state.restored:
+            delattr(module, serving.PLAIN)
     if NPU_FLASH_ATTENTION.is_registered():
         state.try_package(NPU_FLASH_ATTENTION.repository)
 

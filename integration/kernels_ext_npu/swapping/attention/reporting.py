@@ -10,7 +10,7 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION
 from kernels_ext_npu.matching.kinds import BIASED, UNNAMED, attends, why
-from kernels_ext_npu.swapping import refusals, state
+from kernels_ext_npu.swapping import forwards, refusals
 from kernels_ext_npu.swapping.attention import serving
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
 from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION as OURS
@@ -28,17 +28,15 @@ def _row(path: str, name: str, module: nn.Module) -> Row:
     if (reason := _refusal(module)) is not None:
         kernel = OURS.name if serving.class_refusal(type(module)) is None else None
         return Row(path, name, kernel, False, reason, is_candidate=False, kind=ATTENTION.in_models)
-    stranger = refusals.replaced(module)
+    stranger = forwards.stranger(module)
     reason = _remark(module) if stranger is None else refusals.passed_by(stranger)
     return Row(path, name, OURS.name, True, reason, kind=ATTENTION.in_models)
 
 
 def _refusal(module: nn.Module) -> str | None:
     """Return why the kernel does not compute the attention of a module; None where it does."""
-    if state.current is None:
-        return refusals.NOT_REGISTERED
-    if (left_out := refusals.left_out(OURS.repository)) is not None:
-        return left_out
+    if not OURS.is_registered():
+        return refusals.left_out(OURS.repository) or refusals.NOT_REGISTERED
     if not serving.calls_by_name(module):
         return UNNAMED
     if OURS.is_named_by(module.config):

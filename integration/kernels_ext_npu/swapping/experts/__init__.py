@@ -33,7 +33,7 @@ def install(registration: Registration) -> None:
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the kernel look at the experts that it serves, and at the forwards in whose place it computes uncalled.
+    """Let the kernel look at the gates of experts that it serves, and at forwards in whose place it computes uncalled.
 
     It looks now, since it could not while a graph is captured.
     """
@@ -44,6 +44,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
             loaded.package(forward).blocks.remember_forward(passed_by, kernel_forward(first))
     for module, kernel in serving.served(model):
+        if not kernel.gates.is_current(module):
+            kernel.gates.forget(module)
         kernel.gates.activation_of(module)
 
 

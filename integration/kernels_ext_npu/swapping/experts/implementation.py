@@ -17,7 +17,6 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from kernels_ext_npu.swapping import forwards, state
 from kernels_ext_npu.swapping.experts.serving import is_experts
 from kernels_ext_npu.swapping.named_implementation import NPU_GROUPED_MM
-from kernels_ext_npu.swapping.patches import ABSENT
 
 DEFAULT = "grouped_mm"  # of transformers
 
@@ -47,10 +46,9 @@ def other_than_ours(config: Any) -> str | None:
     implementation = getattr(config, NPU_GROUPED_MM.field, None)
     if implementation in (None, NPU_GROUPED_MM.name):
         return None
-    is_default = implementation == DEFAULT and (
-        state.current is None or state.current.patches.before(config, NPU_GROUPED_MM.field) is ABSENT
-    )
-    return None if is_default else str(implementation)
+    if implementation == DEFAULT and not (state.current and state.current.patches.knows(config, NPU_GROUPED_MM.field)):
+        return None
+    return str(implementation)
 
 
 def choose(original: Callable, self: PreTrainedModel, requested: str | None) -> str:

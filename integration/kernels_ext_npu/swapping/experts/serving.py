@@ -38,6 +38,11 @@ def kernel_of(module: nn.Module) -> Any:
     return state.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
 
 
+def layer_by_name(module: nn.Module) -> str | None:
+    """Return the layer that an experts module calls by name; None if it does not."""
+    return LAYER if is_called_by_name(module) else None
+
+
 def served(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the experts modules of a model that are served, each with the package of the kernel."""
     return [(module, kernel) for module in model.modules() if (kernel := kernel_of(module)) is not None]
@@ -49,13 +54,6 @@ def has_changed(module: nn.Module) -> bool:
     return kernel is not None and not kernel.gates.is_current(module)
 
 
-def look_again(model: nn.Module) -> None:
-    """Let the kernel forget the gates of experts that have changed since it looked at them."""
-    for module, kernel in served(model):
-        if not kernel.gates.is_current(module):
-            kernel.gates.forget(module)
-
-
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
     forward = kernel_forward(module)
@@ -64,7 +62,8 @@ def remark(module: nn.Module) -> str | None:
         return reason and f"expert by expert, since {reason}"
     kernel = kernel_of(module)
     if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
-        return None
+        is_by_name = forward is None and is_called_by_name(module)
+        return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
     from kernels_ext_npu.references.hooks import has_hooks
 
     if has_hooks(getattr(module, "act_fn", None)):

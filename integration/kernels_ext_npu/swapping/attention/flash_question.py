@@ -22,7 +22,8 @@ from kernels_ext_npu.swapping.attention.serving import stands_for, stranger
 from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swapping.patches import Patches
 
-FILES = ("transformers.models.", "transformers.masking_utils")  # of transformers, those that are answered
+_MASKS = "transformers.masking_utils"
+FILES = (_MASKS, "transformers.models.")  # of transformers, those that are answered
 _QUESTION = is_flash_attention_requested.__name__
 _LENGTHS = "cu_seq_lens_q="
 
@@ -32,7 +33,7 @@ def answer_files(files: Iterable[str], patches: Patches) -> None:
     for name in files:
         is_answered = name in sys.modules and (name.startswith(FILES) or not name.startswith("transformers."))
         if is_answered and vars(sys.modules[name]).get(_QUESTION) is is_flash_attention_requested:
-            answer = functools.partial(_is_flash_attention, _writes_lengths(name))
+            answer = functools.partial(_is_flash_attention, name != _MASKS and _writes_lengths(name))
             patches.attribute(sys.modules[name], _QUESTION, answer)
 
 

@@ -10,8 +10,7 @@ from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
 from kernels_ext_npu.swapping import (
     adapters,
-    attention_names,
-    attention_serving,
+    attention,
     experts,
     forwards,
     functions,
@@ -98,9 +97,8 @@ def restore(model: Model) -> Model:
     """
     if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
-    experts.restore(model)
-    attention_names.give_back(model)
-    attention_serving.set_plain(model, True)
+    experts.revert(model)
+    attention.revert(model)
     heads.LAYERS.restore(model)
     residuals.revert(model)
     projections.LAYERS.restore(model)

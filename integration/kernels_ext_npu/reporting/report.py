@@ -19,7 +19,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.swapping import (
-    attention_rows,
+    attention,
     forwards,
     functions,
     heads,
@@ -163,7 +163,7 @@ def report(model: nn.Module) -> Report:
 def _rows(model: nn.Module) -> Iterator[Row]:
     yield from layers.rows(model)
     yield from functions.rows(model)
-    yield from attention_rows.rows(model)
+    yield from attention.rows(model)
     yield from heads.rows(model)
 
 

@@ -40,9 +40,9 @@ EVERY_MARK = """
 import sys
 import softnpu, json
 sys.path.append(sys.argv[1])
-from kernels_ext_npu.coverage.survey import modeling_files, module_classes
 from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
 from kernels_ext_npu.matching.decorated import is_kernel_function
+from tests.support.transformers_files import modeling_files, module_classes
 from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
 found = {name: set() for name, devices in get_kernel_mapping_transformers().items() if "npu" in devices}

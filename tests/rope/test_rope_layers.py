@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import softnpu
-from kernels_ext_npu.coverage.survey import rotary_functions
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_function_pattern
 from kernels_ext_npu.patterns import FUNCTION_PATTERNS, FunctionPattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
-from kernels_ext_npu.selftest.rotations import arguments, exact, results, tensors
+from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
+from tests.support.rotations import exact, results, tensors
+from tests.support.transformers_files import rotary_functions
 
 pytestmark = pytest.mark.slow
 PATTERNS = [reference for reference in FUNCTION_PATTERNS if reference.repository == "RoPE"]

@@ -16,10 +16,8 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
     adapters,
-    attention_interface,
-    attention_serving,
+    attention,
     experts,
-    experts_interface,
     functions,
     heads,
     layers,
@@ -60,12 +58,8 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     adapters.LAYERS.take(model)
     projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
-    experts.meet(model)
-    if experts_interface.is_installed():
-        experts.choose(model)
-    attention_serving.set_plain(model, False)
-    if attention_interface.is_installed():
-        state.try_package(attention_interface.REPOSITORY)
+    experts.apply(model, swapping)
+    attention.apply(model, swapping)
     residuals.apply(model, swapping)
     if registration.strict:
         _check_strictly(model)

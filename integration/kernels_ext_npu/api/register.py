@@ -65,15 +65,7 @@ def register(
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
-    from kernels_ext_npu.swapping import (
-        attention_interface,
-        experts_interface,
-        functions,
-        lasting,
-        layers,
-        state,
-        waiting,
-    )
+    from kernels_ext_npu.swapping import attention, experts, functions, lasting, layers, state, waiting
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -88,10 +80,8 @@ def register(
         generation.install(registration.patches)
         continuous_batching.install(registration.patches)
         static_cache.install(registration.patches)
-        if experts_interface.is_installed():
-            experts_interface.install(registration.patches)
-        if attention_interface.is_installed():
-            attention_interface.install(registration.patches)
+        experts.install(registration)
+        attention.install(registration)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:

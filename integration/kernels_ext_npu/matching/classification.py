@@ -47,7 +47,6 @@ def _reason(code: str, text: str) -> Reason:
 
 UNNAMED = _reason("changes semantics", "it does not call its attention by a name, in whose place another could be put")
 BIASED = _reason("no operator", "biases of positions are added to scores")
-CAPPED = _reason("no operator", "scores are capped, which none of torch_npu does")
 UNKNOWN = Reason("unknown", "is not in the release that unsupported.json is about")
 # kind -> name -> reason; functions and attention as "file:name", methods as "file:Class.name"
 UNSUPPORTED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.swapping import (
-    attention_rows,
+    attention,
     forwards,
     functions,
     heads,
@@ -77,22 +78,43 @@ class Report:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
-        shared = functions.SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
-        captions = [caption for caption in (shared, self.remark) if caption]
-        if captions:
+        if captions := self._captions():
             table.caption, table.caption_justify = "\n".join(captions), "left"
         table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
+        for class_name, served, modules in self._grouped():
+            table.add_row(Text(f"{class_name}\n{served}"), Text("\n".join(modules)), end_section=True)
+        return table
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        cells = (
+            (html.escape(name), html.escape(served), "<br>".join(map(html.escape, modules)))
+            for name, served, modules in self._grouped()
+        )
+        rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+        head = "<tr><th>class</th><th>kernel</th><th>modules</th></tr>"
+        remark = "".join(f"<p>{html.escape(caption)}</p>" for caption in self._captions())
+        title = html.escape(f"{self.summary()} swapped")
+        return f"<p>{title}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>{remark}"
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.summary()} swapped>"
+
+    def _captions(self) -> list[str]:
+        shared = functions.SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
+        return [caption for caption in (shared, self.remark) if caption]
+
+    def _grouped(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Give each class with what serves it or why nothing does, and the modules of which that is said."""
         groups: dict[tuple[str, str], Counter[str]] = {}
         for row in (*self.rows, *self.projections):
-            served = f"→ {row.kernel}" if row.swapped else "kept"
+            served = f"→ {row.kernel}" if row.swapped else "not swapped"
             served += f": {row.reason}" if row.reason else ""
             paths = groups.setdefault((row.class_name, served), Counter())
             paths[re.sub(r"\b\d+\b", "*", row.path)] += 1
         for (class_name, served), paths in groups.items():
-            modules = "\n".join(f"{count} × {path}" for path, count in paths.items())
-            table.add_row(Text(f"{class_name}\n{served}"), Text(modules), end_section=True)
-        return table
+            yield class_name, served, [f"{count} × {path}" for path, count in paths.items()]
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
@@ -141,7 +163,7 @@ def report(model: nn.Module) -> Report:
 def _rows(model: nn.Module) -> Iterator[Row]:
     yield from layers.rows(model)
     yield from functions.rows(model)
-    yield from attention_rows.rows(model)
+    yield from attention.rows(model)
     yield from heads.rows(model)
 
 

@@ -13,8 +13,10 @@ from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns import Pattern
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swapping import experts_choice, forwards, kernel_mapping, refusals, state
+from kernels_ext_npu.swapping import forwards, kernel_mapping, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.experts.implementation import other_than_ours
+from kernels_ext_npu.swapping.experts.serving import is_experts
 from kernels_ext_npu.swapping.protocol import Swapping
 from kernels_ext_npu.swapping.state import Registration
 
@@ -92,7 +94,7 @@ def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
         return refusals.RESTORED
     if (left_out := refusals.left_out(reference.repository)) is not None:
         return left_out
-    asked_for = experts_choice.named(module.config) if experts_choice.is_experts(module) else None
+    asked_for = other_than_ours(module.config) if is_experts(module) else None
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 

@@ -19,7 +19,6 @@ from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns import Pattern
 from kernels_ext_npu.swapping import (
     adapters,
-    experts,
     forwards,
     functions,
     kernel_mapping,
@@ -29,6 +28,7 @@ from kernels_ext_npu.swapping import (
     state,
 )
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.experts import serving as experts
 from kernels_ext_npu.swapping.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 from kernels_ext_npu.swapping.state import Registration
@@ -44,7 +44,6 @@ def install(registration: Registration) -> None:
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
-    experts.look_again(model)
     layers: dict[nn.Module, str] = {}
     for cls, modules in swapping.by_class.items():
         reference = find_pattern(cls)

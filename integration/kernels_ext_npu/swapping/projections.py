@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.swapping import ahead, experts, heads, loaded, packing, refusals, state
+from kernels_ext_npu.swapping import ahead, heads, loaded, packing, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.experts.serving import is_called_by_name
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
@@ -134,7 +135,7 @@ def _whole(module: nn.Module) -> str | None:
         return name_of(type(module))
     forward = kernel_forward(module)
     if forward is None:
-        return type(module).__name__ if experts.is_called_by_name(module) else None
+        return type(module).__name__ if is_called_by_name(module) else None
     layer = loaded.layer_name(forward)
     return None if layer in MLPS.layers and layer not in packing.WITH_GATE_AND_UP else layer
 

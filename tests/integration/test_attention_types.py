@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import ATTENTION
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 from tests.support import attention_types as types
 from tests.support import zoo
 from tests.support.attention_models import on_npu
@@ -40,7 +40,9 @@ def pair(name: str, is_named: bool = True) -> tuple[PreTrainedModel, PreTrainedM
     """Make a model with eager attention on the CPU, and one on the NPU that names ours, or nothing."""
     model = types.build(name)
     ours = copy.deepcopy(model).to("npu")
-    if not types.served(model) or not any(kinds.attention_refusal(type(m)) is None for m in types.served(model)):
+    if not types.served(model) or not any(
+        classification.attention_refusal(type(m)) is None for m in types.served(model)
+    ):
         pytest.skip("it has no attention that is served")
     model.set_attn_implementation("eager")
     if is_named:

@@ -10,11 +10,11 @@ from torch._subclasses import FakeTensorMode
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import roofline, subject
-from kernels_ext_npu.inspection.adapting import adapt
-from kernels_ext_npu.inspection.counting import count_step
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 
 WITHOUT_LOSS = {*REPOSITORIES} - {"CrossEntropy"}
 TOKENS = 4096
@@ -27,10 +27,10 @@ def step(name: str, kernels: Collection[str], rank: int = 0) -> Counts:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = subject.build(found, torch.bfloat16)
             if rank:
-                adapt(model, rank)
+                subject.adapt(model, rank)
             kernels_ext_npu.kernelize(model.train())
             inputs = subject.make_inputs(model, 1, TOKENS, values)[0]
-            counts = count_step(model, inputs | subject.labels(model, inputs), values, roofline.SOCS["910b"])
+            counts = count("step", model, inputs | subject.labels(model, inputs), values, roofline.SOCS["910b"])
     finally:
         kernels_ext_npu.unregister()
     gigabytes = counts.bytes.total() / 1e9

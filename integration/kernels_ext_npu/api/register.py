@@ -122,7 +122,7 @@ def unregister() -> None:
 
 
 def _first_call(model: nn.Module) -> None:
-    from kernels_ext_npu.api import pipeline  # register() need not wait for references
+    from kernels_ext_npu.api import pipeline  # register() need not wait for patterns
 
     pipeline.swap_in_at_first_call(model)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, draws, packing, projections, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.own_forwards import OwnForwards

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.catalogue import HEADS
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.deferred_logits import defer
 from kernels_ext_npu.swapping.devices import is_elsewhere
@@ -84,7 +84,7 @@ def refusal(head: Head) -> str | None:
         return reason
     if type(module) is not nn.Linear:
         return f"its head is a {name_of(type(module))}: the kernel multiplies with one weight"
-    if head.path.rpartition(".")[2] not in kinds.names(_forward_of(head.model)):
+    if head.path.rpartition(".")[2] not in classification.names(_forward_of(head.model)):
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
         return refusals.elsewhere(module)
@@ -218,7 +218,7 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
 
 def _computes_a_loss(model: nn.Module) -> bool:
     forward = _forward_of(model)
-    return "labels" in inspect.signature(forward).parameters and bool(kinds.names(forward) & _LOSSES)
+    return "labels" in inspect.signature(forward).parameters and bool(classification.names(forward) & _LOSSES)
 
 
 def _calls_cross_entropy(loss: Any, depth: int = 4) -> bool:
@@ -231,7 +231,7 @@ def _calls_cross_entropy(loss: Any, depth: int = 4) -> bool:
     function = function if inspect.isfunction(function) else type(function).__call__
     if not inspect.isfunction(function):
         return False
-    used = kinds.names(function)
+    used = classification.names(function)
     known = [function.__globals__.get(name) for name in used] + [c.cell_contents for c in function.__closure__ or ()]
     return bool(used & _CROSS_ENTROPY) or (
         depth > 0 and any(inspect.isfunction(each) and _calls_cross_entropy(each, depth - 1) for each in known)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION
-from kernels_ext_npu.matching.kinds import BIASED, UNNAMED, attends, why
+from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, text_of
 from kernels_ext_npu.swapping import forwards, refusals
 from kernels_ext_npu.swapping.attention import serving
 from kernels_ext_npu.swapping.devices import device_of, is_elsewhere
@@ -56,7 +56,7 @@ def _remark(module: nn.Module) -> str | None:
         return f"in torch, since it is on {device_of(module)}"
     limit = serving.limit(module, *_dtype_and_softcap(module))
     if limit in (serving.IN_FLOAT64, serving.CAPPED, BIASED):
-        return f"in torch, {'where' if limit == BIASED else 'since'} {why(limit)[1]}"
+        return f"in torch, {'where' if limit is BIASED else 'since'} {text_of(limit)}"
     return None
 
 

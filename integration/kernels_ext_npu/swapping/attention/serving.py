@@ -12,14 +12,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
 
 Answer = TypeVar("Answer")
 
 PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
-RESTORED, ELSEWHERE = "restored", "elsewhere"  # refusals that the report has sentences for
-CAPPED = "no operator: scores are capped, which none of torch_npu does"
-IN_FLOAT64 = "device limit: it is in float64"
+RESTORED = Reason("restored", "restore() was called for its model")
+ELSEWHERE = Reason("elsewhere", "it is on another device")
+CAPPED = Reason("no operator", "no operator: scores are capped, which none of torch_npu does")
+IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
 
 
 def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
@@ -35,11 +37,11 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
 
 
 @_asked_once
-def class_refusal(cls: type) -> str | None:
+def class_refusal(cls: type) -> Reason | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
-    from kernels_ext_npu.matching import kinds  # register() need not wait for references
+    from kernels_ext_npu.matching import classification  # register() need not wait for references
 
-    return kinds.attention_refusal(cls)
+    return classification.attention_refusal(cls)
 
 
 @_asked_once
@@ -61,26 +63,27 @@ def is_added_elsewhere(cls: type) -> bool:
 
     They do in models like Git, and get the mask that they would have.
     """
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
-    return any(map(kinds.attends_by_itself, _attending(cls)))
+    return any(map(classification.attends_by_itself, _attending(cls)))
 
 
 def calls_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the attention that its config names."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
-    return kinds.calls_attention_by_name(type(module)) and isinstance(getattr(module, "config", None), PreTrainedConfig)
+    has_config = isinstance(getattr(module, "config", None), PreTrainedConfig)
+    return has_config and classification.calls_attention_by_name(type(module))
 
 
-def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> str | None:
+def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> Reason | None:
     """Return why no operator computes the attention of a module with such tensors; None where one does."""
     if dtype is torch.float64:
         return IN_FLOAT64
     return CAPPED if softcap else class_refusal(type(module))
 
 
-def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> str | None:
+def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> Reason | None:
     """Return why the kernel does not stand in where a module attends with such tensors; None where it does."""
     if PLAIN in module.__dict__:
         return RESTORED
@@ -111,11 +114,11 @@ def stranger(config: PreTrainedConfig) -> str | None:
 
 def _attending(cls: type) -> list[type[nn.Module]]:
     """Return the classes that attend in the files of the models with a config of a class."""
-    from kernels_ext_npu.matching import kinds
+    from kernels_ext_npu.matching import classification
 
     files = {model.__module__ for model in _models_with(cls)}
     classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
-    return [value for value in classes if issubclass(value, nn.Module) and kinds.attends(value)]
+    return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
 
 
 def _models_with(cls: type) -> list[type[PreTrainedModel]]:

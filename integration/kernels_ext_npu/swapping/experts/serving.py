@@ -17,7 +17,7 @@ WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks
 
 def is_experts(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the implementation that its config names."""
-    from kernels_ext_npu.references.fingerprints import is_experts_class  # register() need not wait for references
+    from kernels_ext_npu.matching.fingerprint import is_experts_class  # register() need not wait for references
 
     return is_experts_class(type(module))
 
@@ -64,7 +64,7 @@ def remark(module: nn.Module) -> str | None:
     if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
         is_by_name = forward is None and is_called_by_name(module)
         return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
-    from kernels_ext_npu.references.hooks import has_hooks
+    from kernels_ext_npu.patterns.hooks import has_hooks
 
     if has_hooks(getattr(module, "act_fn", None)):
         return "what lies between its products is computed in torch, since hooks watch its activation"

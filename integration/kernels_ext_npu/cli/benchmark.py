@@ -15,7 +15,7 @@ from kernels_ext_npu.environment import UnsupportedEnvironmentError
 from kernels_ext_npu.model_configs import PUBLISHED
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.benchmarking.comparison import Result
+    from kernels_ext_npu.benchmarking.measured_calls import Result
     from kernels_ext_npu.benchmarking.shrunk_models import Model
 
 
@@ -79,11 +79,10 @@ def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: P
     import softnpu
     from kernels_ext_npu.benchmarking import (
         agreement,
-        card_report,
-        comparison,
+        measured_calls,
         providers,
+        results_layout,
         results_picture,
-        results_table,
         timing,
     )
     from kernels_ext_npu.machine import description
@@ -105,18 +104,18 @@ def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: P
         for dtype in asked.dtypes:
             measured: list[Result] = []
             with shown.status(f"{model.name}, {dtype}") as status:
-                for result in comparison.run(model, dtype, asked, found):
+                for result in measured_calls.run(model, dtype, asked, found):
                     measured.append(result)
                     status.update(f"{model.name}, {dtype}, {result.phase}, {result.provider}: {result.name}")
             results += measured
             if measured:
-                results_table.show(shown, measured, names)
+                results_layout.show(shown, measured, names)
             else:
                 say(shown, f"{model.name} has nothing of {', '.join(asked.kernels)}")
             if report is not None:  # each time: what comes next may end the process
                 head = {"machine": machine, "method": note} | sizes
                 head["models"] = [{"name": each.name} | each.sizes() for each in models]
-                report.write_text(card_report.to_text(head, results))
+                report.write_text(results_layout.report(head, results))
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(asked.kernels)}"
         raise options.CannotRunError(next((str(result.refused) for result in results), nothing))

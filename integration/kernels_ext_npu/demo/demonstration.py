@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 import kernels_ext_npu
-from kernels_ext_npu.demo import tables, tiny_models
-from kernels_ext_npu.demo.comparison import CannotRunError, compare
+from kernels_ext_npu.demo import result_tables, tiny_models
+from kernels_ext_npu.demo.model_comparison import CannotRunError, compare
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.model_configs import TINY
 
@@ -35,7 +35,7 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
     """
     logging.disable_progress_bar()
     kernels_ext_npu.register()
-    console.print(tables.machine(description.describe()))
+    console.print(result_tables.machine(description.describe()))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         if checkpoint is not None:
@@ -48,12 +48,12 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
         console.print(f"\n[bold]{name}[/]")
         console.print(result.report)
     console.print("\nSwapped:")
-    console.print(tables.swaps(results))
+    console.print(result_tables.swaps(results))
     if softnpu.is_software():
         console.print("\nCalls of a forward, and before the swap; host waits in it and in a training step:")
-        console.print(tables.calls(results))
+        console.print(result_tables.calls(results))
     console.print("\nLargest differences from the original on the CPU in float32, and of ten losses:")
-    console.print(tables.agreement(results))
+    console.print(result_tables.agreement(results))
     if softnpu.is_software():
         console.print("\nThe software device computed this, no card.")
     return all(result.agrees() for result in results.values())

@@ -11,7 +11,7 @@ import torch
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.demo import comparison, tiny_models
+from kernels_ext_npu.demo import model_comparison, tiny_models
 from kernels_ext_npu.measuring import waits
 from kernels_ext_npu.measuring.distance import OF_MODELS, distance, distances, models_agree, worst
 
@@ -28,11 +28,11 @@ def compare(name: str, source: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             tiny_models.save(name, Path(folder))
             torch.manual_seed(0)
-            original = comparison.load(Path(folder))
+            original = model_comparison.load(Path(folder))
             made = tiny_models.inputs(original.config)
-            expected = comparison.logits(original, made)
-            gradients = comparison.gradients(original, made)
-            model = comparison.load(Path(folder), device_map="npu", use_kernels=True)
+            expected = model_comparison.logits(original, made)
+            gradients = model_comparison.gradients(original, made)
+            model = model_comparison.load(Path(folder), device_map="npu", use_kernels=True)
         return _compared(model, tiny_models.on("npu", made), expected, gradients)
     finally:
         kernels_ext_npu.unregister()
@@ -40,16 +40,16 @@ def compare(name: str, source: str) -> dict[str, Any]:
 
 
 def _compared(
-    model: Any, made: tiny_models.Inputs, expected: torch.Tensor, gradients: comparison.Gradients
+    model: Any, made: tiny_models.Inputs, expected: torch.Tensor, gradients: model_comparison.Gradients
 ) -> dict[str, Any]:
     swapped = sum(row.swapped for row in kernels_ext_npu.report(model))
-    forward = distance(comparison.logits(model, made), expected).largest
+    forward = distance(model_comparison.logits(model, made), expected).largest
     with waits.counted() as of_a_forward:
-        comparison.logits(model, made)
-    measured = distances(comparison.gradients(model, made), gradients).values()
+        model_comparison.logits(model, made)
+    measured = distances(model_comparison.gradients(model, made), gradients).values()
     backward = worst(each.norm for each in measured)
     with waits.counted() as of_a_step:
-        comparison.gradients(model, made)
+        model_comparison.gradients(model, made)
     return {
         "forward": forward,
         "backward": backward,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 import softnpu
 from kernels_ext_npu.catalogue import ATTENTION, HEADS
-from kernels_ext_npu.demo.comparison import Result, operators
+from kernels_ext_npu.demo.model_comparison import Result, operators
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.reporting.report import SHOWN
 from softnpu.counting import STREAM_SYNCS

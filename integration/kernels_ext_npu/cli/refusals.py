@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ class Commands(TyperGroup):
         No exception leaves it: torch_npu's hook for these prints to standard output when the process ends.
         """
         try:
-            found = super().invoke(ctx)
-            sys.stdout.flush()
-            return found
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
         except (typer.Abort, BrokenPipeError):  # whoever read what was printed has read enough
             raise
         except OSError as error:
             typer.echo(f"kernels-ext-npu: {error}", err=True)
+            with suppress(OSError):  # what could not be written is not tried again when Python ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own
                 raise

@@ -104,7 +104,7 @@ def test_what_is_not_shown_to_agree_disagrees(change) -> None:
         "same_tokens": True,
         "gradient": 0.0,
         "loss": 0.0,
-        "training_waits": 0,
+        "waits": (0, 0),
         "norm_calls": 1,
         "calls": {"npu_rms_norm": 1},
         "operators_before": 7,

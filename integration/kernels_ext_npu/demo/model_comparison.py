@@ -59,7 +59,7 @@ class Result:
         norm_calls: how often swapped norms were called in one forward.
         calls: operator calls of that forward, by name.
         operators_before: the number of those without kernels.
-        training_waits: how often the host waited in a forward and backward.
+        waits: how often the host waited in that forward, and in a forward and backward.
         in_graphs: the same generation in graphs, None where it was not run.
     """
 
@@ -71,7 +71,7 @@ class Result:
     norm_calls: int
     calls: dict[str, int]
     operators_before: int
-    training_waits: int
+    waits: tuple[int, int]
     in_graphs: InGraphs | None = None
 
     def agrees(self) -> bool:
@@ -106,13 +106,13 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
     model = load(folder, device_map="npu", use_kernels=True)
     moved = tiny_models.on("npu", made)
     report = kernels_ext_npu.report(model)
-    with _count_calls(model, report) as norm_calls:
-        softnpu.reset_counters()
-        found = logits(model, moved)
-        calls = softnpu.counters()
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
+    softnpu.reset_counters()
+    with _count_calls(model, report) as norm_calls, waits.counted() as in_forward:
+        found = logits(model, moved)
+    calls = softnpu.counters()
     graphed = _in_graphs(model, moved, expected_tokens) if in_graphs else None
-    with waits.counted() as waited:
+    with waits.counted() as in_step:
         found_gradients = gradients(model, moved)
     gradient = worst(measured.norm for measured in distances(found_gradients, expected_gradients).values())
     losses = distances(_losses(model, moved, steps), expected_losses).values()
@@ -129,7 +129,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         norm_calls=norm_calls.total(),
         calls=calls,
         operators_before=operators(softnpu.counters()),
-        training_waits=waited.number or 0,
+        waits=(in_forward.number, in_step.number),
         in_graphs=graphed,
     )
 

@@ -9,9 +9,9 @@ import typer
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import options
-from kernels_ext_npu.cli.refusals import RefusedError, check_file, check_picture, refusing, take_device
+from kernels_ext_npu.cli.refusals import check_file, check_picture, take_device
 from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
-from kernels_ext_npu.environment import UnsupportedEnvironmentError
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.model_configs import PUBLISHED
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kernels_ext_npu.benchmarking.shrunk_models import Model
 
 
-@refusing(options.CannotRunError, UnsupportedEnvironmentError, ImportError)
 def benchmark(
     model: Annotated[
         list[str] | None,
@@ -118,7 +117,7 @@ def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: P
                 report.write_text(results_layout.report(head, results))
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(asked.kernels)}"
-        raise options.CannotRunError(next((str(result.refused) for result in results), nothing))
+        raise RefusedError(next((str(result.refused) for result in results), nothing))
     if plot is not None:
         title = f"{device}, {asked.dtypes[0]}, {asked.tokens} tokens{shrunk}"
         results_picture.draw(plot, results, names, title)

@@ -6,8 +6,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kernels_ext_npu.cli import terminal
+from kernels_ext_npu.environment import RefusedError
 
 
 class Commands(TyperGroup):
@@ -26,7 +26,7 @@ class Commands(TyperGroup):
         return super().main(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; what it did not expect ends it with 2.
+        """Run a command; what it refuses ends it with a sentence, and what it did not expect with 2.
 
         No exception leaves it: torch_npu's hook for these prints to standard output when the process ends.
         """
@@ -37,6 +37,9 @@ class Commands(TyperGroup):
                 sys.stdout.flush()
         except (typer.Abort, BrokenPipeError):  # whoever read what was printed has read enough
             raise
+        except RefusedError as error:
+            typer.echo(f"kernels-ext-npu: {error}", err=True)
+            raise typer.Exit(error.code) from error
         except OSError as error:
             typer.echo(f"kernels-ext-npu: {error}", err=True)
             with suppress(OSError):  # what could not be written is not tried again when Python ends
@@ -46,24 +49,6 @@ class Commands(TyperGroup):
                 raise
             traceback.print_exc()
         raise typer.Exit(2)
-
-
-class RefusedError(Exception):
-    """What was asked for cannot be done. The message says what can."""
-
-
-@contextmanager
-def refusing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
-    """End the program with the message of any of these errors, or of a RefusedError, and with a code.
-
-    A context, and a decorator of a whole command.
-    """
-    caught: tuple[type[Exception], ...] = (RefusedError, *errors)
-    try:
-        yield
-    except caught as error:
-        typer.echo(f"kernels-ext-npu: {error}", err=True)
-        raise typer.Exit(code) from error
 
 
 def take_device(needed: bool) -> None:

@@ -18,6 +18,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.demo import tiny_models
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.measuring import waits
 from kernels_ext_npu.measuring.distance import distance, distances, models_agree, worst
 from kernels_ext_npu.reporting.report import Report
@@ -27,10 +28,6 @@ NEW_TOKENS = 8
 LEARNING_RATE = 0.1
 _NORM_OPERATORS = "npu_rms_norm", "npu_gemma_rms_norm"
 Gradients = dict[str, Tensor | None]
-
-
-class CannotRunError(Exception):
-    """A model cannot be compared. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         in_graphs: whether it generates a second time, with one launch for the forward of a token.
 
     Raises:
-        CannotRunError: the checkpoint cannot be loaded.
+        RefusedError: the checkpoint cannot be loaded.
     """
     torch.manual_seed(0)
     original = load(folder)
@@ -138,13 +135,13 @@ def load(folder: Path, **options: Any) -> Any:
     """Load a checkpoint in float32.
 
     Raises:
-        CannotRunError: it cannot be loaded.
+        RefusedError: it cannot be loaded.
     """
     auto = tiny_models.loader(AutoConfig.from_pretrained(folder, local_files_only=True))
     try:
         return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
     except (OSError, ValueError) as error:
-        raise CannotRunError(f"{folder} could not be loaded: {error}") from error
+        raise RefusedError(f"{folder} could not be loaded: {error}") from error
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from kernels_ext_npu import model_configs
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.inspection import modules
 from kernels_ext_npu.inspection.known_values import KnownValues
 
@@ -35,7 +36,7 @@ _MAPPINGS = (
 )
 
 
-class CannotInspectError(Exception):
+class CannotInspectError(RefusedError):
     """There is nothing to inspect. The message says why, and what to give."""
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 
 FORWARD, STEP, LORA, AUTOCAST, DROPOUT, TOKEN = ACTS = (
@@ -104,6 +102,8 @@ def _of_mlps_alone(siblings_in: Callable) -> Callable:
 
 
 def _sum_and_norm(_: Any) -> Callable:
+    import torch  # behind softnpu
+
     return lambda x, weight, eps: torch.ops.npu.npu_rms_norm(x, 1.0 + weight.float(), eps)
 
 

@@ -6,6 +6,9 @@ that has changed, or a mechanism is new: ``python scripts/docs.py --rent`` count
 
 from __future__ import annotations
 
+import softnpu  # noqa: F401  before torch
+
+# isort: split
 import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +22,6 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-import softnpu  # noqa: F401  before torch
 from documents.mechanisms import (
     ACTS,
     ADAPTED,

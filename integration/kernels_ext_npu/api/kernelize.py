@@ -15,7 +15,6 @@ from kernels_ext_npu.swapping import (
     experts,
     forwards,
     functions,
-    heads,
     projections,
     residuals,
     state,
@@ -23,6 +22,7 @@ from kernels_ext_npu.swapping import (
     waiting,
 )
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
+from kernels_ext_npu.swapping.loss import lm_head_loss
 
 if TYPE_CHECKING:
     from kernels import Mode
@@ -95,7 +95,7 @@ def restore(model: Model) -> Model:
     experts.restore(model)
     attention_names.give_back(model)
     attention_serving.set_plain(model, True)
-    heads.LAYERS.restore(model)
+    lm_head_loss.revert(model)
     residuals.restore(model)
     projections.LAYERS.restore(model)
     adapters.LAYERS.restore(model)

@@ -23,7 +23,6 @@ from kernels_ext_npu.swapping import (
     experts,
     experts_interface,
     functions,
-    heads,
     packing,
     projections,
     residuals,
@@ -32,6 +31,8 @@ from kernels_ext_npu.swapping import (
     use,
 )
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.loss import lm_head_loss
+from kernels_ext_npu.swapping.protocol import Swapping
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -62,7 +63,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     finally:
         functions.give_back(kept)
     _take_otherwise_served(model, mode)
-    heads.LAYERS.take(model)
+    lm_head_loss.apply(model, Swapping(registration, mode, take))
     adapters.LAYERS.take(model)
     projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)

@@ -17,8 +17,9 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
 from kernels_ext_npu.reporting import rows
-from kernels_ext_npu.swapping import attention_rows, functions, heads, linear_rows, residuals, waiting
+from kernels_ext_npu.swapping import attention_rows, functions, linear_rows, residuals, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.loss import lm_head_loss
 from kernels_ext_npu.swapping.protocol import Row
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
@@ -132,4 +133,4 @@ def _rows(model: nn.Module) -> Iterator[Row]:
     yield from rows.of_modules(model)
     yield from rows.of_functions(model)
     yield from attention_rows.rows(model)
-    yield from heads.rows(model)
+    yield from lm_head_loss.rows(model)

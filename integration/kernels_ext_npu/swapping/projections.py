@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import ahead, experts, heads, loaded, packing, refusals, state
+from kernels_ext_npu.swapping import ahead, experts, loaded, packing, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
-from kernels_ext_npu.swapping.own_forwards import OwnForwards
-from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
+from kernels_ext_npu.swapping.own_forwards import OwnForwards, owner_of
+from kernels_ext_npu.swapping.plain_linear import _FORWARD as FORWARD
+from kernels_ext_npu.swapping.plain_linear import _NUMBERS as PLAIN
+from kernels_ext_npu.swapping.plain_linear import name_of
 
 REPOSITORY = "Linear"
 NAME = "linear"
@@ -37,7 +39,7 @@ def projections_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | Non
     others = _parts(model)
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not heads.is_swapped(module):
+        if isinstance(module, nn.Linear) and owner_of(module) != "loss":
             yield path, module, others.get(module) or refusal(module, is_sharded)
 
 

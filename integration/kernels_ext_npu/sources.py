@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,18 +22,23 @@ class LayerSource(Protocol):
         """Return the class of the layer."""
 
 
-def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource:
-    """Return the entry of the mapping for a layer of a kernel repository.
+def layer_sources(source: str | Path, layers: Mapping[str, str]) -> dict[str, LayerSource]:
+    """Return the entries of the mapping for layers of kernel repositories.
 
     Args:
         source: "bundled", "hub", or the path of a clone of the project.
+        layers: the repository of each.
     """
     from kernels import LayerRepository, LocalLayerRepository
 
     if source == "hub":
-        name = f"{ORGANISATION}/{repository}"
-        return LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
-    return LocalLayerRepository(root(source) / repository, layer_name=layer)
+        hub = {layer: f"{ORGANISATION}/{repository}" for layer, repository in layers.items()}
+        return {
+            layer: LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
+            for layer, name in hub.items()
+        }
+    folder = root(source)
+    return {layer: LocalLayerRepository(folder / name, layer_name=layer) for layer, name in layers.items()}
 
 
 def load_package(source: str | Path, repository: str) -> ModuleType:

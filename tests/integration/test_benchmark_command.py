@@ -124,7 +124,7 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
 
 def change(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     """Give the layer of norms another function, which gets the right one."""
-    layer = sources.layer_source("bundled", "RMSNorm", "RMSNorm").load()
+    layer = sources.layer_sources("bundled", {"RMSNorm": "RMSNorm"})["RMSNorm"].load()
     names = layer.forward.__globals__
     right = names["norm"]
     monkeypatch.setitem(names, "norm", lambda *arguments: wrong(right(*arguments)))

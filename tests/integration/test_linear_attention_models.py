@@ -88,7 +88,7 @@ def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     inputs = zoo.inputs(name, model)
     found = outcome(model, inputs)
     assert any(row.swapped for row in rows(model).values())
-    functions.restore(model)
+    functions.revert(model)
     original = zoo.build(name)
     expected = outcome(original, inputs)
     assert not any(row.swapped for row in rows(original).values())

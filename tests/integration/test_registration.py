@@ -298,4 +298,4 @@ def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them(
     assert served | {reference.layer: reference.repository for reference in FUNCTION_REFERENCES} == LAYERS
     assert set(LAYERS.values()) | {"FlashAttention"} == {repository.name for repository in catalogue.SERVING}
     for layer, repository in LAYERS.items():
-        assert sources.layer_source("bundled", repository, layer).load().__name__ == layer
+        assert sources.layer_sources("bundled", {layer: repository})[layer].load().__name__ == layer

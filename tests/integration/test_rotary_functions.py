@@ -103,7 +103,7 @@ def test_a_decoder_layer_launches_two_and_nothing_else_for_it(registered) -> Non
         softnpu.reset_counters()
         forward(model, "qwen3")
         counts.append(softnpu.counters())
-        functions.restore(model)
+        functions.revert(model)
     found, before = counts
     layers = model.config.num_hidden_layers
     assert found["npu_rotary_mul"] == 2 * layers

@@ -44,6 +44,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         The model itself.
 
     Raises:
+        TypeError: it is no module, such as the name of a model.
         ValueError: no part of the model is on the NPU.
 
     Example:
@@ -59,6 +60,11 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         >>> softnpu.counters()["npu_rms_norm"]
         3
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"kernelize: {model!r} is a {type(model).__name__}, and a loaded model is needed: "
+            "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
+        )
     devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with on_its_way(model) as without_weights:
         if "npu" not in devices and not without_weights:
@@ -96,12 +102,12 @@ def restore(model: Model) -> Model:
     attention_names.give_back(model)
     attention_serving.set_plain(model, True)
     lm_head_loss.revert(model)
-    residuals.restore(model)
+    residuals.revert(model)
     projections.LAYERS.restore(model)
     adapters.LAYERS.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)
-    functions.restore(model)
+    functions.revert(model)
     pipeline.swap_no_more(model)
     return model

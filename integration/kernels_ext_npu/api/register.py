@@ -65,7 +65,15 @@ def register(
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
-    from kernels_ext_npu.swapping import attention_interface, experts_interface, lasting, state, table, waiting
+    from kernels_ext_npu.swapping import (
+        attention_interface,
+        experts_interface,
+        functions,
+        lasting,
+        layers,
+        state,
+        waiting,
+    )
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -74,7 +82,8 @@ def register(
     registration = state.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     state.current = registration
     try:
-        table.install(registration)
+        functions.install(registration)
+        layers.install(registration)
         use_kernels.install(registration.patches)
         generation.install(registration.patches)
         continuous_batching.install(registration.patches)

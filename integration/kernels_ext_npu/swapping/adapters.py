@@ -94,8 +94,8 @@ def refusal(module: Any, is_sharded: bool = False) -> str | None:
     base = module.base_layer
     if type(base) is not nn.Linear:
         return f"it adapts a {name_of(type(base))}: the kernel multiplies with numbers alone"
-    if (reason := projections.unfit(base, is_sharded)) is not None:
-        return f"of the layer that it adapts: {reason}"
+    if (unfit := projections.unfit(base, is_sharded)) is not None:
+        return f"of the layer that it adapts: {unfit}"
     if base.weight.requires_grad and not is_paused(module):
         return "the layer that it adapts is trained, too"
     for name in module.active_adapters:

@@ -8,10 +8,9 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION
 from kernels_ext_npu.matching.kinds import attends, attention_refusal
-from kernels_ext_npu.swapping import attention_serving, refusals
+from kernels_ext_npu.swapping import attention_serving, forwards, refusals
 from kernels_ext_npu.swapping.attention_names import NAME
 from kernels_ext_npu.swapping.protocol import Row
-from kernels_ext_npu.swapping.refusals import replaced
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
@@ -26,6 +25,6 @@ def _row(path: str, module: nn.Module) -> Row:
     if (reason := attention_serving.refusal(module)) is not None:
         kernel = NAME if attention_refusal(type(module)) is None else None
         return Row(path, name, kernel, False, reason, is_candidate=False, kind=counted_as)
-    stranger = replaced(module)
+    stranger = forwards.stranger(module)
     reason = attention_serving.remark(module) if stranger is None else refusals.passed_by(stranger)
     return Row(path, name, NAME, True, reason, kind=counted_as)

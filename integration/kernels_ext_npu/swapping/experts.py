@@ -122,9 +122,17 @@ def is_called_by_name(module: nn.Module) -> bool:
     return getattr(module.config, "_experts_implementation", None) == experts_choice.NAME
 
 
+def layer_by_name(module: nn.Module) -> str | None:
+    """Return the layer that an experts module calls by name; None if it does not."""
+    return experts_interface.LAYER if is_called_by_name(module) else None
+
+
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
-    return _remark_on_list(module) or _remark_on_gate(module)
+    reason = _remark_on_list(module) or _remark_on_gate(module)
+    if reason is None and kernel_forward(module) is None and is_called_by_name(module):
+        return f"called by its own forward, as {experts_choice.NAME}"
+    return reason
 
 
 def _remark_on_gate(module: nn.Module) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from kernels_ext_npu.catalogue import PROJECTIONS
+from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.swapping import adapters, ahead, projections, refusals, state
 from kernels_ext_npu.swapping.protocol import Row
 
@@ -32,7 +33,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
             reason = refusals.changed(module, reason or "")
         elif reason is None:
             reason = refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR
-        fits = swapped and not (reason or "").startswith(refusals.CHANGED)
+        fits = swapped and code_of(reason) != "changed"
         name = kind.NAME if fits else None
         yield Row(path, type(module).__name__, name, fits, reason, is_candidate=False, kind=PROJECTIONS.in_models)
 

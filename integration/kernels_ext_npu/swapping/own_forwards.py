@@ -9,8 +9,7 @@ from types import FunctionType, MethodType
 from torch import nn
 
 from kernels_ext_npu.swapping import ahead
-
-_OWNER = "_kernels_ext_npu_owner"
+from kernels_ext_npu.swapping.loaded import marked, owner_of
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,3 @@ class OwnForwards:
     def is_swapped(self, module: nn.Module) -> bool:
         """Tell whether a module has the forward."""
         return owner_of(module) == self.owner
-
-
-def marked(forward: FunctionType, owner: str) -> FunctionType:
-    """Mark a forward as ours."""
-    setattr(forward, _OWNER, owner)
-    return forward
-
-
-def owner_of(module: nn.Module) -> str | None:
-    """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
-    return getattr(getattr(vars(module).get("forward"), "__func__", None), _OWNER, None)

@@ -14,7 +14,7 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.devices import awaits_weights
 from kernels_ext_npu.swapping.forwards import kernel_forward
-from kernels_ext_npu.swapping.own_forwards import owner_of
+from kernels_ext_npu.swapping.loaded import owner_of
 
 # those that multiply with gate and up, each a projection
 WITH_GATE_AND_UP = (

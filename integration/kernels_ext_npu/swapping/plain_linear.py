@@ -15,7 +15,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
-from kernels_ext_npu.swapping.own_forwards import owner_of
+from kernels_ext_npu.swapping.loaded import owner_of
 
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
@@ -47,7 +47,7 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
     return None
 
 
-def why_not_wanted(module: nn.Module, repository: str) -> str | None:
+def why_not_wanted(module: nn.Module, repository: str) -> Reason | None:
     """Return why no kernel of a repository is swapped into a layer, whatever it computes; None if one may be."""
     if module in state.restored:
         return refusals.RESTORED

@@ -23,7 +23,8 @@ from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, experts, loaded, packing, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.forwards import kernel_forward
-from kernels_ext_npu.swapping.own_forwards import OwnForwards, owner_of
+from kernels_ext_npu.swapping.loaded import owner_of
+from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import _FORWARD as FORWARD
 from kernels_ext_npu.swapping.plain_linear import _NUMBERS as PLAIN
 from kernels_ext_npu.swapping.plain_linear import name_of

@@ -54,11 +54,21 @@ class Swapping:
         registration: what register() was told.
         mode: whether the model is trained or infers, as `kernels` knows it.
         take: lets `kernels` take what is marked, from transformers' table.
+        by_class: the modules of the model, by their classes.
     """
 
     registration: Registration
     mode: Mode
     take: Callable[[Mode], None]
+    by_class: dict[type[nn.Module], list[nn.Module]]
+
+
+def modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
+    """Return the modules of a model by their classes: what a class computes is asked once for all of them."""
+    found: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        found.setdefault(type(module), []).append(module)
+    return found
 
 
 class Swap(Protocol):

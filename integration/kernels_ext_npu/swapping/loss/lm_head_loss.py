@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import kinds
 from kernels_ext_npu.swapping import refusals, state
+from kernels_ext_npu.swapping.loaded import owner_of
 from kernels_ext_npu.swapping.loss.deferred_logits import defer
 from kernels_ext_npu.swapping.loss.gradients import Call
 from kernels_ext_npu.swapping.loss.steps import Product
-from kernels_ext_npu.swapping.own_forwards import OwnForwards, owner_of
+from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import why_not_plain, why_not_wanted
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 from kernels_ext_npu.swapping.state import Registration
@@ -61,9 +62,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
         row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
         reason = refusal(path, head, owner)
         if owner_of(head) != "loss":
-            yield row(
-                None, False, reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
-            )
+            yield row(None, False, reason or refusals.not_swapped())
         elif reason is not None:
             yield row(NAME, False, refusals.changed(head, reason))
         else:

@@ -9,19 +9,18 @@ from torch import nn
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
 from kernels_ext_npu.swapping import (
-    adapters,
     attention_names,
     attention_serving,
     experts,
     forwards,
     functions,
-    projections,
     residuals,
     state,
     use,
     waiting,
 )
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
+from kernels_ext_npu.swapping.linear import lora
 from kernels_ext_npu.swapping.loss import lm_head_loss
 
 if TYPE_CHECKING:
@@ -103,8 +102,7 @@ def restore(model: Model) -> Model:
     attention_serving.set_plain(model, True)
     lm_head_loss.revert(model)
     residuals.revert(model)
-    projections.LAYERS.restore(model)
-    adapters.LAYERS.restore(model)
+    lora.revert(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)

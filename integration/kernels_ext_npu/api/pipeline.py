@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
-    adapters,
     attention_interface,
     attention_serving,
     experts,
@@ -23,12 +22,12 @@ from kernels_ext_npu.swapping import (
     functions,
     layers,
     packing,
-    projections,
     residuals,
     state,
     use,
 )
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.linear import lora
 from kernels_ext_npu.swapping.loss import lm_head_loss
 from kernels_ext_npu.swapping.protocol import Swapping, modules_by_class
 
@@ -57,8 +56,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     functions.apply(model, swapping)
     layers.apply(model, swapping)
     lm_head_loss.apply(model, swapping)
-    adapters.LAYERS.take(model)
-    projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
+    lora.apply(model, swapping)
     packing.pack(model)
     experts.meet(model)
     if experts_interface.is_installed():

@@ -23,12 +23,12 @@ from kernels_ext_npu.swapping import (
     forwards,
     functions,
     layers,
-    linear_rows,
     refusals,
     residuals,
     waiting,
 )
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.linear import lora
 from kernels_ext_npu.swapping.loss import lm_head_loss
 from kernels_ext_npu.swapping.protocol import Row
 
@@ -153,7 +153,7 @@ def report(model: nn.Module) -> Report:
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
-        found = [[_passed_by(row, model) for row in part] for part in (_rows(model), linear_rows.rows(model))]
+        found = [[_passed_by(row, model) for row in part] for part in (_rows(model), lora.rows(model))]
         if any(map(waiting.waits, model.modules())):
             found = [[_at_first_call(row, model) for row in part] for part in found]
         modules, linear_layers = found

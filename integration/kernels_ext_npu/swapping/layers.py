@@ -18,7 +18,6 @@ from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.references import Reference
 from kernels_ext_npu.swapping import (
-    adapters,
     experts,
     forwards,
     functions,
@@ -30,6 +29,7 @@ from kernels_ext_npu.swapping import (
 )
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.kernel_marks import refusal, unwanted
+from kernels_ext_npu.swapping.linear import lora
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 from kernels_ext_npu.swapping.state import Registration
 
@@ -126,7 +126,7 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
 def _remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in a module that is served."""
     pair = packing.called(module)
-    apart = packing.separate(module) or (None if pair is None else adapters.apart(*pair))
+    apart = packing.separate(module) or (None if pair is None else lora.why_apart(*pair))
     return f"two products, since {apart}" if apart else packing.unaligned(module) or experts.remark(module)
 
 

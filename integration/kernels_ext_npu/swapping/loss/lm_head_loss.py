@@ -23,18 +23,19 @@ from transformers import PreTrainedModel
 
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.swapping import refusals, state
+from kernels_ext_npu.swapping import refusals
+from kernels_ext_npu.swapping.instance_forward import put, take_out
 from kernels_ext_npu.swapping.loaded import owner_of
 from kernels_ext_npu.swapping.loss.deferred_logits import defer
 from kernels_ext_npu.swapping.loss.gradients import Call
 from kernels_ext_npu.swapping.loss.steps import Product
-from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import why_not_plain, why_not_wanted
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 from kernels_ext_npu.swapping.state import Registration
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
+_OWNER = "loss"
 _COMPUTED = "its logits were computed when the model was last called with labels"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _FRAMES = 16  # of calls between the forward of the model with labels and that of a head
@@ -48,12 +49,17 @@ def install(registration: Registration) -> None:
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the heads of a model defer their logits, where they may."""
-    FORWARDS.take(model)
+    for path, head, owner in heads_of(model):
+        if refusal(path, head, owner) is None:
+            put(head, _forward_with(swapping.registration.package(REPOSITORY)), _OWNER)
+        else:
+            take_out(head, _OWNER)
 
 
 def revert(model: nn.Module) -> None:
     """Let the heads of a model compute their logits."""
-    FORWARDS.restore(model)
+    for module in model.modules():
+        take_out(module, _OWNER)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
@@ -61,7 +67,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     for path, head, owner in heads_of(model):
         row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
         reason = refusal(path, head, owner)
-        if owner_of(head) != "loss":
+        if owner_of(head) != _OWNER:
             yield row(None, False, reason or refusals.not_swapped())
         elif reason is not None:
             yield row(NAME, False, refusals.changed(head, reason))
@@ -177,10 +183,3 @@ def _computes_a_loss(model: nn.Module) -> bool:
 
 def _forward_of(model: nn.Module) -> FunctionType:
     return inspect.unwrap(type(model).forward)  # type: ignore[return-value]
-
-
-def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    return ((path, head, refusal(path, head, owner)) for path, head, owner in heads_of(model))
-
-
-FORWARDS = OwnForwards("loss", _found, lambda: _forward_with(state.package(REPOSITORY)))

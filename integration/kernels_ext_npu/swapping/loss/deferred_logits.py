@@ -13,7 +13,6 @@ gradients. Below autograd what is computed takes their place.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -29,10 +28,7 @@ from kernels_ext_npu.swapping.loss.gradients import Call, Follow, Head, PassBy
 from kernels_ext_npu.swapping.loss.steps import Product, Step
 
 # methods that show what a tensor is like and nothing of its values, as all properties do but one
-_NAMES = (
-    "size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous "
-    "is_floating_point is_complex __len__ __hash__ retain_grad register_hook"
-)
+_NAMES = "size dim numel element_size stride is_contiguous is_floating_point __len__ __hash__ retain_grad register_hook"
 _SHOW = {getattr(Tensor, name) for name in _NAMES.split()}
 # methods that read memory by no operator
 _NAMES = "__repr__ __reduce_ex__ __array__ numpy tolist data_ptr storage untyped_storage _typed_storage share_memory_"
@@ -139,20 +135,12 @@ def _maker(like: Tensor, device: torch.device) -> Callable[[], DeferredLogits]:
 
 
 def _loss(
-    input: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    input: DeferredLogits, target: Tensor, *, weight: Any, size_average: Any, reduce: Any, **options: Any
 ) -> Tensor | None:
     """Return what torch.nn.functional.cross_entropy makes of logits, without them; None where the kernel has it not."""
     if not (weight is size_average is reduce is None):
         return None
-    assert input.product is not None
-    options: Any = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    assert input.product is not None  # they are not computed
     loss = input.product.loss(input.steps, target, **options)
     if loss is None or not loss.requires_grad:
         return loss
@@ -169,12 +157,9 @@ def _asks_for_a_gradient(function: Any, args: tuple[Any, ...]) -> bool:
 
     The hooks of FSDP do not: they gather weights when a gradient arrives, whatever it is.
     """
-    if function is not Tensor.register_hook:
-        return function in (torch.autograd.grad, torch.autograd.backward)
-    hook = args[1]
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+    if function is Tensor.register_hook:
+        return not str(getattr(args[-1], "__module__", "")).startswith("torch.distributed.")
+    return function in (torch.autograd.grad, torch.autograd.backward)
 
 
 def _with_memory(logits: DeferredLogits) -> Tensor:

@@ -11,6 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -69,16 +70,17 @@ def rows(model: nn.Module) -> Iterator[Row]:
         reason = refusal(path, head, owner)
         if owner_of(head) != _OWNER:
             yield row(None, False, reason or refusals.not_swapped())
-        elif reason is not None:
+            continue
+        if reason is not None:
             yield row(NAME, False, refusals.changed(head, reason))
+            continue
+        call = _last_calls.get(head)
+        looked = None if call is None else call.reason
+        own_loss = _own_loss(owner) if call is None or looked else None  # what it does shows when it is called
+        if own_loss is not None:
+            yield row(NAME, False, f"its model has a loss_function {own_loss} of its own, which may look at logits")
         else:
-            call = _last_calls.get(head)
-            looked = None if call is None else call.reason
-            is_open = call is None or looked is not None  # what a loss of somebody's own does shows when it is called
-            if is_open and (loss := _own_loss(owner)) is not None:
-                yield row(NAME, False, f"its model has a loss_function {loss} of its own, which may look at logits")
-            else:
-                yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")
+            yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")
 
 
 def heads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
@@ -86,7 +88,7 @@ def heads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel
     paths = {module: path for path, module in model.named_modules()}
     found: dict[nn.Module, PreTrainedModel] = {}
     for module in paths:
-        if isinstance(module, PreTrainedModel) and _computes_a_loss(module):
+        if isinstance(module, PreTrainedModel) and "labels" in (names := _names(module)) and names & _LOSSES:
             with suppress(NotImplementedError, AttributeError):
                 head = module.get_output_embeddings()
                 if isinstance(head, nn.Module) and head in paths:
@@ -96,7 +98,7 @@ def heads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel
 
 def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
     """Return why the head of a model has to compute its logits; None if it need not."""
-    if path.rpartition(".")[2] not in kinds.names(_forward_of(model)):
+    if path.rpartition(".")[2] not in _names(model):
         return "its head is called by another forward than the one that gets labels"
     return why_not_wanted(head, REPOSITORY) or why_not_plain(head, is_sharded=True)
 
@@ -176,10 +178,7 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
     return logits
 
 
-def _computes_a_loss(model: nn.Module) -> bool:
-    forward = _forward_of(model)
-    return "labels" in inspect.signature(forward).parameters and bool(kinds.names(forward) & _LOSSES)
-
-
-def _forward_of(model: nn.Module) -> FunctionType:
-    return inspect.unwrap(type(model).forward)  # type: ignore[return-value]
+def _names(model: nn.Module) -> AbstractSet[str]:
+    """Return the names that the forward of a model uses, those of its parameters among them."""
+    forward: Any = inspect.unwrap(type(model).forward)
+    return kinds.names(forward) | inspect.signature(forward).parameters.keys()

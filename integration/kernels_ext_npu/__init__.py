@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.api.register import register, unregister
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
     from kernels_ext_npu.reporting.report import Report, report
+    from kernels_ext_npu.sources import load
     from kernels_ext_npu.swapping.experts import transpose_experts
     from kernels_ext_npu.swapping.protocol import Row
 
@@ -22,6 +23,7 @@ __all__ = [
     "Row",
     "UnsupportedEnvironmentError",
     "kernelize",
+    "load",
     "register",
     "report",
     "restore",
@@ -35,6 +37,7 @@ _MODULES = {
     "Row": "swapping.protocol",
     "UnsupportedEnvironmentError": "environment",
     "kernelize": "api.kernelize",
+    "load": "sources",
     "register": "api.register",
     "report": "reporting.report",
     "restore": "api.kernelize",

@@ -11,11 +11,11 @@ from functools import cache
 
 import softnpu  # noqa: F401  before torch
 from documents import savings
-from kernels_ext_npu.inspection.counts import Collective, Counts
+from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.inspecting import Inspection, inspect
 from kernels_ext_npu.inspection.mesh import ONE, Mesh
-from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.inspection.subject import Subject, find
+from kernels_ext_npu.measuring.roofline import SOCS
 
 MESHES = {
     "Qwen3-30B-A3B": (ONE, Mesh(ep=8, fsdp=8), Mesh(ep=8, fsdp=64)),

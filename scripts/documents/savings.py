@@ -6,10 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import softnpu  # noqa: F401  before torch
-from kernels_ext_npu.inspection import decoding, plotting, subject
-from kernels_ext_npu.inspection.counts import Counts
+from kernels_ext_npu.inspection import picture, subject
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.phases import STATIC, replays
 from kernels_ext_npu.inspection.inspecting import Inspection, inspect
-from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.measuring.roofline import SOCS
 
 MODELS = ("Qwen3-8B", "Gemma-3-12B", "Qwen3-30B-A3B", "gpt-oss-20b")
 PICTURE = {"docs/qwen3-30b-a3b.png": "Qwen3-30B-A3B"}
@@ -40,7 +41,7 @@ def table(language: str) -> str:
 def draw(root: Path) -> None:
     """Write the pictures anew."""
     for path, model in PICTURE.items():
-        plotting.plot(inspect(subject.find(model), SOCS["910b"], update=True), root / path)
+        picture.plot(inspect(subject.find(model), SOCS["910b"], update=True), root / path)
 
 
 @cache
@@ -57,12 +58,12 @@ def decoded(model: str) -> Inspection:
 
 def _token(model: str, language: str) -> str:
     """Write the launches of a step with a static cache, and the graphs that it is."""
-    before, after = (variant.counts[decoding.STATIC] for variant in decoded(model).variants)
+    before, after = (variant.counts[STATIC] for variant in decoded(model).variants)
     assert before is not None
     assert after is not None
     launches = f"{_number(before.launches.total())} → {_number(after.launches.total())}"
-    replays = decoding.replays(decoding.STATIC, after)
-    return f"{launches}; {_GRAPHS[language]} {replays}" if replays else launches
+    graphs = replays(STATIC, after)
+    return f"{launches}; {_GRAPHS[language]} {graphs}" if graphs else launches
 
 
 def _cells(before: Counts | None, after: Counts | None) -> list[str]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kernels_ext_npu.inspection import inspecting, roofline, subject
+from kernels_ext_npu.inspection import inspecting, subject
 from kernels_ext_npu.inspection.mesh import Mesh
+from kernels_ext_npu.measuring import roofline
 from tests.distributed import sharded
 from tests.distributed.processes import Processes
 from tests.support.launches import computing

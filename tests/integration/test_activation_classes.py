@@ -13,11 +13,11 @@ from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import ACTIVATIONS
-from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.lookup import find_reference
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
+from tests.support.transformers_files import classes
 
 pytestmark = pytest.mark.usefixtures("registered")
 SERVED = [cls for cls in classes(ACTIVATIONS) if find_reference(cls)]

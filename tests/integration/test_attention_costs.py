@@ -14,11 +14,12 @@ from transformers import AttentionInterface, StaticCache
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import subject
-from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues
-from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.roofline import SOCS
 from kernels_ext_npu.swapping import attention_interface
 from tests.support.costs import fake_model
 
@@ -37,8 +38,8 @@ def whole(name: str) -> tuple[Counts, Counts]:
             model = subject.build(published, torch.bfloat16)
         inputs, _ = subject.make_inputs(model, 1, 4096, values)
         kernels_ext_npu.kernelize(model)
-        forward = count_forward(model, inputs, values, SOC)
-        return forward, count_step(model, inputs | subject.labels(model, inputs), values, SOC)
+        forward = count("forward", model, inputs, values, SOC)
+        return forward, count("step", model, inputs | subject.labels(model, inputs), values, SOC)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,17 +16,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import subject
-from kernels_ext_npu.inspection.counting import Counting, count_layers, count_step
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues
-from kernels_ext_npu.inspection.roofline import SOCS
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count, count_layers
+from kernels_ext_npu.measuring.roofline import SOCS
 
 SOC = SOCS["910b"]
+count_step = partial(count, "step")
 MORE_BYTES = 1.06  # the logits of a piece are computed again, and the hidden states are read by every piece
 
 
 def step(
-    name: str, tokens: int, checkpointing: bool = False, with_loss: bool = True, count: Any = count_step
+    name: str, tokens: int, checkpointing: bool = False, with_loss: bool = True, counting: Any = count_step
 ) -> Counts:
     """Count a step of a published model in bfloat16 with all kernels, or all but CrossEntropy."""
     kernels_ext_npu.register(kernels=sorted({*REPOSITORIES} - (set() if with_loss else {"CrossEntropy"})))
@@ -37,7 +40,7 @@ def step(
         kernels_ext_npu.kernelize(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return count(model, inputs | subject.labels(model, inputs), values, SOC)
+        return counting(model, inputs | subject.labels(model, inputs), values, SOC)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def count_holding(model: nn.Module, inputs: dict[str, Tensor], values: KnownValu
 def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool) -> None:
     """As docs/recipes.md says: hidden states and weight are read once more, logits of two bytes written and held."""
     tokens, words, width = 4096, 151_936, 4096
-    held, let_go = (step("Qwen3-8B", tokens, checkpointing, count=each) for each in (count_holding, count_step))
+    held, let_go = (step("Qwen3-8B", tokens, checkpointing, counting=each) for each in (count_holding, count_step))
     logits = 2 * tokens * words
     assert held.launches - let_go.launches == {"matmul": 1}
     assert held.bytes.total() - let_go.bytes.total() == logits + 2 * width * (tokens + words)

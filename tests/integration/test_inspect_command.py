@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import inspecting, roofline, scalar_cores, showing, subject
+from kernels_ext_npu.inspection import inspecting, printing, subject
+from kernels_ext_npu.measuring import roofline
 from tests.support.kernelizing import QWEN3_235B_A22B
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,26 @@ def test_a_checkpoint_without_weights(folder: Path) -> None:
     for words in ("forward, no gradients", "training step", "1 × 32 tokens", "Counted on fake tensors", "estimate"):
         assert words in output
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(folder) not in line)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--decode"]], ids=["step", "decode"])
+def test_labels_are_whole_in_a_narrow_terminal(folder: Path, arguments: list[str]) -> None:
+    lines = inspect(folder, "--tokens", 32, *arguments, columns=60).output.splitlines()
+    assert all(len(line) <= 60 for line in lines if str(folder) not in line)
+    for label in ("original", "with kernels", "of the original", "of products", "Qwen3DecoderLayer"):
+        assert any(line.strip().startswith(label) for line in lines), label
+
+
+def test_the_estimate_is_compared_with_products_and_attention_alone(folder: Path) -> None:
+    """Those of the original or of ours, whichever take less."""
+    before, after = json.loads(inspect(folder, "--json").stdout)["variants"]
+    for phase in ("forward", "step"):
+        products = [variant[phase]["products_seconds"] for variant in (before, after)]
+        for variant in (before, after):
+            ratio = variant[phase]["estimate_of_products"]
+            assert ratio == variant[phase]["estimate_seconds"] / min(products) > 1
+            assert variant[phase]["flops"] == sum(entry["flops"] for entry in variant[phase]["operators"].values())
+    assert after["step"]["estimate_of_products"] < before["step"]["estimate_of_products"]
 
 
 def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_python, tmp_path: Path) -> None:
@@ -101,12 +122,12 @@ def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3_5_text", **sizes).save_pretrained(tmp_path)
     found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
     console = Console(record=True, width=80, file=io.StringIO())
-    showing.show(found, console)
+    printing.show(found, console)
     text = " ".join(console.export_text().split())
     for number in (2, 4):
         said = "On the AI CPU, a few scalar cores, for which the estimate is far too low: original: "
         assert f"{said}{number} linalg_solve_triangular." in text
-    before, after = showing.as_json(found)["variants"]
+    before, after = printing.as_json(found)["variants"]
     assert before["step"]["ai_cpu_launches"] == {"linalg_solve_triangular": 4}
     assert after["step"]["ai_cpu_launches"] == {}
 
@@ -131,7 +152,7 @@ def test_whole_models_with_linear_attention_stay_below_these_figures(name, launc
     assert of_experts <= grouped * 1e9
     assert step.bytes.total() - of_experts <= gigabytes * 1e9
     assert step.peak <= peak * 1e9
-    assert not scalar_cores.launches(step)
+    assert not step.on_ai_cpu
     assert step.waits == counts["forward"].waits == 0
 
 

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import cli
-from kernels_ext_npu.inspection import decoding, repetition, roofline
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection.counting import phases, repetition
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.subject import Subject, build, make_inputs
+from kernels_ext_npu.measuring import roofline
 from tests.support import zoo
 from tests.support.launches import computing
 
 SOC = roofline.SOCS["910b"]
 BATCH, TOKENS = 2, 12
-COUNT = {decoding.GROWING: decoding.count_growing, decoding.STATIC: decoding.count_static}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
     "vocab_size": 64,
@@ -45,13 +45,13 @@ def counted(config: object, model_class: type, phase: str, unlike: bool = False,
             for number, layer in enumerate(model.model.layers):
                 layer.label = f"like no other: {number}"
             assert repetition.find_kinds(model) == []
-        return COUNT[phase](model, inputs, values, SOC, {})
+        return phases.count(phase, model, inputs, values, SOC, {})
 
 
 def happened(model: torch.nn.Module, phase: str) -> Counter[str]:
     ids = torch.full((BATCH, TOKENS), 5, device="npu")
     config = model.config
-    cache = DynamicCache(config=config) if phase == decoding.GROWING else StaticCache(config, max_cache_len=TOKENS + 1)
+    cache = DynamicCache(config=config) if phase == phases.GROWING else StaticCache(config, max_cache_len=TOKENS + 1)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
         token, place = ids[:, -1:], torch.full((BATCH, 1), TOKENS, device="npu")
@@ -61,11 +61,11 @@ def happened(model: torch.nn.Module, phase: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("name", "phase"), [
-    ("qwen3", decoding.STATIC),
-    pytest.param("qwen3", decoding.GROWING, marks=pytest.mark.long),
-    pytest.param("gemma3_text", decoding.GROWING, marks=pytest.mark.long),
-    pytest.param("gemma3_text", decoding.STATIC, marks=pytest.mark.long),
-    pytest.param("qwen3_moe", decoding.STATIC, marks=pytest.mark.long),
+    ("qwen3", phases.STATIC),
+    pytest.param("qwen3", phases.GROWING, marks=pytest.mark.long),
+    pytest.param("gemma3_text", phases.GROWING, marks=pytest.mark.long),
+    pytest.param("gemma3_text", phases.STATIC, marks=pytest.mark.long),
+    pytest.param("qwen3_moe", phases.STATIC, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_launches_and_waits_are_those_of_the_device(registered: None, name: str, phase: str) -> None:
     real = kernels_ext_npu.kernelize(zoo.build(name, torch.bfloat16).to("npu").eval())
@@ -74,10 +74,10 @@ def test_launches_and_waits_are_those_of_the_device(registered: None, name: str,
     assert found.waits == expected.pop("stream_syncs") == 0
     del expected["device_to_host_copies"]
     assert computing(found.launches) == computing(expected)
-    assert decoding.replays(phase, found) == (phase == decoding.STATIC)
+    assert phases.replays(phase, found) == (phase == phases.STATIC)
 
 
-@pytest.mark.parametrize("phase", [decoding.STATIC, pytest.param(decoding.GROWING, marks=pytest.mark.long)])
+@pytest.mark.parametrize("phase", [phases.STATIC, pytest.param(phases.GROWING, marks=pytest.mark.long)])
 def test_a_few_layers_tell_what_all_cost(registered: None, phase: str) -> None:
     config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **SIZES)
     few, whole = (counted(config, Qwen3ForCausalLM, phase, unlike) for unlike in (False, True))
@@ -94,9 +94,9 @@ def test_a_step_that_waits_or_copies_numbers_of_the_host_is_no_replay(registered
         return output * torch.tensor([2.0], device="npu")
 
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2, **SIZES)
-    found = counted(config, Qwen3ForCausalLM, decoding.STATIC, hook=hook)
+    found = counted(config, Qwen3ForCausalLM, phases.STATIC, hook=hook)
     assert (found.waits, found.copies_in) == ((1, 0) if reads else (0, 1))
-    assert decoding.replays(decoding.STATIC, found) == 0
+    assert phases.replays(phases.STATIC, found) == 0
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -111,13 +111,13 @@ def test_the_command_shows_both_caches_and_replays(tmp_path: Path) -> None:
     report = json.loads(output)
     assert report["inputs"] == "3 × 32 tokens, and one more a row"
     before, after = report["variants"]
-    for phase in decoding.PHASES:
+    for phase in phases.DECODING:
         assert after[phase]["launches"] < before[phase]["launches"]
         assert after[phase]["host_waits"] == 0
-        assert after[phase]["graph_replays"] == (phase == decoding.STATIC)
+        assert after[phase]["graph_replays"] == (phase == phases.STATIC)
     held = 4 * 2 * 3 * 33 * 64 * 2  # layers, keys and values, rows, tokens, a head in bfloat16
-    assert after[decoding.GROWING]["bytes"] > held
-    assert after[decoding.STATIC]["peak_activation_bytes"] < held  # the cache is none of the step's
+    assert after[phases.GROWING]["bytes"] > held
+    assert after[phases.STATIC]["peak_activation_bytes"] < held  # the cache is none of the step's
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

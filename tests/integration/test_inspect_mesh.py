@@ -11,7 +11,8 @@ from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from kernels_ext_npu import cli
-from kernels_ext_npu.inspection import inspecting, mesh, roofline, subject
+from kernels_ext_npu.inspection import inspecting, mesh, subject
+from kernels_ext_npu.measuring import roofline
 from tests.support.kernelizing import QWEN3_235B_A22B
 
 pytestmark = pytest.mark.slow
@@ -109,7 +110,7 @@ def test_a_few_layers_tell_what_all_cost_a_rank(moe: Path, monkeypatch) -> None:
         return inspecting.inspect(subject.find(str(moe)), roofline.SOCS["910b"], tokens=TOKENS, mesh=chosen)
 
     few = count()
-    monkeypatch.setattr("kernels_ext_npu.inspection.counting.find_kinds", lambda model: [])
+    monkeypatch.setattr("kernels_ext_npu.inspection.counting.phases.find_kinds", lambda model: [])
     whole = count()
     for one, other in zip(few.variants, whole.variants):
         for phase in inspecting.PHASES:

@@ -1,8 +1,9 @@
-"""The picture of `inspect --plot`: what is counted is seen, also a thousandth of the largest."""
+"""The picture of `inspect --plot`: it says the result, lengths are in proportion, and no text runs into another."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 
 import pytest
 import torch
@@ -11,113 +12,114 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from kernels_ext_npu.inspection import plotting
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, WHOLE, Inspection, Variant
+from kernels_ext_npu.inspection import picture
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, Variant
 from kernels_ext_npu.inspection.mesh import ONE
-from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.inspection.subject import Subject
+from kernels_ext_npu.measuring.roofline import SOCS
 from kernels_ext_npu.reporting.report import Report
 
 LAUNCHES = {"mm": (36_864, 0), "mul": (2_653, 1), "_sum": (578, 48), "copy": (36, 36), "npu_grouped_matmul": (0, 288)}
+LAUNCHES |= {"npu_fused_linear_cross_entropy_loss_with_max_sum_backward": (900, 900)}  # the longest name
 GIGABYTES = {"mm": (312.4, 0.0), "mul": (189.0, 0.3), "_sum": (24.1, 0.004), "copy": (18.7, 18.7), "tiny": (1e-9, 0.0)}
 OTHERS = {f"other{i}": (3, 2) for i in range(20)}
+PEAKS, OPTIMIZER = (48, 22), 61
 
 
-@pytest.fixture
-def panels():
-    """The two halves of a picture of these figures, as they come out of a file."""
-    figure = plotting.draw(inspection())
-    figure.canvas.draw()
-    yield figure.axes
-    plt.close(figure)
-
-
-def inspection() -> Inspection:
+def inspection(with_update: bool = False, with_step: bool = True) -> Inspection:
     variants = [Variant(ORIGINAL), Variant(ALL)]
     for which, variant in enumerate(variants):
         launches = Counter({name: pair[which] for name, pair in (LAUNCHES | OTHERS).items()})
         moved = Counter({name: round(pair[which] * 1e9) for name, pair in GIGABYTES.items()})
-        variant.counts = {"forward": Counts(), "step": Counts(launches=launches, bytes=moved)}
+        counts = Counts(launches=launches, bytes=moved, waits=9 * (1 - which), peak=PEAKS[which] * 10**9)
+        variant.counts = {"forward": counts, "step": counts if with_step else None}
+        if with_update:
+            for phase, peak in zip(UPDATE, (1, OPTIMIZER)):
+                variant.counts[phase] = Counts(Counter({"add": 4}), Counter({"add": 7 * 10**9}), peak=peak * 10**9)
     subject = Subject("tiny", AutoConfig.for_model("qwen3"), Qwen3ForCausalLM, [])
     mesh, soc = ONE, SOCS["910b"]
     return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), variants, [])
 
 
-def test_a_whole_step_has_its_phases_above_the_operators() -> None:
-    """Each is drawn to scale, in the order of a step; the operators are those of all phases."""
-    counted = inspection()
-    for which, variant in enumerate(counted.variants):
-        for place, phase in enumerate(WHOLE):
-            number = (place + 1) * (2 - which)
-            counts = Counts(Counter({"mm": number}), Counter({"mm": number * 10**9}), peak=number * 10**9)
-            variant.counts[phase] = counts
-    figure = plotting.draw(counted)
+@pytest.fixture(params=[False, True], ids=["step", "whole step"])
+def figure(request):
+    figure = picture.draw(inspection(request.param))
     figure.canvas.draw()
-    above, below = figure.axes[:3], figure.axes[3:]
-    assert [label.get_text() for label in above[0].get_yticklabels()] == list(WHOLE.values())
-    for axes in above:
-        assert axes.get_yticks().tolist() == above[0].get_yticks().tolist()
-        for bars_of, factor in zip(bars(axes), (2, 1), strict=True):
-            assert [bar.get_width() for bar in bars_of] == [factor * place for place in (1, 2, 3, 4)]
-            assert [bar.get_y() for bar in bars_of] == sorted((bar.get_y() for bar in bars_of), reverse=True)
-        assert Counter(text.get_text() for text in axes.texts) == Counter("24681234")
-    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in below]
-    assert legends == [["original: 20", "with kernels: 10"]] * 2
+    yield figure
     plt.close(figure)
 
 
-def bars(axes: Axes) -> list[list[Rectangle]]:
-    """Of the original, and with kernels, from the top."""
-    return [list(container) for container in axes.containers]
+def bars(axes: Axes) -> list[tuple[float, float]]:
+    """The lengths of the bars of a panel, original and with kernels, from the top."""
+    found = sorted((p for p in axes.patches if isinstance(p, Rectangle)), key=lambda bar: -bar.get_y())
+    lengths = [bar.get_width() for bar in found]
+    return list(zip(lengths[::2], lengths[1::2]))
 
 
-def pixels(bar: Rectangle, axes: Axes) -> float:
-    seen = bar.get_window_extent().intersection(bar.get_window_extent(), axes.get_window_extent())
-    return seen.width if seen else 0.0
+def test_the_title_says_the_result(figure) -> None:
+    launches = [sum(pair[which] for pair in (LAUNCHES | OTHERS).values()) for which in (0, 1)]
+    moved = [sum(pair[which] for pair in GIGABYTES.values()) for which in (0, 1)]
+    factors = launches[0] / launches[1], moved[0] / moved[1], PEAKS[0] / PEAKS[1]
+    one, two, three = (f"{factor:.0f}" if factor > 10 else f"{factor:.1f}" for factor in factors)
+    said = f"{one} × fewer launches, {two} × fewer bytes moved, {three} × less memory at the peak"
+    texts = [text.get_text() for text in figure.texts]
+    assert "tiny, a training step with kernels:" in texts
+    assert said in texts
+    assert any("waits 9 → 0 times" in text for text in texts)
 
 
-def test_every_count_has_a_bar_that_is_seen_and_zero_has_none(panels) -> None:
-    for axes, figures in zip(panels, (LAUNCHES, GIGABYTES), strict=True):
-        names = [label.get_text() for label in axes.get_yticklabels()]
-        for which, found in enumerate(bars(axes)):
-            for name, bar in zip(names, found, strict=True):
-                count = dict(figures).get(name, figures.get(f"_{name}"))
-                if count is not None:
-                    assert (pixels(bar, axes) > 5) == (count[which] > 0), (name, which)
+def test_more_of_something_is_said_and_what_stays_is_not() -> None:
+    more = [Counts(Counter({"mm": number}), Counter({"mm": 7}), peak=5) for number in (10, 15)]
+    assert picture.result(*more) == "1.5 × more launches"
+    assert picture.result(more[0], more[0]) == "nothing changes"
 
 
-def test_a_thousandth_of_the_largest_is_a_fifth_of_its_length(panels) -> None:
-    """36 of 36,864."""
-    axes = panels[0]
-    (largest, *_, rest), names = bars(axes)[0], [label.get_text() for label in axes.get_yticklabels()]
-    thousandth = bars(axes)[0][names.index("copy")]
-    assert pixels(thousandth, axes) > pixels(largest, axes) / 5
-    assert pixels(rest, axes) > 0
+def test_lengths_begin_at_zero_and_are_in_proportion(figure) -> None:
+    for axes in figure.axes:
+        assert axes.get_xscale() == "linear"
+        assert axes.get_xlim()[0] == 0
+        assert all(patch.get_x() == 0 for patch in axes.patches)
+    panels = {axes.get_title(): bars(axes) for axes in figure.axes}
+    assert panels["peak GB beyond weights"][0] == PEAKS
+    operators = dict(zip(names(figure.axes[-2]), panels["launches by operator"]))
+    assert operators["mm"] == LAUNCHES["mm"]
+    assert operators["sum"] == LAUNCHES["_sum"]
+    assert operators["all others"] == (17 * 3, 17 * 2)  # of 26 operators nine have bars of their own
 
 
-def test_longer_bars_are_of_larger_counts_and_none_leaves_the_picture(panels) -> None:
-    for axes, figures in zip(panels, (LAUNCHES, GIGABYTES), strict=True):
-        names = [label.get_text() for label in axes.get_yticklabels()][:-1]
-        lengths = {}
-        for which, found in enumerate(bars(axes)):
-            for name, bar in zip(names, found):
-                count = (figures | OTHERS).get(name, figures.get(f"_{name}"))
-                lengths[name, which] = (count[which], pixels(bar, axes))
-                assert pixels(bar, axes) == pytest.approx(bar.get_window_extent().width)
-        ordered = sorted(lengths.values())
-        assert [length for _, length in ordered] == sorted(length for _, length in ordered)
+def test_every_bar_has_its_figure(figure) -> None:
+    texts = [text.get_text() for text in figure.axes[-2].texts]
+    assert {"36,864 → 0", "2,653 → 1", "578 → 48", "36 → 36", "0 → 288"} <= set(texts)
+    assert "24.1 → < 0.01" in [text.get_text() for text in figure.axes[-1].texts]
+    assert {"48", "22"} <= {text.get_text() for axes in figure.axes for text in axes.texts}
 
 
-def test_bars_are_labelled_with_their_counts_and_the_legend_has_the_sums(panels) -> None:
-    launches, moved = panels
-    texts = [[text.get_text() for text in axes.texts] for axes in panels]
-    assert {"36,864", "2,653", "1", "578", "48", "36", "0", "288"} <= set(texts[0])
-    assert {"312", "189", "0.30", "24.1", "18.7", "< 0.01", "0"} <= set(texts[1])
-    assert [len(found) for found in texts] == [2 * len(axes.get_yticks()) for axes in panels]
-    shown = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (launches, moved)]
-    assert shown[0] == [f"original: {36_864 + 2_653 + 578 + 36 + 60:,}", f"with kernels: {1 + 48 + 36 + 288 + 40}"]
-    assert shown[1] == ["original: 544", "with kernels: 19.0"]
-    assert all("logarithmic" in axes.get_xlabel() for axes in panels)
-    # what is not among the first twelve is one bar: 20 others, of which 12 - 5 are shown
-    assert texts[0][12] == str(3 * 13)
+def test_what_the_optimizer_adds_stands_apart_from_forward_and_backward() -> None:
+    figure = picture.draw(inspection(with_update=True))
+    figure.canvas.draw()
+    peaks = next(axes for axes in figure.axes if "peak" in axes.get_title())
+    assert bars(peaks) == [PEAKS, (OPTIMIZER, OPTIMIZER)]
+    assert any("add 8 launches and 14 GB moved to both, and hold 61 GB" in text.get_text() for text in figure.texts)
+    plt.close(figure)
+
+
+def test_a_forward_is_drawn_where_no_step_was_counted() -> None:
+    figure = picture.draw(inspection(with_step=False))
+    assert any("a forward with kernels" in text.get_text() for text in figure.texts)
+    plt.close(figure)
+
+
+def test_no_text_leaves_the_picture_or_runs_into_another(figure) -> None:
+    labels = [label for axes in figure.axes for label in (*axes.texts, axes.title, *axes.get_yticklabels())]
+    boxes = [text.get_window_extent() for text in (*labels, *figure.texts) if text.get_text()]
+    for box in boxes:
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+
+
+def names(axes: Axes) -> list[str]:
+    return [label.get_text().replace("\n", "") for label in axes.get_yticklabels()]

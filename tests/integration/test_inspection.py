@@ -15,10 +15,12 @@ from transformers import AutoConfig, PreTrainedModel
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.inspection import repetition, roofline
-from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection.counting import repetition
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 from tests.support import memory, zoo
 from tests.support.launches import computing
 
@@ -41,8 +43,8 @@ class Fake:
 
     def count(self, training: bool) -> Counts:
         if training:
-            return count_step(self.model, self.inputs | {"labels": self.inputs["input_ids"]}, self.values, SOC)
-        return count_forward(self.model, self.inputs, self.values, SOC)
+            return count("step", self.model, self.inputs | {"labels": self.inputs["input_ids"]}, self.values, SOC)
+        return count("forward", self.model, self.inputs, self.values, SOC)
 
 
 @contextmanager
@@ -213,7 +215,7 @@ class TestRoofline:
             tensors = [torch.empty(shape, dtype=dtype, device="npu") for shape in shapes]
             with Counting(KnownValues(), SOC) as counting:
                 function(*tensors)
-        return sum(counting.seconds.values())
+        return counting.counts().estimate
 
     def test_a_large_product_takes_what_its_operations_take(self) -> None:
         shapes, operations = ((4096, 4096), (4096, 8192)), 2 * 4096 * 4096 * 8192
@@ -246,7 +248,7 @@ class TestRoofline:
 
 
 def test_values_that_follow_from_sizes_are_known_and_others_are_not() -> None:
-    from kernels_ext_npu.inspection.known_values import UnknownValueError
+    from kernels_ext_npu.inspection.counting.known_values import UnknownValueError
 
     values = KnownValues()
     with FakeTensorMode(allow_non_fake_inputs=True), Counting(values, SOC):

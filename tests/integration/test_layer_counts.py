@@ -15,9 +15,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.inspection import roofline
-from kernels_ext_npu.inspection.counting import Counting, count_forward, count_step
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 from tests.support import zoo
 
 KERNELS = ["Activation", "RMSNorm", "RoPE", "SwiGLU"]
@@ -113,7 +114,7 @@ def real_counts(make: Callable[[KnownValues], Made], is_swapped: bool) -> tuple[
             model, inputs = make(values)
         if is_swapped:
             kernels_ext_npu.kernelize(model)
-        forward, step = (count(model, inputs, values, soc) for count in (count_forward, count_step))
+        forward, step = (count(phase, model, inputs, values, soc) for phase in ("forward", "step"))
     assert forward.waits == step.waits
     for name, counts in (("forward", forward), ("training step", step)):
         gigabytes = counts.bytes.total() / 1e9

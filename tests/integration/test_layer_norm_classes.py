@@ -13,12 +13,12 @@ from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import LAYER_NORMS
-from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.references import layer_norms
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
+from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SIZE = 32

@@ -6,16 +6,15 @@ from collections.abc import Collection
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import roofline, subject
-from kernels_ext_npu.inspection.adapting import adapt
-from kernels_ext_npu.inspection.counting import count_step
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 
 KERNELS = {*REPOSITORIES} - {"CrossEntropy"}
 TOKENS, RANK = 4096, 16
@@ -27,13 +26,10 @@ def step(kernels: Collection[str], dropout: float = 0.0) -> Counts:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = subject.build(found, torch.bfloat16)
-            adapt(model, RANK)
-            for module in model.modules():
-                if dropout and hasattr(module, "lora_dropout"):
-                    module.lora_dropout["default"] = nn.Dropout(dropout)
+            subject.adapt(model, RANK, dropout)
             kernels_ext_npu.kernelize(model.train())
             inputs = subject.make_inputs(model, 1, TOKENS, values)[0]
-            counts = count_step(model, inputs | subject.labels(model, inputs), values, roofline.SOCS["910b"])
+            counts = count("step", model, inputs | subject.labels(model, inputs), values, roofline.SOCS["910b"])
     finally:
         kernels_ext_npu.unregister()
     print(f"{counts.launches.total()} launches, {counts.bytes.total() / 1e9:.1f} GB, peak {counts.peak / 1e9:.2f} GB")

@@ -13,12 +13,12 @@ from transformers.activations import ACT2FN
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import MLPS
-from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import KEPT
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.references.mlps import LlamaMLP
 from tests.support.counted import counted
 from tests.support.mlp_classes import ARGUMENTS, inputs, instance, is_served
+from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SERVED = [cls for cls in classes(MLPS) if is_served(cls)]

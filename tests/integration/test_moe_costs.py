@@ -15,9 +15,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.inspection import roofline, subject
-from kernels_ext_npu.inspection.counting import Counting, count_forward
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.measuring import roofline
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory, zoo
 from tests.support.costs import costs
@@ -170,12 +172,12 @@ def test_routers_of_whole_models_launch_three_times(registered, model, fewer) ->
             built = subject.build(subject.find(model), torch.bfloat16)
         inputs, _ = subject.make_inputs(built, 1, 4096, values)
         kernels_ext_npu.kernelize(built)
-        count_forward(built, inputs, values, soc)  # makes the mask that later forwards share
+        count("forward", built, inputs, values, soc)  # makes the mask that later forwards share
         for prepare in (lambda each: None, kernels_ext_npu.restore):
             for module in built.modules():
                 if type(module).__name__.endswith("TopkRouter"):
                     prepare(module)
-            found.append(count_forward(built, inputs, values, soc))
+            found.append(count("forward", built, inputs, values, soc))
     ours, without = found
     print(
         f"{model}: {without.launches.total()} launches of a forward, {ours.launches.total()} with kernels for routers"

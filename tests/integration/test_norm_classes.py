@@ -14,11 +14,11 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import NORMS
-from kernels_ext_npu.coverage.survey import classes
 from kernels_ext_npu.matching.kinds import COUNTED, KEPT
 from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.selftest.norm_modules import exact, inputs, instance
 from tests.support.counted import counted
+from tests.support.norm_modules import exact, inputs, instance
+from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent

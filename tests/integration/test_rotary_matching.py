@@ -17,12 +17,12 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import ROTARY
-from kernels_ext_npu.coverage.survey import rotary_functions
 from kernels_ext_npu.matching.kinds import KEPT
 from kernels_ext_npu.matching.lookup import find_function_reference
 from kernels_ext_npu.references.fingerprints import is_kernel_function
 from tests.support.counted import counted
 from tests.support.rotary_functions import calls, modeling
+from tests.support.transformers_files import rotary_functions
 
 TESTS = Path(__file__).resolve().parent.parent
 REFUSED = KEPT[ROTARY.name]

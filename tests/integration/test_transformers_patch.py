@@ -40,7 +40,7 @@ EVERY_MARK = """
 import sys
 import softnpu, json
 sys.path.append(sys.argv[1])
-from kernels_ext_npu.coverage.survey import modeling_files, module_classes
+from tests.support.transformers_files import modeling_files, module_classes
 from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
 from kernels_ext_npu.references.fingerprints import is_kernel_function
 from transformers.integrations.hub_kernels import get_kernel_mapping_transformers

@@ -16,13 +16,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.coverage.survey import module_classes
 from kernels_ext_npu.matching.lookup import find_reference
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.selftest.rotations import LAYER_TYPES, embedding
+from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
 from tests.support.counted import counted
+from tests.support.transformers_files import module_classes
 
 pytestmark = pytest.mark.usefixtures("registered")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

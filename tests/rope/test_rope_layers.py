@@ -11,13 +11,14 @@ from torch import Tensor
 
 import softnpu
 from kernels_ext_npu import references
-from kernels_ext_npu.coverage.survey import rotary_functions
 from kernels_ext_npu.matching.lookup import find_function_reference
 from kernels_ext_npu.references import FunctionReference
 from kernels_ext_npu.references.fingerprints import original_function
 from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
 from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
-from kernels_ext_npu.selftest.rotations import arguments, exact, results, tensors
+from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
+from tests.support.rotations import exact, results, tensors
+from tests.support.transformers_files import rotary_functions
 
 pytestmark = pytest.mark.slow
 REFERENCES = [reference for reference in references.FUNCTION_REFERENCES if reference.repository == "RoPE"]

@@ -8,8 +8,8 @@ from transformers import AutoConfig, Qwen3MoeForCausalLM
 from documents import parallel
 from kernels_ext_npu.inspection.inspecting import inspect
 from kernels_ext_npu.inspection.mesh import Mesh
-from kernels_ext_npu.inspection.roofline import SOCS
 from kernels_ext_npu.inspection.subject import Subject
+from kernels_ext_npu.measuring.roofline import SOCS
 
 SIZES = {
     "hidden_size": 64,

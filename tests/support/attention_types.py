@@ -96,7 +96,7 @@ def main_output(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 def _inside(name: str) -> type[PreTrainedModel]:
     """Return a class that only its own file names, such as one inside of a larger model."""
-    from kernels_ext_npu.coverage.survey import module_classes
+    from tests.support.transformers_files import module_classes
 
     return next(cls for cls in module_classes() if cls.__name__ == name)
 

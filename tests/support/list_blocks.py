@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
-from kernels_ext_npu.selftest.expert_blocks import BLOCKS
+from tests.support.expert_modules import BLOCKS
 
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
 packed_or_not = pytest.mark.parametrize("packed", [True, False])

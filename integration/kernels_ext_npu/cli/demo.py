@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kernels_ext_npu.cli.refusals import refusing, take_device
+from kernels_ext_npu.cli.terminal import console
 from kernels_ext_npu.environment import UnsupportedEnvironmentError
 
 
@@ -23,8 +24,8 @@ def demo(
     Runs on the software device where there is no NPU. Ends with 1 if anything disagrees.
     """
     take_device(needed=True)
-    from kernels_ext_npu.demo import run
+    from kernels_ext_npu.demo.demonstration import CannotRunError, show
 
-    with refusing(run.CannotRunError, UnsupportedEnvironmentError):
-        agreed = run.run(model)
+    with refusing(CannotRunError, UnsupportedEnvironmentError):
+        agreed = show(console(), model)
     raise typer.Exit(0 if agreed else 1)

@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+
+from kernels_ext_npu.cli import terminal
+
+
+class Commands(TyperGroup):
+    """The group of all commands: whatever ends one is told on standard error, and in characters that it has."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command."""
+        terminal.allow_all_characters()
+        return super().main(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; what it did not expect ends it with 2.
+
+        No exception leaves it: torch_npu's hook for these prints to standard output when the process ends.
+        """
+        try:
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
+        except (typer.Abort, BrokenPipeError):  # whoever read what was printed has read enough
+            raise
+        except OSError as error:
+            typer.echo(f"kernels-ext-npu: {error}", err=True)
+        except Exception as error:
+            if hasattr(error, "exit_code"):  # typer's own
+                raise
+            traceback.print_exc()
+        raise typer.Exit(2)
 
 
 class RefusedError(Exception):
@@ -42,3 +77,40 @@ def take_device(needed: bool) -> None:
     except ImportError as error:
         if needed or importlib.util.find_spec("torch_npu") is not None:
             raise RefusedError(str(error)) from error
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Check now that a file can be written, rather than after minutes of computing.
+
+    Raises:
+        RefusedError: it cannot be written.
+    """
+    if path is None:
+        return
+    there, parent = path.exists(), path.absolute().parent
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        missing = "" if parent.is_dir() else f": there is no folder {parent}"
+        raise RefusedError(f"{option} {path} cannot be written: {error.strerror}{missing}") from error
+    if not there:
+        path.unlink()
+
+
+def check_picture(path: Path | None) -> None:
+    """Check now that a picture can be drawn into the file of ``--plot``.
+
+    Raises:
+        RefusedError: matplotlib is missing or does not know the suffix, or the file cannot be written.
+    """
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RefusedError("--plot needs matplotlib: pip install 'kernels-ext-npu[plot]', or pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise RefusedError(f"--plot {path}: the name has to end in one of .{', .'.join(known)}")
+    check_file("--plot", path)

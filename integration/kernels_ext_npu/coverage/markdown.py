@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 
 import transformers
 
-from kernels_ext_npu.catalogue import KINDS, SERVING, Kind
+from kernels_ext_npu.catalogue import KINDS, Kind
 from kernels_ext_npu.coverage.survey import Row
 from kernels_ext_npu.coverage.tables import (
     cell,
     columns,
-    empty,
-    entries_of,
+    counted,
     kept_by_reason,
     name_of,
     not_empty,
-    of_model_types,
+    nothing_to_serve,
+    sums,
 )
 from kernels_ext_npu.matching import kinds
 
@@ -41,33 +41,20 @@ Activations are in the sums only: all but Bloom's are in `activations.py` of tra
 
 def page(rows: Sequence[Row]) -> str:
     """Return the whole page: sums, a row for each folder of transformers, and what is kept and why."""
-    nothing = [f"`{name}`" for name in empty(rows)]
     kernels = [kernel.name for kernel in columns(rows)]
-    folders = [row.folder for row in of_model_types(rows)]
-    count = sum(len(folder.model_types) for folder in folders)
+    by_type = [[_name(row), *cells(rows, row)] for row in not_empty(rows)]
     parts = [
         _INTRODUCTION.format(version=transformers.__version__),
-        f"## {count} model types in {len(folders)} folders\n",
+        f"## {counted(rows)}\n",
         "Cells are served of all; `–` where there is nothing of the kind.\n",
         table(["kernel", "for", "served", "kept"], sums(rows), right=2),
         "## By model type\n",
-        table(
-            ["model types", *kernels], [[_name(row), *cells(rows, row)] for row in not_empty(rows)], right=len(kernels)
-        ),
-        f"Nothing to serve in {len(nothing)} model types: {', '.join(nothing)}.\n",
+        table(["model types", *kernels], by_type, right=len(kernels)),
+        f"{nothing_to_serve(rows, quote='`')}\n",
         "## What is kept, and why\n",
         *(_kept(rows, kind) for kind in KINDS),
     ]
     return "\n".join(parts)
-
-
-def sums(rows: Sequence[Row]) -> list[list[str]]:
-    """Return a row of kernel, kind, served and kept for every kind."""
-    found = [(kernel, kind, entries_of(rows, kind)) for kernel in SERVING for kind in kernel.kinds]
-    served = [sum(entry.layer is not None for entry in entries) for _, _, entries in found]
-    return [
-        [kernel.name, kind.name, str(n), str(len(entries) - n)] for (kernel, kind, entries), n in zip(found, served)
-    ]
 
 
 def cells(rows: Sequence[Row], row: Row) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 from torch import nn
@@ -81,7 +79,7 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
 def entries(module: ModuleType) -> Iterator[Entry]:
     """Find what a modeling file defines that is counted."""
     file = _short(module)
-    for cls in _classes(module):
+    for cls in classes_of(module):
         kind, reference = kinds.of_class(cls), find_reference(cls)
         if kind is ATTENTION:
             refusal = kinds.attention_refusal(cls)
@@ -92,37 +90,10 @@ def entries(module: ModuleType) -> Iterator[Entry]:
         for method in kinds.rotary_methods(cls):
             name = f"{cls.__name__}.{method}"
             yield Entry(ROTARY.name, name, file, None, kinds.reason(ROTARY, f"{file}:{name}"))
-    for name, function, kind in _functions(module):
+    for name, function, kind in functions_of(module):
         found = find_function_reference(function)
         reason = None if found else kinds.reason(kind, f"{file}:{name}")
         yield Entry(kind.name, name, file, found.layer if found else None, reason)
-
-
-@cache
-def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
-    """Return the classes of transformers that are counted among a kind."""
-    return tuple(cls for cls in module_classes() if kinds.of_class(cls) is kind)
-
-
-@cache
-def rotary_functions() -> dict[str, object]:
-    """Return the rotary functions of transformers, or what `kernels` made of them, by ``file:name``."""
-    found = ((module, *function) for module in modeling_files() for function in _functions(module))
-    return {f"{_short(module)}:{name}": function for module, name, function, kind in found if kind is ROTARY}
-
-
-def module_classes() -> Iterator[type[nn.Module]]:
-    """Find the classes of modules of every architecture that can be imported, and of what they share."""
-    for module in (*modeling_files(), *map(importlib.import_module, SHARED.files)):
-        yield from _classes(module)
-
-
-@cache
-def modeling_files() -> tuple[ModuleType, ...]:
-    """Import the modeling files of transformers whose requirements are installed."""
-    with _quiet():
-        loaded = [model_types.load(file) for folder in model_types.folders() for file in folder.files]
-    return tuple(module for module in loaded if isinstance(module, ModuleType))
 
 
 def _row(folder: Folder) -> Row:
@@ -132,13 +103,14 @@ def _row(folder: Folder) -> Row:
     return Row(folder, tuple(found), model_types.parts(folder), missing)
 
 
-def _classes(module: ModuleType) -> Iterator[type[nn.Module]]:
+def classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
+    """Find the classes of modules that a file defines."""
     for value in dict.fromkeys(value for value in vars(module).values() if inspect.isclass(value)):
         if issubclass(value, nn.Module) and _is_defined_in(value, module):
             yield value
 
 
-def _functions(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
+def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
     """Find the functions of a file that models call and that are counted, each with what it is.
 
     Helpers and what a served function is made of are not among them: the report of a model knows them by what calls

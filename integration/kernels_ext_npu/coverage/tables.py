@@ -30,15 +30,15 @@ MEANING = (
 def whole(rows: Sequence[Row]) -> RenderableType:
     """Lay out all rows, what is kept and why, and the sums, for a terminal."""
     kernels = columns(rows)
-    headers = (_BREAK.sub("\n", kernel.name) for kernel in kernels)
-    cells = _table(f"transformers {transformers.__version__}", "model types", *headers)
+    cells = _table(f"transformers {transformers.__version__}", "model types")
     cells.show_edge = cells.pad_edge = False  # so that the longest names have room on a terminal of 80 columns
     cells.padding = 0
-    for column in cells.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    for kernel in kernels:
+        cells.add_column(_BREAK.sub("\n", kernel.name), justify="right", no_wrap=True)
     for row in not_empty(rows):
         cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in kernels))
-    return Group(cells, "", *_kept(rows), *_empty(rows), _sums(rows), Text(MEANING, style="dim"))
+    nothing = Text(f"\n{nothing_to_serve(rows)}\n", style="dim")
+    return Group(cells, "", *_kept(rows), nothing, _sums(rows), Text(MEANING, style="dim"))
 
 
 def detailed(rows: Sequence[Row]) -> RenderableType:
@@ -95,9 +95,22 @@ def not_empty(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.folder in found]
 
 
-def empty(rows: Sequence[Row]) -> list[str]:
-    """Return the model types of all other rows, sorted."""
-    return sorted(_types(row.folder for row in rows) - _types(row.folder for row in not_empty(rows)))
+def nothing_to_serve(rows: Sequence[Row], quote: str = "") -> str:
+    """Name the model types of all other rows."""
+    names = sorted(_types(row.folder for row in rows) - _types(row.folder for row in not_empty(rows)))
+    return f"Nothing to serve in {len(names)} model types: {', '.join(f'{quote}{name}{quote}' for name in names)}."
+
+
+def counted(rows: Sequence[Row]) -> str:
+    """Say how many model types there are."""
+    folders = [row.folder for row in of_model_types(rows)]
+    return f"{sum(len(folder.model_types) for folder in folders)} model types in {len(folders)} folders"
+
+
+def sums(rows: Sequence[Row]) -> list[list[str]]:
+    """Return a row of kernel, kind, served and kept for every kind."""
+    kinds_of = [(kernel, kind, _count(entries_of(rows, kind))) for kernel in SERVING for kind in kernel.kinds]
+    return [[kernel.name, kind.name, str(n["served"]), str(n["kept"])] for kernel, kind, n in kinds_of]
 
 
 def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
@@ -171,23 +184,14 @@ def _kept(rows: Sequence[Row]) -> Iterator[RenderableType]:
         yield shown
 
 
-def _empty(rows: Sequence[Row]) -> Iterator[Text]:
-    if names := empty(rows):
-        yield Text(f"\nNothing to serve in {len(names)} model types: {', '.join(names)}.\n", style="dim")
-
-
 def _sums(rows: Sequence[Row]) -> Table:
-    folders = [row.folder for row in of_model_types(rows)]
-    count = sum(len(folder.model_types) for folder in folders)
-    shown = _table(f"{count} model types in {len(folders)} folders", "kernel", "", "served", "kept")
-    for column in shown.columns[2:]:
-        column.justify = "right"
-    for kernel in SERVING:
-        for kind in kernel.kinds:
-            sums = _count(entries_of(rows, kind))
-            shown.add_row(
-                kernel.name if kind is kernel.kinds[0] else "", kind.name, str(sums["served"]), str(sums["kept"])
-            )
+    shown = _table(counted(rows), "kernel", "")
+    shown.add_column("served", justify="right")
+    shown.add_column("kept", justify="right")
+    before = ""
+    for kernel, kind, *numbers in sums(rows):
+        shown.add_row(kernel if kernel != before else "", kind, *numbers)
+        before = kernel
     return shown
 
 

@@ -14,49 +14,39 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.inspection import decoding, modules
-from kernels_ext_npu.inspection.adapting import adapt
-from kernels_ext_npu.inspection.counting import (
-    Counting,
-    count_backward,
-    count_clipping,
-    count_forward,
-    count_optimizer,
-    count_step,
-    count_training_forward,
-)
-from kernels_ext_npu.inspection.counts import Counts
-from kernels_ext_npu.inspection.known_values import KnownValues, UnknownValueError
-from kernels_ext_npu.inspection.memory import weight_bytes
+from kernels_ext_npu.inspection import remarks as remark
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues, UnknownValueError
+from kernels_ext_npu.inspection.counting.memory import weight_bytes
+from kernels_ext_npu.inspection.counting.phases import DECODING, GROWING, count
 from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
 from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
-from kernels_ext_npu.inspection.roofline import Soc
-from kernels_ext_npu.inspection.subject import CannotInspectError, Subject, build, clamp, labels, make_inputs
+from kernels_ext_npu.inspection.subject import (
+    CannotInspectError,
+    Subject,
+    adapt,
+    build,
+    check_decodes,
+    clamp,
+    labels,
+    make_inputs,
+)
+from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.reporting.report import Report
 
-_FIRST = ("forward", decoding.GROWING)  # of the phases: what it does not call is remarked
+_FIRST = ("forward", GROWING)  # of the phases: what it does not call is remarked
 ORIGINAL, ALL = "original", "with kernels"
-_COUNTERS = {
-    "forward": count_forward,
-    "step": count_step,
-    "training_forward": count_training_forward,
-    "backward": count_backward,
-    "clipping": count_clipping,
-    "optimizer": count_optimizer,
-    decoding.GROWING: decoding.count_growing,
-    decoding.STATIC: decoding.count_static,
-}
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
-PARTS = {"training_forward": "forward of a step", "backward": "backward"}
-UPDATE = {  # what follows a backward, and is none of the kernels'
-    "clipping": "gradient clipping: clip_grad_norm_, in lists",
-    "optimizer": "optimizer: a step of AdamW, in lists",
-}
 WHOLE = {  # a whole step of training, in its order
     "training_forward": "forward",
     "backward": "backward",
     "clipping": "clipping",
     "optimizer": "optimizer",
+}
+UPDATE = {  # what follows a backward, and is none of the kernels'
+    "clipping": "gradient clipping: clip_grad_norm_, in lists",
+    "optimizer": "optimizer: a step of AdamW, in lists",
 }
 
 
@@ -105,6 +95,19 @@ class Inspection:
     remarks: list[str]
     phases: dict[str, str] = field(default_factory=lambda: PHASES)
 
+    @property
+    def ends(self) -> tuple[Variant, Variant]:
+        """The original, and the model with all kernels."""
+        return self.variants[0], self.variants[-1]
+
+    def products(self, phase: str) -> float | None:
+        """Return the least seconds of the products and attention of a phase, of the one of the ends that has fewer.
+
+        A product more than needed counts against who computes it. None where the phase was not counted.
+        """
+        counted = [whole(v) if phase == "whole_step" else v.counts[phase] for v in self.ends]
+        return min((counts.products for counts in counted if counts is not None), default=None)
+
 
 def inspect(
     subject: Subject,
@@ -147,9 +150,9 @@ def inspect(
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
             described += adapted
             remarks += remarks_on_mesh(model, mesh)
-            phases = decoding.PHASES if decode else PHASES | (PARTS | UPDATE if update else {})
+            phases = DECODING if decode else PHASES | (WHOLE | UPDATE if update else {})
             if decode:
-                decoding.refuse(model)
+                check_decodes(model)
                 described += ", and one more a row"
             if checkpointing:
                 described += _checkpoint(model)
@@ -161,15 +164,15 @@ def inspect(
                         report, variant.swapped = found, found.summary()
                     for phase, title in phases.items():
                         advance(f"{name}: {title}")
-                        given = inputs | labels(model, inputs) if phase in ("step", *PARTS, *UPDATE) else inputs
-                        counter = partial(_COUNTERS[phase], model, given, values, soc, axes)
-                        with modules.remark_idle(model, remarks if phase in _FIRST and found is None else []):
+                        given = inputs | labels(model, inputs) if phase in ("step", *WHOLE) else inputs
+                        counter = partial(count, phase, model, given, values, soc, axes)
+                        with remark.idle(model, remarks if phase in _FIRST and found is None else []):
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
                     variants.append(variant)
             weights = weight_bytes(model)
     if not any(counts for variant in variants for counts in variant.counts.values()):
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    remarks = list(dict.fromkeys(remarks))
+    remarks = [*dict.fromkeys(remarks), *_unknown(variants)]
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
@@ -187,7 +190,12 @@ def whole(variant: Variant) -> Counts | None:
 
 def steps(compare: bool, update: bool = False) -> int:
     """Return how often inspect() says what comes next."""
-    return 1 + (len(PHASES) + update * len(PARTS | UPDATE)) * len(_variants(compare))
+    return 1 + (len(PHASES) + update * len(WHOLE)) * len(_variants(compare))
+
+
+def _unknown(variants: list[Variant]) -> list[str]:
+    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
+    return remark.unknown_products({name for counts in counted for name in counts.launches})
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:
@@ -201,7 +209,7 @@ def _build(subject: Subject, dtype: torch.dtype, values: KnownValues, soc: Soc) 
             return build(subject, dtype)
     except Exception as error:  # sizes that do not fit together, say
         raise CannotInspectError(
-            f"{subject.name}: no {subject.model_class.__name__} can be built of it: {modules.line(error)}"
+            f"{subject.name}: no {subject.model_class.__name__} can be built of it: {remark.first_line(error)}"
         ) from error
 
 
@@ -234,13 +242,13 @@ def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remar
         return count()
     except UnknownValueError as error:
         remarks.append(
-            f"{what}: not counted, since {modules.culprit(model, error)} lets the host read what follows from weights "
+            f"{what}: not counted, since {remark.culprit(model, error)} lets the host read what follows from weights "
             f"or chance, by {error}; each time it waits for the device"
         )
     except Exception as error:  # of a model's own code, with inputs that it was not made for
         remarks.append(
-            f"{what}: not counted, since {modules.culprit(model, error)} ended in {type(error).__name__}: "
-            f"{modules.line(error)}"
+            f"{what}: not counted, since {remark.culprit(model, error)} ended in {type(error).__name__}: "
+            f"{remark.first_line(error)}"
         )
     model.zero_grad(set_to_none=True)
     return None

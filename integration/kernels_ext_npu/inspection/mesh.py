@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DistributedConfig, PreTrainedModel
 
-from kernels_ext_npu.inspection import modules, plans
+from kernels_ext_npu.inspection.remarks import first_line
 from kernels_ext_npu.inspection.subject import CannotInspectError
 
 AXES = ("tp", "fsdp", "efsdp", "ep")
@@ -81,7 +83,7 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
     if mesh == ONE:
         yield {}
         return
-    plans.check(model, mesh.tp, mesh.ep)
+    _check_plans(model, mesh.tp, mesh.ep)
     if mesh.fsdp > 1 and not hasattr(FSDPModule, "reset_iter_state"):
         raise CannotInspectError(f"--fsdp {mesh.fsdp} is counted with torch 2.13, not with torch {torch.__version__}")
     if dist.is_initialized():
@@ -151,13 +153,35 @@ def axes(manager: Any) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
+    """Check that a model can be sharded over so many ranks.
+
+    Raises:
+        CannotInspectError: it cannot. The message says why, and what can be.
+    """
+    name = type(model).__name__
+    if tp > 1 and not model.tp_plan:
+        raise CannotInspectError(f"--tp {tp}: {name} has no plan of tensor parallelism in transformers: use --fsdp")
+    if ep > 1 and not model.ep_plan:
+        raise CannotInspectError(
+            f"--ep {ep}: {name} has no experts, or no plan to distribute them in transformers: use --fsdp or --tp"
+        )
+    if ep > 1 and "ep_dispatch_experts" not in model.ep_plan.values() and ep != tp:
+        raise CannotInspectError(
+            f"--ep {ep} --tp {tp}: {name} sums over the ranks of its experts, which have to be those of "
+            f"tensor parallelism: give --tp {ep}, too"
+        )
+    _check_heads(model, tp)
+    _check_experts(model, ep)
+
+
 def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
         config, _, manager = type(model).prepare_distribute_model(wanted)
         type(model).maybe_distribute_model(model, config, manager)
     except Exception as error:  # sizes or a plan that transformers refuses
-        raise CannotInspectError(f"transformers does not shard it for {mesh}: {modules.line(error)}") from error
+        raise CannotInspectError(f"transformers does not shard it for {mesh}: {first_line(error)}") from error
     model.tie_weights()
     return axes(manager)
 
@@ -167,3 +191,35 @@ def _is_sharded(parameter: nn.Parameter, axis: str) -> bool:
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
     return any(name == axis and not p.is_replicate() for name, p in zip(names, parameter.placements))
+
+
+def _check_heads(model: PreTrainedModel, ranks: int) -> None:
+    heads = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and _rule(path, model.tp_plan) == "colwise":
+            width = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
+            if isinstance(width, int) and re.search(r"\b[qkv]_proj$", path):
+                heads[path] = module.out_features // width
+    if any(number % ranks for number in heads.values()):
+        path = next(path for path, number in heads.items() if number % ranks)
+        raise CannotInspectError(
+            f"--tp {ranks} does not divide the {heads[path]} heads of {path}: give one of "
+            f"{_divisors(math.gcd(*heads.values()))}, and --fsdp for more ranks"
+        )
+
+
+def _check_experts(model: PreTrainedModel, ranks: int) -> None:
+    for path, parameter in model.named_parameters():
+        if _rule(path, model.ep_plan) == "grouped_gemm" and parameter.shape[0] % ranks:
+            raise CannotInspectError(
+                f"--ep {ranks} does not divide the {parameter.shape[0]} experts of {path}: give one of "
+                f"{_divisors(parameter.shape[0])}"
+            )
+
+
+def _rule(path: str, plan: Mapping[str, str] | None) -> str | None:
+    return (plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

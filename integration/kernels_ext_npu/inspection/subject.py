@@ -1,8 +1,9 @@
-"""What is inspected: a configuration by any of its names, the model it describes on fake tensors, and inputs for it."""
+"""What is inspected: a configuration by any of its names, the model it describes on fake tensors, and its inputs."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import json
 import re
@@ -19,8 +20,10 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from kernels_ext_npu.inspection import modules, published_models
-from kernels_ext_npu.inspection.known_values import KnownValues
+from kernels_ext_npu import model_configs
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.remarks import first_line
+from kernels_ext_npu.swapping.patches import Patches
 
 # the classes of a configuration, the whole model before its parts
 _MAPPINGS = (
@@ -68,20 +71,20 @@ def find(name: str) -> Subject:
     elif name in CONFIG_MAPPING_NAMES:
         config = CONFIG_MAPPING[name]()
         remarks.append(f"sizes: what {type(config).__name__} has by default")
-    elif name in published_models.MODELS:
-        config = published_models.config(name)
-        remarks.append(f"sizes: {published_models.MODELS[name].source}")
+    elif name in model_configs.PUBLISHED:
+        config = model_configs.config(name)
+        remarks.append(f"sizes: {model_configs.source(name)}")
     elif path.exists():
         raise CannotInspectError(f"{path} is no checkpoint: it has no config.json")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         config = _cached(name)
     else:
-        near = difflib.get_close_matches(name, [*CONFIG_MAPPING_NAMES, *published_models.MODELS], 3)
+        near = difflib.get_close_matches(name, [*CONFIG_MAPPING_NAMES, *model_configs.PUBLISHED], 3)
         hint = f" Near to it: {', '.join(near)}." if near else ""
         raise CannotInspectError(
             f"{name} is neither a folder nor a file, nor a model type of transformers {transformers.__version__}.{hint}"
             " Expected is a checkpoint folder, a config.json, a model id in the local cache, a model type such as "
-            f"qwen3, or one of {', '.join(published_models.MODELS)}."
+            f"qwen3, or one of {', '.join(model_configs.PUBLISHED)}."
         )
     if getattr(config, "quantization_config", None) is not None:
         remarks.append("the checkpoint is quantised; counted is the model without quantisation")
@@ -94,6 +97,32 @@ def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
         model = subject.model_class._from_config(subject.config, dtype=dtype)
     _keep_in_float32(model, dtype)
     return model
+
+
+def adapt(model: PreTrainedModel, rank: int, dropout: float = 0.0) -> str:
+    """Give all linear layers of a model but its head adapters in float32, as peft makes them, and say so in words.
+
+    Raises:
+        CannotInspectError: peft is not installed, or adapts nothing of the model.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise CannotInspectError("--lora: peft is not installed: pip install peft")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return module  # it was made where it belongs, and fake tensors cannot be moved
+
+    patches = Patches()
+    patches.attribute(nn.Module, "to", stay)
+    try:
+        with torch.device("npu"):
+            wanted = LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear")
+            inject_adapter_in_model(wanted, model)
+    except ValueError as error:
+        raise CannotInspectError(f"--lora: {error}") from error
+    finally:
+        patches.undo()
+    return f", with adapters of rank {rank}"
 
 
 def make_inputs(model: PreTrainedModel, batch: int, tokens: int, values: KnownValues) -> tuple[dict[str, Any], str]:
@@ -144,6 +173,19 @@ def clamp(model: PreTrainedModel, tokens: int, remarks: list[str]) -> int:
         return tokens
     remarks.append(f"{places} tokens in place of {tokens}: the model has no more places")
     return places
+
+
+def check_decodes(model: PreTrainedModel) -> None:
+    """Check that a model decodes text behind a prompt of text.
+
+    Raises:
+        CannotInspectError: it does not.
+    """
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder or not model.can_generate():
+        raise CannotInspectError(
+            f"--decode: {type(model).__name__} does not go on with a text; counted can be models that generate from "
+            "input_ids, without an encoder"
+        )
 
 
 def labels(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -199,9 +241,7 @@ def _described(given: str, model_type: Any, file: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a configuration class makes of what is written there
-        raise CannotInspectError(
-            f"{given} is no valid configuration of a {model_type}: {modules.line(error)}"
-        ) from error
+        raise CannotInspectError(f"{given} is no valid configuration of a {model_type}: {first_line(error)}") from error
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

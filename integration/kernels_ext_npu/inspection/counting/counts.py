@@ -1,0 +1,105 @@
+"""What a computation costs a rank, as numbers that can be added."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kernels_ext_npu.measuring import products, roofline
+
+_COUNTED = ("launches", "bytes", "flops", "seconds", "calls", "messages")
+
+
+class Collective(NamedTuple):
+    """A collective operator over the ranks of an axis of the mesh.
+
+    Attributes:
+        operator: its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
+        axis: ``tp``, ``fsdp``, ``ep``, or ``efsdp``, over which FSDP2 shards experts.
+        ranks: how many ranks take part.
+    """
+
+    operator: str
+    axis: str
+    ranks: int
+
+
+def _by_name() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class Counts:
+    """What a computation costs a rank.
+
+    Attributes:
+        launches: the number of launches, by operator.
+        bytes: the bytes that go in and out of them, by operator.
+        flops: the additions and multiplications of products in them, by operator.
+        seconds: the least time that they take on a chip, by operator.
+        calls: the number of calls of collectives, which are no launches.
+        messages: the bytes of what is reduced, gathered, scattered or exchanged, by collective.
+        waits: how often the host waits for the device.
+        copies_in: how often the host copies to the device.
+        peak: the most bytes that live at once beyond weights and their gradients.
+        layers: what each further layer of a kind adds to these.
+    """
+
+    launches: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    flops: defaultdict[str, float] = field(default_factory=_by_name)
+    seconds: defaultdict[str, float] = field(default_factory=_by_name)
+    calls: Counter[Collective] = field(default_factory=Counter)
+    messages: Counter[Collective] = field(default_factory=Counter)
+    waits: int = 0
+    copies_in: int = 0
+    peak: int = 0
+    layers: list[Layer] = field(default_factory=list)
+
+    @property
+    def estimate(self) -> float:
+        """The least seconds of all launches on a chip."""
+        return sum(self.seconds.values())
+
+    @property
+    def products(self) -> float:
+        """The least seconds of the launches that multiply matrices alone: attention and convolutions are among them."""
+        return sum(seconds for name, seconds in self.seconds.items() if products.multiplies(name))
+
+    @property
+    def on_ai_cpu(self) -> dict[str, int]:
+        """The number of launches that run on the AI CPU, by operator; without those that have none."""
+        return {name: self.launches[name] for name in roofline.ON_AI_CPU if self.launches[name]}
+
+    def add(self, other: Counts, times: int = 1) -> None:
+        """Add what another computation costs, so many times."""
+        for name in _COUNTED:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            for key, count in theirs.items():
+                mine[key] += times * count
+        self.waits += times * other.waits
+        self.copies_in += times * other.copies_in
+        self.peak += times * other.peak
+
+    def clear(self) -> None:
+        """Forget what was counted by operator and collective."""
+        for name in _COUNTED:
+            getattr(self, name).clear()
+
+
+@dataclass
+class Layer:
+    """What one layer of a kind costs.
+
+    Attributes:
+        name: the name of its class.
+        number: how many layers of this kind there are.
+        weights: the bytes of the weights of one of them that a rank holds.
+        counts: the costs of one of them; its peak is what it adds to that of the model.
+    """
+
+    name: str
+    number: int
+    weights: int
+    counts: Counts

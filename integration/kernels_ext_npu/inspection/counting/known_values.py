@@ -1,0 +1,197 @@
+"""The values of fake tensors that follow from sizes and token ids alone: positions, masks, lengths.
+
+Models read such values on the host, to decide which mask they need or where an image ends. Fake tensors have no values,
+so operators whose inputs are all known are run a second time, on the CPU. What follows from weights stays unknown, but
+for the experts that tokens are routed to: they are taken in turn. All ranks of a mesh are taken to hold the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kernels_ext_npu.inspection.counting import collectives, host_waits
+
+LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
+_ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices
+_FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+# operators whose result has a size that only values tell, and the argument with these values
+_SIZED_BY = dict.fromkeys(("nonzero", "repeat_interleave", "unique_consecutive", "_unique2"), 0)
+_SIZED_BY |= {"masked_select": 1, "index": 1}
+
+
+class UnknownValueError(Exception):
+    """A model reads a value on the host that follows from weights."""
+
+    def __init__(self, operator: OpOverload) -> None:
+        super().__init__(str(operator))
+        self.operator = operator
+
+
+class KnownValues:
+    """The values that are known of fake tensors of an NPU, kept up to date by every operator that runs through it.
+
+    Attributes:
+        waits: how often the host had to wait for the device, to read a value.
+        copies_in: how often it copied to the device.
+    """
+
+    def __init__(self) -> None:
+        self.waits = self.copies_in = 0
+        self._values = WeakIdKeyDictionary()
+
+    def learn(self, fake: Tensor, value: Tensor) -> Tensor:
+        """Say what a fake tensor holds, and return it."""
+        self._values[fake] = value
+        return fake
+
+    def run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Run an operator, and return its result.
+
+        Raises:
+            UnknownValueError: the result is a value, or has a size, that is not known.
+        """
+        name = operator._schema.name.partition("::")[2]
+        if name == "_local_scalar_dense":
+            self.waits += args[0].device.type == "npu"
+            value = self._value(args[0])
+            if value is None:
+                raise UnknownValueError(operator)
+            with _disable_current_modes():
+                return value.item()
+        if _is_sized_by_values(operator, name, args):
+            self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
+            return self._sized_by_values(operator, name, args, kwargs)
+        result = operator(*args, **kwargs)
+        self.waits += host_waits.of(operator, args, kwargs, result)
+        self.copies_in += host_waits.copies_in(operator, args, result)
+        if name in _ROUTES:
+            self._in_turn(result[1], args[0].shape[-1])
+        elif collectives.is_collective(operator):
+            self._communicate(operator, args)
+        elif operator.namespace == "aten":
+            self._follow(operator, name, args, kwargs, result)
+        return result
+
+    @contextmanager
+    def read_at_once(self) -> Iterator[None]:
+        """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
+        before = FakeTensor.tolist
+
+        def tolist(fake: FakeTensor) -> Any:
+            value = self._value(fake)
+            if value is None:
+                return before(fake)
+            self.waits += fake.device.type == "npu"
+            with _disable_current_modes():
+                return value.tolist()
+
+        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            FakeTensor.tolist = before  # type: ignore[method-assign]
+
+    def _communicate(self, operator: OpOverload, args: tuple) -> None:
+        """Forget what a collective writes, unless it exchanges equal parts.
+
+        Then the result is known: each rank sends what this one sends.
+        """
+        if operator.namespace != "c10d":
+            return  # gives new tensors
+        exchanges = operator is torch.ops.c10d.alltoall_base_.default and not args[3] and not args[4]
+        for written in _tensors(args[:1] if exchanges else args):
+            self._forget(written)
+        sent = self._value(args[1]) if exchanges else None
+        if sent is not None:
+            group = collectives.group(operator, args, {})
+            with _disable_current_modes():
+                self._values[args[0]] = torch.cat([sent.chunk(group.size())[group.rank()]] * group.size())
+
+    def _follow(self, operator: OpOverload, name: str, args: tuple, kwargs: dict, result: Any) -> None:
+        """Compute the values of a result where all that it follows from is known."""
+        fakes = _tensors((args, kwargs))
+        known = all(self._value(fake) is not None for fake in fakes) or name in _FROM_SHAPE
+        drawn = torch.Tag.nondeterministic_seeded in operator.tags or name.startswith("empty")
+        large = any(value.numel() > LARGEST for value in _tensors(result))
+        if known and not drawn and not large:
+            with suppress(NotImplementedError):  # the CPU has no kernel for the dtype
+                for fake, value in zip(_tensors(result), _tensors(self._compute(operator, args, kwargs))):
+                    self._values[fake] = value
+            return
+        for argument, value in zip(operator._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._forget(value)
+
+    def _compute(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Run an operator on the CPU, with zeros for what is not known."""
+
+        def value(fake: Tensor) -> Tensor:
+            known = self._value(fake)
+            return torch.zeros(fake.shape, dtype=fake.dtype) if known is None else known
+
+        with _disable_current_modes():
+            args, kwargs = tree_map_only(Tensor, value, (args, kwargs))
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+            return operator(*args, **kwargs)
+
+    def _sized_by_values(self, operator: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+        if name not in _SIZED_BY or any(self._value(fake) is None for fake in _tensors(_sizing(name, args))):
+            raise UnknownValueError(operator)
+        known = all(self._value(fake) is not None for fake in _tensors((args, kwargs)))
+        device = args[0].device
+
+        def fake(value: Tensor) -> Tensor:
+            made = torch.empty(value.shape, dtype=value.dtype, device=device)
+            return self.learn(made, value) if known else made
+
+        return tree_map_only(Tensor, fake, self._compute(operator, args, kwargs))
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor on the CPU; None if they are not known.
+
+        Those of one that is not fake, such as what a list of numbers becomes, are.
+        """
+        if isinstance(tensor, FakeTensor):
+            return self._values.get(tensor)
+        with _disable_current_modes():
+            return tensor.cpu()
+
+    def _in_turn(self, indices: Tensor, experts: int) -> None:
+        with _disable_current_modes():
+            flat = torch.arange(indices.numel()).remainder(experts)
+            self._values[indices] = flat.reshape(indices.shape).to(indices.dtype)
+
+    def _forget(self, fake: Tensor) -> None:
+        """Forget what a tensor holds that was written, and its views."""
+        if not isinstance(fake, Tensor) or fake not in self._values:
+            return
+        storage = self._values[fake].untyped_storage().data_ptr()
+        for other in [k for k, v in self._values.items() if v.untyped_storage().data_ptr() == storage]:
+            del self._values[other]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
+    if name == "index":  # by a mask, of which torch makes indices
+        return host_waits.has_mask(args[1])
+    if name == "repeat_interleave" and len(args) > 1:  # an operator of its own on the NPU, and elsewhere two
+        return isinstance(args[1], Tensor)
+    return torch.Tag.dynamic_output_shape in operator.tags
+
+
+def _sizing(name: str, args: tuple) -> Any:
+    """Return the argument whose values tell how large a result is."""
+    return args[1] if name == "repeat_interleave" and len(args) > 1 else args[_SIZED_BY[name]]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.activations import GELUActivation
 
 from kernels_ext_npu.doctor import known_errors
-from kernels_ext_npu.swapping import adapters
+from kernels_ext_npu.swapping.linear import lora
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -100,7 +100,7 @@ def test_reasons_of_packing_are_those_of_the_kernel() -> None:
     table = PAGE[PAGE.index("| reason |") :].split("\n\n")[0]
     quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     source = "".join((ROOT / "SwiGLU/torch-ext/swiglu" / name).read_text() for name in ("packing.py", "memory.py"))
-    source += inspect.getsource(adapters.apart)
+    source += inspect.getsource(lora.why_apart)
     given = [re.sub(r"\{.*?\}", "…", text) for text in re.findall(r'return f?"([^"]+)"', source)]
     assert {re.sub("….*", "…", text) for text in given} == set(quoted)
 

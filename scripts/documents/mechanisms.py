@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -76,9 +76,10 @@ class Mechanism:
         replaced = []
         try:
             for place, replacement in self.off:
-                owner, name = resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
-                replaced.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, replacement(getattr(owner, name)))
+                module, _, path = place.partition(":")
+                outer, _, name = path.rpartition(".")
+                replaced.append((resolve_name(f"{module}:{outer}" if outer else module), name, resolve_name(place)))
+                setattr(*replaced[-1][:2], replacement(replaced[-1][2]))
             yield
         finally:
             for owner, name, original in reversed(replaced):
@@ -91,14 +92,6 @@ def _nothing(_: Any) -> Callable[..., None]:
 
 def _none_of(_: Any) -> Callable[..., Iterator]:
     return lambda *args, **kwargs: iter(())
-
-
-def _serving_none(layers: Any) -> Any:
-    return replace(layers, find=lambda model: iter(()))
-
-
-def _of_mlps_alone(siblings_in: Callable) -> Callable:
-    return lambda module: tuple(found for found in siblings_in(module) if "gate_proj" in found.names)
 
 
 def _sum_and_norm(_: Any) -> Callable:
@@ -117,33 +110,21 @@ MECHANISMS = (
     ),
     Mechanism(
         "layers with one input computed together",
-        ("swapping/ahead.py", "swapping/siblings.py", "swapping/draws.py"),
-        acts=(STEP, *ADAPTED),
-        off=((f"{_SWAPPING}.ahead.note", _nothing),),
+        ("swapping/linear/linear_groups.py", "swapping/linear/shared_input_scan.py"),
+        acts=ADAPTED,
+        off=((f"{_SWAPPING}.linear.lora:_layers_of_several", _nothing),),
     ),
     Mechanism(
         "the same for q, k and v alone",
         (),
-        acts=(STEP, *ADAPTED),
-        off=((f"{_SWAPPING}.ahead.siblings_in", _of_mlps_alone),),
-    ),
-    Mechanism(
-        "the same with dropout",
-        ("swapping/draws.py",),
-        acts=(DROPOUT,),
-        off=((f"{_SWAPPING}.draws.are_captured", lambda _: lambda: True),),
-    ),
-    Mechanism(
-        "plain linear layers",
-        ("swapping/projections.py",),
-        acts=(STEP, *ADAPTED),
-        off=((f"{_SWAPPING}.projections.LAYERS", _serving_none),),
+        acts=ADAPTED,
+        off=((f"{_SWAPPING}.linear.linear_groups:groups_of", _none_of),),
     ),
     Mechanism(
         "layers with adapters",
-        ("swapping/adapters.py",),
+        ("swapping/linear/lora.py",),
         acts=ADAPTED,
-        off=((f"{_SWAPPING}.adapters.LAYERS", _serving_none),),
+        off=((f"{_SWAPPING}.linear.lora:_adapted_of", _none_of),),
     ),
     Mechanism(
         "sums with the norm behind them",
@@ -160,10 +141,10 @@ MECHANISMS = (
     Mechanism(
         "the head without logits",
         (
-            "swapping/heads.py",
-            "swapping/deferred_logits.py",
-            "swapping/logits_gradients.py",
-            "swapping/logits_recipes.py",
+            "swapping/loss/lm_head_loss.py",
+            "swapping/loss/deferred_logits.py",
+            "swapping/loss/gradients.py",
+            "swapping/loss/steps.py",
         ),
         acts=(STEP, *ADAPTED),
         without=("CrossEntropy",),

@@ -15,10 +15,26 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
-from tests.integration.test_projections import Attention, X
 from tests.support.agreement import TOLERANCE
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TOGETHER = "one node with q_proj, k_proj, v_proj"
+X = torch.linspace(-1, 1, 64 * 16).view(2, 32, 16).sin()
+
+
+class Attention(nn.Module):
+    """Projections of one input, as transformers calls them, and one of what comes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(16, 24), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.o_proj = nn.Linear(24, 16, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        query = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8)
+        key = self.k_proj(hidden_states).tanh()
+        value = self.v_proj(hidden_states)
+        return self.o_proj((query * (key + value).unsqueeze(-2)).flatten(-2))
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +77,7 @@ def assert_same(model: nn.Module, original: nn.Module, x: Tensor = X, tolerance:
 
 def test_layers_with_adapters_are_one_node() -> None:
     model, original = pair()
-    together = "one node with q_proj, k_proj, v_proj"
-    assert reasons(model) == {"q_proj": together, "k_proj": together, "v_proj": together, "o_proj": None}
+    assert reasons(model) == {"q_proj": TOGETHER, "k_proj": TOGETHER, "v_proj": TOGETHER, "o_proj": None}
     assert {row.kernel for row in kernels_ext_npu.report(model).projections} == {"lora_linear"}
     assert_same(model, original)
     with Cost() as cost:
@@ -103,8 +118,7 @@ def test_dropout_draws_what_peft_draws(of: type[Attention], dtype: torch.dtype) 
     bfloat16: beside adapters of float32, a rounding in each of the layers, relative to the norm.
     """
     model, original = pair("npu", dtype, of=of, lora_dropout=0.3)
-    together = "one node with q_proj, k_proj, v_proj"
-    assert reasons(model) == {"q_proj": together, "k_proj": together, "v_proj": together, "o_proj": None}
+    assert reasons(model) == dict.fromkeys(NAMES)  # each draws in its turn
     steps, offsets = [], []
     for each in (model, original):
         torch.manual_seed(1)
@@ -118,7 +132,8 @@ def test_dropout_draws_what_peft_draws(of: type[Attention], dtype: torch.dtype) 
             tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7
             assert (found[name] - value).norm() <= tolerance * value.norm(), name
     assert (steps[0][0][""] - steps[0][1][""]).norm() > 0.1 * steps[0][0][""].norm() or of is Reseeded
-    assert_same(model.eval(), original.eval(), X.to(dtype), 1e-5 if dtype is torch.float32 else 2.0**-7)
+    assert set(reasons(model.eval()).values()) == {TOGETHER, None}
+    assert_same(model, original.eval(), X.to(dtype), 1e-5 if dtype is torch.float32 else 2.0**-7)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -33,7 +33,7 @@ def report(mixture) -> dict:
 def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
     result, _ = mixture
     assert result.exit_code == 0, result.stderr
-    parts = {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "Linear"}
+    parts = {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention"}
     assert {row["kernel"] for row in report["results"]} == parts | {"CrossEntropy", "layer", "step"}
     assert {row["name"] for row in rows(report, kernel="FusedMoE")} == {"Qwen3MoeExperts", "Qwen3MoeTopKRouter"}
     for provider in ("transformers", "kernels-ext-npu"):
@@ -45,7 +45,7 @@ def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
         assert (one["path"], one["phase"], one["direction"]) == (other["path"], other["phase"], other["direction"])
         if one["kernel"] != "CrossEntropy":  # pieces of a vocabulary: with 32 words there is nothing to save
             assert other["launches"] <= one["launches"]
-            assert other["bytes"] < one["bytes"] or (one["kernel"], one["direction"]) == ("Linear", "forward")
+            assert other["bytes"] < one["bytes"]
         assert other.get("host_waits", 0) == 0  # which a card does not tell
 
 

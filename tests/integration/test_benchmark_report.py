@@ -61,7 +61,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(on_a_card, tmp_path: P
 @pytest.mark.parametrize(
     ("model_type", "kernels", "sizes"),
     [
-        ("llama", {"SwiGLU", "Linear", "CrossEntropy", "step"}, {}),
+        ("llama", {"SwiGLU", "CrossEntropy", "step"}, {}),
         pytest.param("qwen3_moe", {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "layer", "step"}, EXPERTS,
                      marks=pytest.mark.long),
     ],

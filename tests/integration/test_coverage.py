@@ -18,7 +18,7 @@ from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage import survey as surveying
 from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.swapping import heads
+from kernels_ext_npu.swapping.loss import lm_head_loss
 from tests.support import zoo
 from tests.support.counted import counted
 
@@ -189,7 +189,7 @@ def test_a_kernelized_model_has_what_its_model_types_are_said_to_have(registered
         entry = entry_of(path)
         if row.kind == HEADS.in_models:  # a layer of torch, or of several: what it gives the loss is served
             assert entry is None, path
-            assert row.kernel == (heads.NAME if row.swapped else None), path
+            assert row.kernel == (lm_head_loss.NAME if row.swapped else None), path
             continue
         layers = entry.layer.split(" or ") if entry and entry.layer else [None]
         assert row.kernel in layers, path  # also where something of the instance stands in the way

@@ -87,7 +87,7 @@ def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool
     assert held.peak - let_go.peak == logits
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
     assert found[2:] == ([3.2, 4.5] if checkpointing else [19.0, 20.2])
-    assert checkpointing or [round(each) for each in found[:2]] == [244, 246]
+    assert checkpointing or [round(each) for each in found[:2]] == [258, 260]
 
 
 class Largest(TorchDispatchMode):

@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.swapping.deferred_logits import DeferredLogits
+from kernels_ext_npu.swapping.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
 
 # tied and untied heads, a softcap, scales, tanh, biases, a model with pictures, one inside another
@@ -241,6 +241,9 @@ LOSSES = {
     ),
     "both": lambda outputs, labels: outputs.loss + outputs.logits.square().mean(),
     "a node of autograd": lambda outputs, labels: Halved.apply(outputs.logits.float().view(-1, 100)).square().sum(),
+    "a node with a gradient of its own": lambda outputs, labels: F.cross_entropy(
+        Reversed.apply(outputs.logits).flatten(0, 1), labels.flatten()
+    ),
 }
 
 
@@ -254,6 +257,18 @@ class Halved(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         return grad / 2
+
+
+class Reversed(torch.autograd.Function):
+    """Gives logits on, and their gradient with another sign, as in adversarial training."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        return logits * 1
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return -2 * grad
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from kernels_ext_npu.measuring.costs import Cost
-
 ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
 FUSED = {"swiglu": "npu_swiglu", "geglu": "npu_geglu"}
 
@@ -89,30 +87,6 @@ def test_without_gradient_two_tensors_are_not_joined(kernel: ModuleType, npu_cou
     kernel.swiglu(gate, up)
     calls = {k: v - before.get(k, 0) for k, v in npu_counters().items() if v != before.get(k, 0)}
     assert calls == {"silu": 1, "mul": 1}
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("trained", [False, True])
-def test_halves_that_are_marked_are_taken_as_the_whole(kernel: ModuleType, name, trained) -> None:
-    """Without a copy, in the forward or of a gradient. Other halves have gradients of their own."""
-    x = gate_up(3, 64).npu().requires_grad_(trained)
-    function, whole = getattr(kernel, name), 1 * x
-    gate, up = whole.chunk(2, -1)
-    for half in (gate, up):
-        half._kernels_ext_npu_whole = whole
-    with Cost() as cost:
-        y = function(gate, up)
-        if trained:
-            y.sum().backward()
-    assert not {"cat", "copy_", "slice_backward"} & cost.launches.keys()
-    assert cost.launches[FUSED[name]] == 1
-    assert torch.equal(y, function(1 * x))
-    swapped = function(up, gate)
-    expected = ACTIVATIONS[name](up.detach().cpu().double()) * gate.detach().cpu().double()
-    assert (swapped.detach().cpu() - expected).abs().max() <= 1e-5
-    if trained:
-        gate, up = (1 * x).chunk(2, -1)
-        assert all(grad is not None for grad in torch.autograd.grad(function(gate, up).sum(), (gate, up)))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

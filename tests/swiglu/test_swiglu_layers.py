@@ -131,3 +131,27 @@ def test_frozen_parameters_get_no_gradient(kernel: ModuleType) -> None:
         for a, b in zip(results(module, x.npu()), results(reference, x)):
             assert (a is None) == (b is None)
             assert b is None or torch.allclose(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["as one tensor", "as two", "not at all"])
+@pytest.mark.parametrize("layer", ["SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP", "DroppedMLP"])
+def test_a_gate_whose_forward_computes_the_up_too_is_asked_for_both(kernel: ModuleType, layer, how) -> None:
+    """As layers with adapters do, which are not packed."""
+    module, asked = bound(kernel, layer, LAYERS[layer](), pack=False), []
+    x = torch.linspace(-1, 1, 3 * 32).view(3, 32).npu()
+    expected = results(module, x)
+    gate, up, _ = kernel.packing.projections(module)
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x)
+
+    def together(gate: nn.Linear, up: nn.Linear, x: Tensor):
+        asked.append((gate, up))
+        both = [nn.functional.linear(x, each.weight, each.bias) for each in (gate, up)]
+        return {"as one tensor": (torch.cat(both, -1), None), "as two": tuple(both), "not at all": None}[how]
+
+    forward._kernels_ext_npu_together = together
+    gate.forward = MethodType(forward, gate)
+    for found, wanted in zip(results(module, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert asked == [(gate, up)]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
-from kernels_ext_npu.swapping import heads
+from kernels_ext_npu.swapping.loss import lm_head_loss
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 
@@ -21,7 +21,7 @@ MODELS = {
     "gemma3_text": {"RMSNorm", "RoPE", "SwiGLU", "FlashAttention", "CrossEntropy"},
     "qwen3_moe": {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "CrossEntropy"},
 }
-REPOSITORY_OF = LAYERS | {IMPLEMENTATION: "FlashAttention", heads.NAME: "CrossEntropy"}
+REPOSITORY_OF = LAYERS | {IMPLEMENTATION: "FlashAttention", lm_head_loss.NAME: "CrossEntropy"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -106,6 +106,8 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
         x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
     if not _is_adapted(x, weight, adapters):
         return in_torch(x, weight, bias, *adapters)
+    if len(adapters) == 1 and adapters[0].p and adapters[0].x is None:
+        return _dropped(x, [(weight, bias, adapters[0])])[0]
     scales = tuple([adapter.scale for adapter in adapters])
     tensors = [tensor for adapter in adapters for tensor in (input_of(adapter, x), adapter.a, adapter.b)]
     if not _is_differentiated(x, bias, *tensors):
@@ -142,12 +144,9 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
     )
     if not together:
         return tuple([lora_linear(x, weight, bias, [adapter]) for weight, bias, adapter in layers])
-    tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
     if adapters[0].p:
-        factors = tuple([(adapter.scale, adapter.p) for adapter in adapters])
-        if not _is_differentiated(x, *tensors):
-            return dropped_together.outputs_of(factors, x, *tensors)[0]
-        return DroppedLinears.apply(factors, x, *tensors)
+        return _dropped(x, layers)
+    tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
     scales = tuple([adapter.scale for adapter in adapters])
     if not _is_differentiated(x, *tensors):
         return adapted_together.outputs_of(scales, x, *tensors)[0]
@@ -190,6 +189,15 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
     if not _is_differentiated(x, *factors):
         return pair_of(one.scale, x, first, a, b, second, c, d)[0]
     return AdaptedPair.apply(one.scale, x, first, a, b, second, c, d)
+
+
+def _dropped(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
+    """Compute layers whose adapters drop elements of their one input; what is kept of it is that input, and masks."""
+    factors = tuple([(adapter.scale, adapter.p) for *_, adapter in layers])
+    tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
+    if not _is_differentiated(x, *tensors):
+        return dropped_together.outputs_of(factors, x, *tensors)[0]
+    return DroppedLinears.apply(factors, x, *tensors)
 
 
 def _for_autocast(tensor: Tensor | None) -> Tensor | None:

@@ -13,7 +13,6 @@ from .operators import clipped_swiglu_fused, geglu_fused
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_WHOLE = "_kernels_ext_npu_whole"  # an attribute of gate and up: one tensor, with the gate as its first half
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 
 
@@ -45,8 +44,6 @@ def swiglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) ->
 
     ``is_plain`` says what else would be asked: the tensors are no DTensors, and torch transforms nothing.
     """
-    if up is not None and not torch.compiler.is_compiling() and _WHOLE in vars(gate):
-        gate, up = _whole_of(gate, up)
     if up is None:
         if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
             return torch.ops.npu.npu_swiglu(gate, -1)
@@ -92,8 +89,6 @@ def exact_geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = Fals
 
 
 def _geglu(gate: Tensor, up: Tensor | None, is_plain: bool, is_exact: bool) -> Tensor:
-    if up is not None and not torch.compiler.is_compiling() and _WHOLE in vars(gate):
-        gate, up = _whole_of(gate, up)
     if up is None:
         if _is_fused(gate, is_plain):
             return geglu_fused(gate, is_exact)
@@ -192,23 +187,6 @@ def _is_fused(x: Tensor, is_plain: bool = False) -> bool:
         and x.is_contiguous()
         and (is_plain or not (is_distributed(x) or is_transformed()))
     )
-
-
-def _whole_of(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the tensor ``[..., 2·I]`` that gate and up are marked as halves of, and None; the two if of none.
-
-    Only who made them can say so: gradients go to the whole then, and past the halves.
-    """
-    both, size = vars(gate).get(_WHOLE), gate.shape[-1]
-    if (
-        both is not None
-        and both is vars(up).get(_WHOLE)
-        and both.shape == (*gate.shape[:-1], 2 * size)
-        and gate.storage_offset() == both.storage_offset()
-        and up.storage_offset() == both.storage_offset() + size
-    ):
-        return both, None
-    return gate, up
 
 
 def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:

@@ -19,6 +19,9 @@ from .scaled import scaled_swiglu_fused
 from .training import PackedMLP, trains_whole
 from .transforms import is_transformed
 
+# of the forward of a gate whose owner computes it together with the up: a function of both and their input
+_TOGETHER = "_kernels_ext_npu_together"
+
 Function = Callable[..., Tensor]  # of gate and up, or of both as one tensor
 Unit = tuple[GatedUnit, Function]
 
@@ -33,7 +36,7 @@ def computed(mlp: nn.Module, unit: Unit, x: Tensor) -> Tensor:
     if (activation := passed_over(mlp, unit[0])) is not None:
         return down(activation(gate(x)) * up(x))
     if are_apart(gate, up, x):
-        return down(unit[1](gate(x), up(x)))
+        return down(unit[1](*_called_together(gate, up, x)))
     if trains_whole(gate, up, down, x):
         a, b, c = gate._parameters, up._parameters, down._parameters
         return PackedMLP.apply(unit[0], x, a["weight"], b["weight"], c["weight"], a["bias"], b["bias"], c["bias"])
@@ -106,8 +109,19 @@ def scaled(mlp: nn.Module, factor: float, x: Tensor) -> tuple[Tensor, float]:
 def of_two(gate: nn.Module, up: nn.Module, x: Tensor, function: Function) -> Tensor:
     """Compute a function of what two projections give, as one product if they are packed."""
     if are_apart(gate, up, x):
-        return function(gate(x), up(x))
+        return function(*_called_together(gate, up, x))
     return function(project(gate, up, x), None)
+
+
+def _called_together(gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Call two projections, both at once where whoever gave the first its forward can do that.
+
+    Returns:
+        What they give, or one tensor ``[..., 2·I]``, the gate first, and None.
+    """
+    together = None if torch.compiler.is_compiling() else getattr(vars(gate).get("forward"), _TOGETHER, None)
+    found = None if together is None else together(gate, up, x)
+    return (gate(x), up(x)) if found is None else found
 
 
 def are_apart(gate: nn.Module, up: nn.Module, x: Tensor) -> bool:

@@ -8,20 +8,9 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import (
-    adapters,
-    attention,
-    experts,
-    forwards,
-    functions,
-    heads,
-    projections,
-    residuals,
-    state,
-    use,
-    waiting,
-)
+from kernels_ext_npu.swapping import state, use, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
+from kernels_ext_npu.swapping.swaps import SWAPS
 
 if TYPE_CHECKING:
     from kernels import Mode
@@ -97,15 +86,9 @@ def restore(model: Model) -> Model:
     """
     if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
-    experts.revert(model)
-    attention.revert(model)
-    heads.LAYERS.restore(model)
-    residuals.revert(model)
-    projections.LAYERS.restore(model)
-    adapters.LAYERS.restore(model)
     for module in model.modules():
         waiting.forget(module)
-        forwards.take_out(module)
-    functions.revert(model)
+    for swap in reversed(SWAPS):
+        swap.revert(model)
     pipeline.swap_no_more(model)
     return model

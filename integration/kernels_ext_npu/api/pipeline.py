@@ -14,21 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import (
-    adapters,
-    attention,
-    experts,
-    functions,
-    heads,
-    layers,
-    packing,
-    projections,
-    residuals,
-    state,
-    use,
-)
+from kernels_ext_npu.swapping import state, use
 from kernels_ext_npu.swapping.devices import on_its_way
 from kernels_ext_npu.swapping.protocol import Swapping, modules_by_class
+from kernels_ext_npu.swapping.swaps import SWAPS
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -52,15 +41,8 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     swapping = Swapping(registration, mode, take, modules_by_class(model))
-    functions.apply(model, swapping)
-    layers.apply(model, swapping)
-    heads.LAYERS.take(model)
-    adapters.LAYERS.take(model)
-    projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
-    packing.pack(model)
-    experts.apply(model, swapping)
-    attention.apply(model, swapping)
-    residuals.apply(model, swapping)
+    for swap in SWAPS:
+        swap.apply(model, swapping)
     if registration.strict:
         _check_strictly(model)
 

@@ -65,7 +65,8 @@ def register(
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
-    from kernels_ext_npu.swapping import attention, experts, functions, lasting, layers, state, waiting
+    from kernels_ext_npu.swapping import lasting, state, waiting
+    from kernels_ext_npu.swapping.swaps import SWAPS
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -74,14 +75,12 @@ def register(
     registration = state.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     state.current = registration
     try:
-        functions.install(registration)
-        layers.install(registration)
+        for swap in SWAPS:
+            swap.install(registration)
         use_kernels.install(registration.patches)
         generation.install(registration.patches)
         continuous_batching.install(registration.patches)
         static_cache.install(registration.patches)
-        experts.install(registration)
-        attention.install(registration)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:

@@ -24,7 +24,6 @@ from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping.patches import Patches
 
 SEQUENCES = 32  # in decoding
-PROJECTIONS = "Linear"
 REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
 
 
@@ -133,18 +132,14 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
     inputs = source.hidden_states(phase.batch, phase.tokens, dtype).requires_grad_(phase.training)
     with torch.set_grad_enabled(phase.training):
         cache = base(inputs_embeds=context, use_cache=True).past_key_values if phase.context else None
-        with _recording(model, kernels, keep, phase):
+        with _recording(model, kernels, keep):
             base(inputs_embeds=inputs, past_key_values=cache, use_cache=bool(phase.context))
     return list(found.values())
 
 
 @contextmanager
-def _recording(
-    model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None], phase: Phase
-) -> Iterator[None]:
-    # linear layers have a kernel for gradients alone
-    left_out = () if phase.training else (PROJECTIONS,)
-    calls = [call for call in calls_of(model) if call.kernel in kernels and call.kernel not in left_out]
+def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
+    calls = [call for call in calls_of(model) if call.kernel in kernels]
     hooks, patches = [], Patches()
 
     def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -185,11 +180,6 @@ def calls_of(model: PreTrainedModel) -> Iterator[Call]:
         if row.function is not None:
             use = next(use for use in uses(type(model.get_submodule(row.module))) if use.name == row.function)
         yield Call(REPOSITORIES[row.kernel], row.class_name, row.path, use)
-    for row in found.projections:
-        parts = (other for other in found if other.is_candidate and other.kernel in LAYERS and other.function is None)
-        if not any(row.path.startswith(f"{part.path}.") for part in parts):
-            width = model.get_submodule(row.path).out_features
-            yield Call(PROJECTIONS, f"{row.class_name} to {width}", row.path)
     count = model.config.num_hidden_layers
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     for path, layers in list(lists.items())[:1]:

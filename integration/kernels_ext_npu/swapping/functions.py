@@ -35,10 +35,6 @@ SHARED = (
 )
 
 
-def install(registration: state.Registration) -> None:
-    """Change nothing: functions are marked when a model calls them."""
-
-
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others."""
     registration = swapping.registration

@@ -18,10 +18,8 @@ from kernels_ext_npu.matching.classification import has_gated_projections, of_mo
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns import Pattern
 from kernels_ext_npu.swapping import (
-    adapters,
     forwards,
     functions,
-    kernel_mapping,
     kernel_marks,
     packing,
     refusals,
@@ -30,16 +28,11 @@ from kernels_ext_npu.swapping import (
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.experts import serving as experts
 from kernels_ext_npu.swapping.kernel_marks import refusal, unwanted
+from kernels_ext_npu.swapping.linear import lora
 from kernels_ext_npu.swapping.protocol import Row, Swapping
-from kernels_ext_npu.swapping.state import Registration
 
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
-
-
-def install(registration: Registration) -> None:
-    """Enter the layers into transformers' table."""
-    kernel_mapping.install(registration)
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -125,7 +118,7 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
 def _remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in a module that is served."""
     pair = packing.called(module)
-    apart = packing.separate(module) or (None if pair is None else adapters.apart(*pair))
+    apart = packing.separate(module) or (None if pair is None else lora.why_apart(*pair))
     return f"two products, since {apart}" if apart else packing.unaligned(module) or experts.remark(module)
 
 

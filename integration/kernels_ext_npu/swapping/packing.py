@@ -14,7 +14,8 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.devices import awaits_weights
 from kernels_ext_npu.swapping.forwards import kernel_forward
-from kernels_ext_npu.swapping.own_forwards import owner_of
+from kernels_ext_npu.swapping.loaded import owner_of
+from kernels_ext_npu.swapping.protocol import Swapping
 
 # those that multiply with gate and up, each a projection
 WITH_GATE_AND_UP = (
@@ -42,7 +43,7 @@ class Pair(NamedTuple):
     up: nn.Module
 
 
-def pack(model: nn.Module) -> None:
+def apply(model: nn.Module, swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
     for kernel, gate, up in pairs(model):
         kernel.pack(gate, up)

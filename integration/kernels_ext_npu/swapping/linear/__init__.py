@@ -1,0 +1,1 @@
+"""Linear layers: those with adapters of low rank."""

@@ -1,0 +1,1 @@
+"""The loss of language models without their logits."""

@@ -1,0 +1,139 @@
+"""What models do with logits between the head and the loss, and how a kernel does the same without them.
+
+    logits = torch.tanh(logits / 30.0) * 30.0               # a softcap
+    loss = cross_entropy(logits.float().view(-1, V), labels)
+
+are five steps, of which the kernel is told a scale, a softcap, and the rows of the hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__"}
+_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
+_SUMS = {"add", "__add__"}
+_RESHAPES = {"view", "reshape", "flatten"}
+_KNOWN = {"float", "to", "contiguous", "tanh", "__getitem__", *_PRODUCTS, *_QUOTIENTS, *_RESHAPES}
+_PLAIN = {int, float, slice, type(None), type(...), torch.Size}
+
+
+class Step(NamedTuple):
+    """A function of torch that is called with logits first, and with nothing else that needs a gradient."""
+
+    function: Callable
+    args: tuple[Any, ...]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.function(logits, *self.args)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.function, "__name__", "")
+
+    def is_known(self, logits: Tensor) -> bool:
+        """Tell whether it is one of those that this file knows, with arguments that are no tensors but a bias."""
+        if self.function not in (getattr(Tensor, self.name, None), getattr(torch, self.name, None)):
+            return False
+        if self.name in _SUMS:
+            return len(self.args) == 1 and _is_bias(self.args[0], logits)
+        kinds = {type(leaf) for leaf in tree_leaves(self.args)}
+        return self.name in _KNOWN and kinds <= ({torch.dtype} if self.name == "to" else _PLAIN)
+
+    def on_meta(self, logits: Tensor) -> Tensor:
+        """Return a tensor without memory that is like the result."""
+        with _disable_current_modes():  # it is no launch
+            given = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="meta")
+            return given + 0 if self.name in _SUMS else self(given)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What the logits of a head are computed from.
+
+    Attributes:
+        hidden_states: ``[..., H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]``, or None.
+        detached: the same three for whoever looks at logits, as they stay whatever becomes of the model.
+        kernel: the package that computes the loss.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    detached: tuple[Tensor | None, ...]
+    kernel: ModuleType
+
+    def logits(self, steps: Sequence[Step]) -> Tensor:
+        """Compute logits, outside of autograd and autocast."""
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
+            found = F.linear(*self.detached)  # type: ignore[arg-type]
+            for step in steps:
+                found = step(found)
+            return found
+
+    def loss(self, steps: Sequence[Step], labels: Tensor, **options: Any) -> Tensor | None:
+        """Compute the cross entropy of logits ``[N, V]`` without them; None where the kernel has no such loss.
+
+        Args:
+            steps: what was made of the logits of the head.
+            labels: ``[N]``, integers.
+            options: of ``linear_cross_entropy``.
+        """
+        rows, bias, dtype = self.hidden_states, self.bias, self.hidden_states.dtype
+        scale, cap = 1.0, None
+        for step in steps:
+            name, (arg, *_) = step.name, (*step.args, None)
+            if name in _PRODUCTS | _QUOTIENTS and arg != 0:
+                factor = arg if name in _PRODUCTS else 1 / arg
+                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
+            elif name == "tanh" and cap is None:
+                cap = 1.0
+            elif name in _SUMS and bias is None and step is steps[0]:
+                bias = arg.flatten()
+            elif name in ("float", "to") and (arg or torch.float32) in (dtype, torch.float32):
+                dtype = arg or torch.float32
+            elif (found := _rows_of(step, rows, self.weight.shape[0])) is not None:
+                rows = found
+            else:
+                return None
+        if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.is_floating_point() or (cap or 1) <= 0:
+            return None
+        options |= {"logit_scale": scale * (cap or 1), "softcap": cap}
+        return self.kernel.linear_cross_entropy(rows, self.weight, labels, bias, **options).to(dtype)
+
+
+def _rows_of(step: Step, rows: Tensor, words: int) -> Tensor | None:
+    """Return the rows of hidden states whose logits a step leaves; None where it leaves no whole ones.
+
+    Example: ``logits.view(-1, V)`` of ``[2, 3, V]`` is ``hidden_states.reshape(6, H)``.
+    """
+    chooses = step.name == "__getitem__"
+    if step.name == "contiguous" or not (chooses or step.name in _RESHAPES):
+        return rows if step.name == "contiguous" else None
+    size = math.prod(rows.shape) + 1 if chooses else words  # no other dimension is as long: the last one stays whole
+    with _disable_current_modes():
+        shape = step(torch.empty(*rows.shape[:-1], size, device="meta")).shape
+    if shape[-1:] != (size,):
+        return None
+    return rows[step.args[0]] if chooses else rows.reshape(*shape[:-1], rows.shape[-1])
+
+
+def _is_bias(value: Any, logits: Tensor) -> bool:
+    """Tell whether a value is a buffer of the model with a number for each word."""
+    words = logits.shape[-1]
+    if type(value) is not Tensor or value.requires_grad or value.dtype is not logits.dtype:
+        return False
+    return value.numel() == words and value.shape[-1:] == (words,) and value.dim() <= logits.dim()

@@ -106,7 +106,10 @@ MECHANISMS = (
     Mechanism(
         "gate and up as one product",
         ("swapping/packing.py", "SwiGLU/torch-ext/swiglu/packing.py"),
-        off=((f"{_SWAPPING}.packing.pairs", _none_of), (f"{_SWAPPING}.packing.JOINING", lambda _: ())),
+        off=(
+            (f"{_SWAPPING}.packing._pair_of", lambda _: lambda *_: None),
+            (f"{_SWAPPING}.packing.JOINING", lambda _: ()),
+        ),
     ),
     Mechanism(
         "layers with one input computed together",

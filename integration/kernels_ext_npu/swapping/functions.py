@@ -56,16 +56,18 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 
 @contextmanager
-def shared(model: nn.Module) -> Iterator[None]:
+def shared(model: nn.Module, swapping: Swapping) -> Iterator[None]:
     """Let functions keep the kernels of models on the NPU while a model on another device is swapped."""
-    functions = {use.function for module in model.modules() for use in uses(type(module))}
+    if not is_elsewhere(model):
+        yield
+        return
+    functions = {use.function for cls in swapping.by_class for use in uses(cls)}
     bound = {f: vars(f)["forward"] for f in functions if is_kernel_function(f) and "forward" in vars(f)}
     try:
         yield
     finally:
-        if is_elsewhere(model):
-            for function, forward in bound.items():
-                function.forward = forward
+        for function, forward in bound.items():
+            function.forward = forward
 
 
 def revert(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             elif reference is None and forwards.layer_of(module) is not None:
                 forwards.take_out(module)
     with kernel_marks.decided(swapping, layers) as otherwise_served:
-        with functions.shared(model):
+        with functions.shared(model, swapping):
             swapping.take(swapping.mode)
         for module, layer in otherwise_served:
             kernel_marks.take_as(module, layer, swapping.mode)
@@ -84,7 +84,7 @@ def _meet(module: nn.Module, reference: Pattern) -> str | None:
     is_stale = not reference.rechecks_every_call and layer != placed
     if placed is not None and (reason is not None or is_stale):
         forwards.take_out(module)
-    if reason is not None or is_elsewhere(module) or forwards.refuse_wrapper(module) is not None:
+    if reason is not None or is_elsewhere(module) or (placed is None and forwards.refuse_wrapper(module) is not None):
         return None
     return layer
 

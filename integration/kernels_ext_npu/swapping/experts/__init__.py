@@ -8,9 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.experts import implementation, serving, transposing
-from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.forwards import kernel_forward, with_layers
 from kernels_ext_npu.swapping.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.swapping.protocol import Swapping
 from kernels_ext_npu.swapping.state import Registration
@@ -37,12 +36,11 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
     It looks now, since it could not while a graph is captured.
     """
-    for module in model.modules():
-        forward = kernel_forward(module)
-        if forward is not None and (name := _PASSED_BY.get(loaded.layer_name(forward) or "")) is not None:
+    for module, layer, package in with_layers(model):
+        if (name := _PASSED_BY.get(layer)) is not None:
             passed_by: Any = module._modules[name]
             first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
-            loaded.package(forward).blocks.remember_forward(passed_by, kernel_forward(first))
+            package.blocks.remember_forward(passed_by, kernel_forward(first))
     for module, kernel in serving.served(model):
         if not kernel.gates.is_current(module):
             kernel.gates.forget(module)

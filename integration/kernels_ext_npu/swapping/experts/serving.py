@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.swapping import loaded, state
+from kernels_ext_npu.swapping import state
 from kernels_ext_npu.swapping.devices import awaits_weights, is_elsewhere
-from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.forwards import kernel_forward, layer_of, package_of
 from kernels_ext_npu.swapping.named_implementation import NPU_GROUPED_MM
 
 LAYER = "MoEExperts"  # what the implementation calls
@@ -32,9 +32,8 @@ def kernel_of(module: nn.Module) -> Any:
     """Return the package of the loaded kernel that serves an experts module; None for any other module."""
     if not is_experts(module):
         return None
-    forward = kernel_forward(module)
-    if forward is not None:
-        return loaded.package(forward) if loaded.layer_name(forward) else None
+    if kernel_forward(module) is not None:
+        return package_of(module)
     return state.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
 
 
@@ -45,7 +44,11 @@ def layer_by_name(module: nn.Module) -> str | None:
 
 def served(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the experts modules of a model that are served, each with the package of the kernel."""
-    return [(module, kernel) for module in model.modules() if (kernel := kernel_of(module)) is not None]
+    from kernels_ext_npu.matching.fingerprint import is_experts_class
+
+    found = {cls for cls in set(map(type, model.modules())) if is_experts_class(cls)}
+    experts = [module for module in model.modules() if type(module) in found]
+    return [(module, kernel) for module in experts if (kernel := kernel_of(module)) is not None]
 
 
 def has_changed(module: nn.Module) -> bool:
@@ -56,13 +59,12 @@ def has_changed(module: nn.Module) -> bool:
 
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
-    forward = kernel_forward(module)
-    if forward is not None and loaded.layer_name(forward) in WITH_LISTS and not awaits_weights():
-        reason = loaded.package(forward).blocks.unfit(module)
+    if layer_of(module) in WITH_LISTS and not awaits_weights():
+        reason = package_of(module).blocks.unfit(module)
         return reason and f"expert by expert, since {reason}"
     kernel = kernel_of(module)
     if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
-        is_by_name = forward is None and is_called_by_name(module)
+        is_by_name = kernel_forward(module) is None and is_called_by_name(module)
         return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
     from kernels_ext_npu.patterns.hooks import has_hooks
 

@@ -154,6 +154,20 @@ def test_nothing_to_test_is_said() -> None:
         runner.run(quick=True, only=["flux"])
 
 
+@pytest.mark.long
+def test_a_hub_that_cannot_be_asked_is_said_once(monkeypatch) -> None:
+    for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RefusedError, match="the kernels cannot be loaded from the Hub: .*Connection refused"):
+        runner.run("hub", quick=True, only=["RMSNorm, "])
+
+
+@pytest.mark.long
+def test_a_source_that_is_none_is_said_once() -> None:
+    with pytest.raises(RefusedError, match='did you mean "bundled"'):
+        runner.run("bundle", quick=True, only=["RMSNorm, "])
+
+
 def test_a_report_has_no_path_name_or_token(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
     said = f"OSError: {Path.home()}/models/own.safetensors with hf_abcdefghijkl of ~/.cache/x, at {ROOT}/RMSNorm"

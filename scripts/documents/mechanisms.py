@@ -12,8 +12,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 
 FORWARD, STEP, LORA, AUTOCAST, DROPOUT, TOKEN = ACTS = (
@@ -78,9 +76,9 @@ class Mechanism:
         replaced = []
         try:
             for place, replacement in self.off:
-                owner, _, name = place.rpartition(".")
-                replaced.append((resolve_name(owner), name, resolve_name(place)))
-                setattr(*replaced[-1][:2], replacement(replaced[-1][2]))
+                owner, name = resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
+                replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, replacement(getattr(owner, name)))
             yield
         finally:
             for owner, name, original in reversed(replaced):
@@ -104,6 +102,8 @@ def _of_mlps_alone(siblings_in: Callable) -> Callable:
 
 
 def _sum_and_norm(_: Any) -> Callable:
+    import torch  # behind softnpu
+
     return lambda x, weight, eps: torch.ops.npu.npu_rms_norm(x, 1.0 + weight.float(), eps)
 
 
@@ -113,49 +113,49 @@ MECHANISMS = (
     Mechanism(
         "gate and up as one product",
         ("swapping/packing.py", "SwiGLU/torch-ext/swiglu/packing.py"),
-        off=((f"{_SWAPPING}.packing:pairs", _none_of), (f"{_SWAPPING}.packing:JOINING", lambda _: ())),
+        off=((f"{_SWAPPING}.packing.pairs", _none_of), (f"{_SWAPPING}.packing.JOINING", lambda _: ())),
     ),
     Mechanism(
         "layers with one input computed together",
         ("swapping/ahead.py", "swapping/siblings.py", "swapping/draws.py"),
         acts=(STEP, *ADAPTED),
-        off=((f"{_SWAPPING}.ahead:note", _nothing),),
+        off=((f"{_SWAPPING}.ahead.note", _nothing),),
     ),
     Mechanism(
         "the same for q, k and v alone",
         (),
         acts=(STEP, *ADAPTED),
-        off=((f"{_SWAPPING}.ahead:siblings_in", _of_mlps_alone),),
+        off=((f"{_SWAPPING}.ahead.siblings_in", _of_mlps_alone),),
     ),
     Mechanism(
         "the same with dropout",
         ("swapping/draws.py",),
         acts=(DROPOUT,),
-        off=((f"{_SWAPPING}.draws:are_captured", lambda _: lambda: True),),
+        off=((f"{_SWAPPING}.draws.are_captured", lambda _: lambda: True),),
     ),
     Mechanism(
         "plain linear layers",
         ("swapping/projections.py",),
         acts=(STEP, *ADAPTED),
-        off=((f"{_SWAPPING}.projections:LAYERS", _serving_none),),
+        off=((f"{_SWAPPING}.projections.LAYERS", _serving_none),),
     ),
     Mechanism(
         "layers with adapters",
         ("swapping/adapters.py",),
         acts=ADAPTED,
-        off=((f"{_SWAPPING}.adapters:LAYERS", _serving_none),),
+        off=((f"{_SWAPPING}.adapters.LAYERS", _serving_none),),
     ),
     Mechanism(
         "sums with the norm behind them",
         ("swapping/residuals.py", "matching/residual_sums.py"),
         acts=(TOKEN,),
-        off=((f"{_SWAPPING}.residuals:take", _nothing),),
+        off=((f"{_SWAPPING}.residuals.take", _nothing),),
     ),
     Mechanism(
         "writes into a static cache",
         ("decoding/static_cache.py", "references/static_caches.py"),
         acts=(TOKEN,),
-        off=(("kernels_ext_npu.decoding.static_cache:install", _nothing),),
+        off=(("kernels_ext_npu.decoding.static_cache.install", _nothing),),
     ),
     Mechanism(
         "the head without logits",
@@ -172,13 +172,13 @@ MECHANISMS = (
         "norms with 1 + weight in one launch",
         (),
         acts=(FORWARD, TOKEN),
-        off=(("torch:ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
+        off=(("torch.ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
         models=("Gemma-3-12B", "Gemma-3-1B", "Qwen3-Next-80B-A3B"),
     ),
     Mechanism(
         "experts by the name of an implementation",
         ("swapping/experts_interface.py", "swapping/experts_choice.py"),
-        off=((f"{_SWAPPING}.experts_interface:is_installed", lambda _: lambda: False),),
+        off=((f"{_SWAPPING}.experts_interface.is_installed", lambda _: lambda: False),),
         models=MIXTURES,
     ),
     Mechanism(

@@ -188,6 +188,8 @@ def test_in_bfloat16_it_is_no_further_from_float32_than_others_are(registered, n
             return float((found - expected).square().mean().sqrt())
 
         others = []
+        with suppress(ValueError):  # not all classes have experts; a copy would name ours when it is gone
+            ours.set_experts_implementation("grouped_mm")
         with without_kernels():
             for implementation in ("eager", "sdpa"):
                 with suppress(ValueError):  # not all classes have sdpa

@@ -154,14 +154,23 @@ def preprocess_standing_in(original: Callable) -> Callable:
     """Return what stands in for ``_preprocess_mask_arguments`` of masking_utils, and does not look at positions."""
 
     @functools.wraps(original)
-    def preprocess(config: Any, embeds: Tensor, mask: Any, cache: Any, positions: Tensor | None, *args: Any) -> tuple:
-        is_standing_in = embeds.device.type == "npu" and serving.describes_masks(config)
+    def preprocess(
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
+        given = config, inputs_embeds, attention_mask, past_key_values
+        is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
         if not reads_no_positions() or not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
-            return original(config, embeds, mask, cache, positions, *args)
-        is_done, mask, _, *sizes = original(config, embeds, mask, cache, None, *args)
+            return original(*given, position_ids, *args, **kwargs)
+        is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
         packed = None
-        if positions is not None and mask is None and cache is None and not _counts_itself.get():
-            packed = _sequences(positions.expand(len(embeds), -1))
+        if position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
+            packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
         return is_done, mask, packed, *sizes
 
     return preprocess

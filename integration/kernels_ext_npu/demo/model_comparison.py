@@ -18,6 +18,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.demo import tiny_models
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.measuring import waits
 from kernels_ext_npu.measuring.distance import distance, distances, models_agree, worst
 from kernels_ext_npu.reporting.report import Report
@@ -27,10 +28,6 @@ NEW_TOKENS = 8
 LEARNING_RATE = 0.1
 _NORM_OPERATORS = "npu_rms_norm", "npu_gemma_rms_norm"
 Gradients = dict[str, Tensor | None]
-
-
-class CannotRunError(Exception):
-    """A model cannot be compared. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Result:
         norm_calls: how often swapped norms were called in one forward.
         calls: operator calls of that forward, by name.
         operators_before: the number of those without kernels.
-        training_waits: how often the host waited in a forward and backward.
+        waits: how often the host waited in that forward, and in a forward and backward.
         in_graphs: the same generation in graphs, None where it was not run.
     """
 
@@ -71,7 +68,7 @@ class Result:
     norm_calls: int
     calls: dict[str, int]
     operators_before: int
-    training_waits: int
+    waits: tuple[int, int]
     in_graphs: InGraphs | None = None
 
     def agrees(self) -> bool:
@@ -94,7 +91,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         in_graphs: whether it generates a second time, with one launch for the forward of a token.
 
     Raises:
-        CannotRunError: the checkpoint cannot be loaded.
+        RefusedError: the checkpoint cannot be loaded.
     """
     torch.manual_seed(0)
     original = load(folder)
@@ -106,13 +103,13 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
     model = load(folder, device_map="npu", use_kernels=True)
     moved = tiny_models.on("npu", made)
     report = kernels_ext_npu.report(model)
-    with _count_calls(model, report) as norm_calls:
-        softnpu.reset_counters()
-        found = logits(model, moved)
-        calls = softnpu.counters()
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
+    softnpu.reset_counters()
+    with _count_calls(model, report) as norm_calls, waits.counted() as in_forward:
+        found = logits(model, moved)
+    calls = softnpu.counters()
     graphed = _in_graphs(model, moved, expected_tokens) if in_graphs else None
-    with waits.counted() as waited:
+    with waits.counted() as in_step:
         found_gradients = gradients(model, moved)
     gradient = worst(measured.norm for measured in distances(found_gradients, expected_gradients).values())
     losses = distances(_losses(model, moved, steps), expected_losses).values()
@@ -129,7 +126,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         norm_calls=norm_calls.total(),
         calls=calls,
         operators_before=operators(softnpu.counters()),
-        training_waits=waited.number or 0,
+        waits=(in_forward.number, in_step.number),
         in_graphs=graphed,
     )
 
@@ -138,13 +135,13 @@ def load(folder: Path, **options: Any) -> Any:
     """Load a checkpoint in float32.
 
     Raises:
-        CannotRunError: it cannot be loaded.
+        RefusedError: it cannot be loaded.
     """
     auto = tiny_models.loader(AutoConfig.from_pretrained(folder, local_files_only=True))
     try:
         return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
     except (OSError, ValueError) as error:
-        raise CannotRunError(f"{folder} could not be loaded: {error}") from error
+        raise RefusedError(f"{folder} could not be loaded: {error}") from error
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ def run(model: Model, dtype: str, asked: Asked, found: list[Provider]) -> Iterat
         found: who computes it, the original first: the others are compared with what it differs.
 
     Raises:
-        CannotRunError: the model cannot be built.
+        RefusedError: the model cannot be built.
     """
     parts = [kernel for kernel in asked.kernels if kernel not in whole_model_calls.KERNELS]
     for phase in phases(asked.tokens):

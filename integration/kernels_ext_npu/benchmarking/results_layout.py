@@ -1,16 +1,18 @@
-"""Shows the results of a benchmark as a table."""
+"""Lays out the results of a benchmark: as a table, and as the lines of a report that can be attached to an issue."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kernels_ext_npu.benchmarking.comparison import Result
+from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.benchmarking.options import KERNELS
+from kernels_ext_npu.machine.privacy import report_text
 
 TIME = "median_ms"
 # column -> the figure, what it is divided by, and its format
@@ -22,6 +24,8 @@ COLUMNS = {
     "waits": ("host_waits", 1, "{:.0f}"),
 }
 NONE = "–"
+FORMAT = 1  # of the JSON of a report
+FACTS = ("distance", "refused")  # of a result, beside its figures
 
 Comparison = dict[str, Result]  # by provider
 
@@ -117,3 +121,33 @@ def _refusals(results: list[Result]) -> list[str]:
         f"{NONE} {provider}, {name}, {', '.join(dict.fromkeys(found))}: {reason}"
         for (provider, name, reason), found in phases.items()
     ]
+
+
+def report_lines(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """Return a line for each call in each direction, with the figures of everybody who computed it."""
+    found = []
+    for comparison in comparisons(results):
+        one = next(iter(comparison.values()))
+        line: dict[str, Any] = {
+            "of": one.model,
+            "what": f"{one.kernel}, {one.phase.partition(',')[0]}, {one.direction}",
+            "dtype": one.dtype,
+            "call": one.name,
+            "module": one.path,
+            "shapes": one.shapes,
+            "phase": one.phase,
+        }
+        for name, result in comparison.items():
+            line[name] = {fact: value for fact in FACTS if (value := getattr(result, fact)) is not None}
+            line[name] |= result.figures
+        found.append(line)
+    return found
+
+
+def report(head: dict[str, Any], results: Iterable[Result]) -> str:
+    """Return JSON, a call a line, with nothing that tells whose machine it was: no path, name, token or address.
+
+    Args:
+        head: what a selftest says of the machine, and how was measured; ``format`` is added.
+    """
+    return report_text({"format": FORMAT} | head, report_lines(results))

@@ -9,10 +9,9 @@ from rich.table import Table
 
 import softnpu
 from kernels_ext_npu.catalogue import ATTENTION, HEADS
-from kernels_ext_npu.demo.comparison import Result, operators
+from kernels_ext_npu.demo.model_comparison import Result, operators
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.reporting.report import SHOWN
-from softnpu.counting import STREAM_SYNCS
 
 # headings of the table of calls -> what the names of the operators contain
 FUSED = {
@@ -49,7 +48,7 @@ def calls(results: dict[str, Result]) -> Table:
     table = _table([*FUSED, "in all", "before", "waits", "a step"])
     for name, result in results.items():
         counted = [sum(count for op, count in result.calls.items() if part in op) for part in FUSED.values()]
-        counted += [operators(result.calls), result.operators_before, result.calls[STREAM_SYNCS], result.training_waits]
+        counted += [operators(result.calls), result.operators_before, *result.waits]
         table.add_row(name, *map(str, counted))
     return table
 

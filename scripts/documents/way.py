@@ -34,9 +34,9 @@ WAY = (
     ),
     Step(
         "mark",
-        "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with references. "
+        "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
         "A class that equals one gets the name of the layer that serves it.",
-        ("swapping.classes:mark", "matching.lookup:find_reference", "references.fingerprints:fingerprint"),
+        ("swapping.classes:mark", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
     ),
     Step(
         "layers",
@@ -48,7 +48,7 @@ WAY = (
         "functions",
         "Functions that modules call, such as rotary ones and scans, are found in the globals of their forwards, and "
         "compared and swapped alike. One function serves all models of the process.",
-        ("swapping.functions:mark", "swapping.function_uses:uses"),
+        ("swapping.functions:mark", "matching.function_scan:uses"),
     ),
     Step(
         "loss",

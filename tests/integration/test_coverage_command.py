@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import SERVING
-from kernels_ext_npu.patterns import PATTERNS
+from kernels_ext_npu.patterns.collection import PATTERNS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns import PATTERNS
+from kernels_ext_npu.patterns.collection import PATTERNS
 from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
 from kernels_ext_npu.patterns.variant import variant
 

@@ -19,7 +19,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.patterns import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from tests.support import zoo
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -12,7 +12,8 @@ from torch import Tensor
 import softnpu
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_function_pattern
-from kernels_ext_npu.patterns import FUNCTION_PATTERNS, FunctionPattern
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
+from kernels_ext_npu.patterns.pattern import FunctionPattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
 from tests.support.rotations import exact, results, tensors

@@ -24,7 +24,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
 from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
-from kernels_ext_npu.patterns import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from publishing import trial
 from strict import Strict, strict_variants
 

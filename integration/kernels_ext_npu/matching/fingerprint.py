@@ -22,7 +22,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels_ext_npu.matching.decorated import cells, decorators_of, original_function, undecorated
 from kernels_ext_npu.matching.source_tree import function_tree
-from kernels_ext_npu.patterns.moe.experts import Experts
 
 
 def fingerprint(cls: type) -> str | None:
@@ -59,6 +58,8 @@ def is_experts_class(cls: type) -> bool:
 
     It has to take it out of transformers' own table of them.
     """
+    from kernels_ext_npu.patterns.moe.experts import Experts  # register() need not wait for patterns
+
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
         return False

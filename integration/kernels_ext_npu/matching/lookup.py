@@ -9,8 +9,8 @@ from torch import nn
 
 from kernels_ext_npu.matching.decorated import original_function, package_function
 from kernels_ext_npu.matching.fingerprint import computes_as, function_fingerprint, function_words, words
-from kernels_ext_npu.patterns import FUNCTION_PATTERNS, PATTERNS, FunctionPattern, Pattern
 from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
 
 _found: dict[tuple[type, object], Pattern | None] = {}  # by class and forward: other libraries replace forwards
 _found_functions: dict[FunctionType, FunctionPattern | None] = {}
@@ -63,6 +63,8 @@ def _is_beside(function: FunctionType, pattern: FunctionPattern) -> bool:
 @cache
 def _by_words() -> dict[tuple, list]:
     """Return the patterns by whether they are of classes and the words that they are in."""
+    from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS  # register() need not wait for them
+
     found: dict[tuple, list] = {}
     for pattern in PATTERNS:
         found.setdefault((Pattern, words(pattern.module)), []).append(pattern)

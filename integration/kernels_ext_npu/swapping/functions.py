@@ -24,7 +24,7 @@ from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.matching.lookup import find_function_pattern
-from kernels_ext_npu.patterns import FunctionPattern
+from kernels_ext_npu.patterns.pattern import FunctionPattern
 from kernels_ext_npu.swapping import forwards, kernel_mapping, kernel_marks, loaded, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.protocol import Row, Swapping

@@ -11,7 +11,7 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
-from kernels_ext_npu.patterns import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swapping import forwards, kernel_mapping, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere

@@ -16,7 +16,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, KIND_OF_LAYER, LAYER_NORMS, MLPS, ROUTERS, TABLES, Kind
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
-from kernels_ext_npu.patterns import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swapping import (
     forwards,
     functions,

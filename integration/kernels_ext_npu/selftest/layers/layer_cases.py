@@ -18,12 +18,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
-from kernels_ext_npu.patterns import FUNCTION_PATTERNS, PATTERNS, FunctionPattern, Pattern
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
+from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer

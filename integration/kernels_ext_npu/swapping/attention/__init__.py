@@ -61,7 +61,7 @@ def revert(model: nn.Module) -> None:
 
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that computes attention."""
-    from kernels_ext_npu.swapping.attention import reporting  # register() need not wait for references
+    from kernels_ext_npu.swapping.attention import reporting  # register() need not wait for patterns
 
     return reporting.rows(model)
 

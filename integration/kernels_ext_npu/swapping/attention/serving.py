@@ -39,7 +39,7 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
 @_asked_once
 def class_refusal(cls: type) -> Reason | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
-    from kernels_ext_npu.matching import classification  # register() need not wait for references
+    from kernels_ext_npu.matching import classification  # register() need not wait for patterns
 
     return classification.attention_refusal(cls)
 

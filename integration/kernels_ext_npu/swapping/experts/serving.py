@@ -17,7 +17,7 @@ WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks
 
 def is_experts(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the implementation that its config names."""
-    from kernels_ext_npu.matching.fingerprint import is_experts_class  # register() need not wait for references
+    from kernels_ext_npu.matching.fingerprint import is_experts_class  # register() need not wait for patterns
 
     return is_experts_class(type(module))
 

@@ -20,8 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from kernels_ext_npu.distribution.identity import render as render_metadata
 from kernels_ext_npu.distribution.variants import METADATA, NOARCH, names, renamed, repositories
+from kernels_ext_npu.distribution.variants import render as render_metadata
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of the strict variants the tree holds those for this CANN, which show what sets one apart. A copy of every file for

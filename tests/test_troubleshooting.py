@@ -29,7 +29,7 @@ DOCTOR = ROOT / "integration/kernels_ext_npu/doctor"
 # who an entry says it is from -> where its messages are written
 SOURCES = {
     "kernels-ext-npu": [(ROOT, ("integration/**/*.py", "*/torch-ext/**/*.py"))],
-    "doctor": [(DOCTOR, ("*.py",))],
+    "doctor": [(DOCTOR, ("**/*.py",))],
     "softnpu": [(ROOT, ("softnpu/**/*.py", "softnpu/*.c"))],
     "kernels": [(SITE, ("kernels/**/*.py",))],
     "packaging": [(SITE, ("packaging/*.py",))],
@@ -60,7 +60,7 @@ def written(source: str) -> str:
     """What a source holds, with the parts of a message that stands in several literals put together."""
     paths = [path for folder, patterns in SOURCES[source] for pattern in patterns for path in folder.glob(pattern)]
     # doctor quotes the messages of others
-    return "\n".join(joined(path) for path in paths if source == "doctor" or path.parent != DOCTOR)
+    return "\n".join(joined(path) for path in paths if source == "doctor" or DOCTOR not in path.parents)
 
 
 def joined(path: Path) -> str:
@@ -107,8 +107,9 @@ def test_reasons_of_packing_are_those_of_the_kernel() -> None:
 
 def test_doctor_refers_to_headings_that_are_there() -> None:
     named = {known.see for known in known_errors.KNOWN if known.see}
-    for path in DOCTOR.glob("*.py"):
-        module = importlib.import_module(f"kernels_ext_npu.doctor.{path.stem}") if path.stem != "__init__" else None
+    for path in DOCTOR.rglob("[!_]*.py"):
+        name = ".".join(path.relative_to(DOCTOR).with_suffix("").parts)
+        module = importlib.import_module(f"kernels_ext_npu.doctor.{name}")
         for call in ast.walk(ast.parse(path.read_text())):
             for keyword in getattr(call, "keywords", []):
                 if keyword.arg == "see":
@@ -123,6 +124,16 @@ def test_doctor_refers_to_headings_that_are_there() -> None:
                             named.add(getattr(module, node.id))
     assert len(named) > 15
     assert named <= set(HEADINGS)
+
+
+@pytest.mark.software
+def test_what_switching_autoload_off_helps_is_as_the_page_says(run_python) -> None:
+    """On a machine without CANN: torch alone, and not transformers, for which softnpu has to be there."""
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run_python("import torch; torch.ones(1)", **off)
+    code = "from transformers import LlamaForCausalLM"
+    assert "libhccl.so" in run_python(code, check=False, **off).stderr
+    run_python(f"import softnpu; {code}", **off)
 
 
 def test_links_within_the_page_lead_somewhere() -> None:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from kernels_ext_npu.api.register import register, unregister
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
     from kernels_ext_npu.reporting.report import Report, report
-    from kernels_ext_npu.reporting.rows import Row
-    from kernels_ext_npu.swapping.experts import transpose_experts
+    from kernels_ext_npu.sources import load
+    from kernels_ext_npu.swapping.experts.transposing import transpose_experts
+    from kernels_ext_npu.swapping.protocol import Row
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "Row",
     "UnsupportedEnvironmentError",
     "kernelize",
+    "load",
     "register",
     "report",
     "restore",
@@ -32,13 +34,14 @@ __all__ = [
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
 _MODULES = {
     "Report": "reporting.report",
-    "Row": "reporting.rows",
+    "Row": "swapping.protocol",
     "UnsupportedEnvironmentError": "environment",
     "kernelize": "api.kernelize",
+    "load": "sources",
     "register": "api.register",
     "report": "reporting.report",
     "restore": "api.kernelize",
-    "transpose_experts": "swapping.experts",
+    "transpose_experts": "swapping.experts.transposing",
     "unregister": "api.register",
 }
 

@@ -13,14 +13,24 @@ from packaging.specifiers import SpecifierSet
 TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.23"), "kernels": SpecifierSet(">=0.17.2,<0.18")}
 
 
-class UnsupportedEnvironmentError(RuntimeError):
+class RefusedError(Exception):
+    """What was asked for cannot be done. The message says why, and what can.
+
+    Attributes:
+        code: what a command ends with.
+    """
+
+    code = 2
+
+
+class UnsupportedEnvironmentError(RefusedError, RuntimeError):
     """Kernels cannot be swapped in on this machine. The message says what to do."""
 
 
 def check() -> None:
     """Raise UnsupportedEnvironmentError where kernels cannot work, warn where nobody has tried whether they do."""
     for name, tested in TESTED.items():
-        found = _version(name)
+        found = installed(name)
         if found is None:
             raise UnsupportedEnvironmentError(f"{name} is not installed: pip install '{name}{tested}'")
         if not tested.contains(found, prereleases=True):
@@ -28,7 +38,7 @@ def check() -> None:
     if importlib.util.find_spec("torch_npu") is None:
         raise UnsupportedEnvironmentError(
             "torch_npu is not installed. On a machine with an Ascend device install the release that fits torch and "
-            f"CANN, for torch {_version('torch')}: pip install --no-deps torch_npu. Without a device do the same, and "
+            f"CANN, for torch {installed('torch')}: pip install --no-deps torch_npu. Without a device do the same, and "
             "`import softnpu` before torch."
         )
     _check_cann()
@@ -43,12 +53,12 @@ def _check_transformers_accepts_kernels() -> None:
         lowest = getattr(import_utils, "KERNELS_MIN_VERSION", "?")
         beyond = getattr(import_utils, "KERNELS_MAX_VERSION", "?")
         raise UnsupportedEnvironmentError(
-            f"transformers {_version('transformers')} takes kernels >= {lowest}, < {beyond} and ignores the installed "
-            f"{_version('kernels')}: pip install 'kernels>={lowest},<{beyond}'"
+            f"transformers {installed('transformers')} takes kernels >= {lowest}, < {beyond} and ignores the installed "
+            f"{installed('kernels')}: pip install 'kernels>={lowest},<{beyond}'"
         )
     if not hasattr(hub_kernels, "get_kernel_mapping_transformers"):
         raise UnsupportedEnvironmentError(
-            f"transformers {_version('transformers')} has another kernel mapping than the one kernels-ext-npu knows: "
+            f"transformers {installed('transformers')} has another kernel mapping than the one kernels-ext-npu knows: "
             f"pip install 'transformers{TESTED['transformers']}'"
         )
     if not hub_kernels._kernels_enabled:
@@ -82,7 +92,7 @@ def refuse_cann(found: str) -> str | None:
         return None
     if re.match(r"\d\d", found):
         return (
-            f"kernels {_version('kernels')} cannot read the version of CANN {found}: it expects one digit before the "
+            f"kernels {installed('kernels')} cannot read the version of CANN {found}: it expects one digit before the "
             "dot, and would end in InvalidVersion. Use CANN 8 or 9, or a release of kernels that can."
         )
     return (
@@ -93,7 +103,8 @@ def refuse_cann(found: str) -> str | None:
     )
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Return the version of a package, None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from kernels_ext_npu.catalogue import REPOSITORIES
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,18 +25,56 @@ class LayerSource(Protocol):
         """Return the class of the layer."""
 
 
-def layer_source(source: str | Path, repository: str, layer: str) -> LayerSource:
-    """Return the entry of the mapping for a layer of a kernel repository.
+def layer_sources(source: str | Path, layers: Mapping[str, str]) -> dict[str, LayerSource]:
+    """Return the entries of the mapping for layers of kernel repositories.
 
     Args:
         source: "bundled", "hub", or the path of a clone of the project.
+        layers: the repository of each.
     """
     from kernels import LayerRepository, LocalLayerRepository
 
     if source == "hub":
-        name = f"{ORGANISATION}/{repository}"
-        return LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
-    return LocalLayerRepository(root(source) / repository, layer_name=layer)
+        hub = {layer: f"{ORGANISATION}/{repository}" for layer, repository in layers.items()}
+        return {
+            layer: LayerRepository(name, layer_name=layer, version=VERSION, trust_remote_code=[name])
+            for layer, name in hub.items()
+        }
+    folder = root(source)
+    return {layer: LocalLayerRepository(folder / name, layer_name=layer) for layer, name in layers.items()}
+
+
+def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
+    """Load the package of a kernel, to call its functions as its card describes them.
+
+    Args:
+        kernel: the name of its repository, such as "RMSNorm" or "kernels-ext-npu/RMSNorm".
+        source: "bundled" for the copy in this package, which needs no network, "hub", or the path of a clone of the
+            project.
+
+    Returns:
+        what ``kernels.get_kernel`` gives: the package, with its functions and ``layers``.
+
+    Raises:
+        ValueError: there is no such kernel.
+        FileNotFoundError: the source does not hold it.
+
+    Example:
+        >>> import softnpu  # before torch, on a machine without an NPU
+        >>> import torch, kernels_ext_npu
+        >>> rmsnorm = kernels_ext_npu.load("RMSNorm")
+        >>> x, weight = torch.randn(2, 64, device="npu"), torch.ones(64, device="npu")
+        >>> rmsnorm.rms_norm(x, weight, 1e-6).shape
+        torch.Size([2, 64])
+    """
+    by_name = {name.lower(): name for name in REPOSITORIES}
+    name = kernel.lower().removeprefix(f"{ORGANISATION}/")
+    if name not in by_name:
+        near = difflib.get_close_matches(name, by_name, n=1)
+        hint = f"did you mean {by_name[near[0]]}? " if near else ""
+        raise ValueError(f"there is no kernel {kernel!r}: {hint}there are {', '.join(REPOSITORIES)}")
+    check(source, [by_name[name]])
+    return load_package(source, by_name[name])
 
 
 def load_package(source: str | Path, repository: str) -> ModuleType:
@@ -55,11 +96,14 @@ def check(source: str | Path, repositories: Collection[str]) -> None:
     if source == "hub":
         return
     folder = root(source)
-    missing = [name for name in sorted(repositories) if not (folder / name / "build").is_dir()]
+    missing = [f"{name}/build" for name in sorted(repositories) if not (folder / name / "build").is_dir()]
+    near = difflib.get_close_matches(str(source).lower(), ("bundled", "hub"), n=1)
     if missing:
+        wrong = (
+            f'did you mean "{near[0]}"?' if near and not folder.exists() else f"{folder} has no {', '.join(missing)}."
+        )
         raise FileNotFoundError(
-            f"source={str(source)!r}: {folder} has no {', '.join(f'{name}/build' for name in missing)}. "
-            'A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
+            f'source={str(source)!r}: {wrong} A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
         )
 
 

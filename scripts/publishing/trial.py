@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kernels_ext_npu.distribution.variants import repositories, tomllib
+from kernels_ext_npu.catalogue import CATALOGUE
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from kernels_ext_npu.selftest.cases import Function
+
 SECONDS = 600
 
 
 def loadable(variant: Path) -> bool:
     """Tell whether a variant loads here: Python alone does anywhere, libraries where kernels' resolver takes them."""
-    from kernels_ext_npu.distribution import machines
+    from kernels_ext_npu.distribution import variant_choice
 
     if not any(path.suffix == ".so" for path in variant.rglob("*")):
         return True
-    return any(decision.rank for decision in machines.decide([variant.name]))
+    return any(decision.rank for decision in variant_choice.decide([variant.name]))
 
 
 def load_local(variants: dict[str, Path]) -> list[str]:
@@ -93,7 +93,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     for name, path in request["variants"].items():
         try:
             kernel = get_local_kernel(Path(path))
-            problems += [f"{name}: {problem}" for problem in _problems(kernel, path)]
+            problems += [f"{name}: {problem}" for problem in _problems(kernel, Path(path))]
         except Exception as error:  # noqa: PERF203  whatever the code of a kernel raises
             problems.append(f"{name}: cannot be loaded: {type(error).__name__}: {error}")
     return {"problems": problems}
@@ -111,25 +111,29 @@ def _published(repo_id: str, version: int | None, revision: str | None) -> dict[
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {error}"}
     path = Path(str(kernel.__file__)).parent
-    problems = _problems(kernel, str(path))
+    problems = _problems(kernel, path)
     answer: dict[str, Any] = {"variant": path.name, "ran": of(_name(path)) is not None}
     answer["refusal"] = refusal(repo_id, version or 0) if version is not None else None
     return answer | ({"failure": "; ".join(problems)} if problems else {})
 
 
-def _problems(kernel: ModuleType, path: str) -> list[str]:
+def _problems(kernel: ModuleType, path: Path) -> list[str]:
     import torch
 
     problems = [f"__all__ names {name}, which is not there" for name in _missing(kernel)]
     problems += _layer_problems(kernel)
-    trial = of(_name(Path(path)))
-    if trial is not None:
+    function = of(_name(path))
+    if function is not None:
         try:
-            actual, expected = trial(kernel, torch.randn(3, 8).to("npu"))
-            torch.testing.assert_close(actual, expected)
+            if wrong := function.failure(kernel, torch.float32):
+                problems.append(f"loads, but does not compute: {function.title}: {wrong}")
         except Exception as error:  # whatever the code of a kernel raises
             problems.append(f"loads, but does not compute: {type(error).__name__}: {' '.join(str(error).split())}")
     return problems
+
+
+def _name(path: Path) -> str:
+    return json.loads((path / "metadata.json").read_text())["name"]
 
 
 def _missing(kernel: ModuleType) -> list[str]:
@@ -152,16 +156,14 @@ def _layer_problems(kernel: ModuleType) -> list[str]:
     return problems
 
 
-def _name(path: Path) -> str:
-    return json.loads((path / "metadata.json").read_text())["name"]
+def of(name: str) -> Function | None:
+    """Return what the selftest calls of a kernel of this clone; None for any other kernel."""
+    repository = next((repository.name for repository in CATALOGUE if repository.kernel == name), None)
+    if repository is None:
+        return None
+    from kernels_ext_npu.selftest.functions import FUNCTIONS
 
-
-def of(name: str) -> Callable[[ModuleType, Any], tuple[Any, Any]] | None:
-    """Return what the repository of a kernel, in this clone, tries with it; None for any other kernel."""
-    for folder in repositories(ROOT):
-        if tomllib.loads((folder / "build.toml").read_text())["general"]["name"] == name:
-            return runpy.run_path(str(folder / "trial.py"))["trial"]
-    return None
+    return next(function for function in FUNCTIONS if function.repository == repository)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def test_what_the_page_writes_is_as_the_project_writes(outputs, clone: Path) -> 
 
 
 def test_it_is_verified_and_published(outputs, clone: Path, hub: LocalHub) -> None:
-    verified = printed_by(outputs, "python scripts/verify.py")
+    verified = printed_by(outputs, "kernels-ext-npu verify")
     assert all(re.search(rf"{path.name}\b.*\bintact\b", verified) for path in (clone / "QuickGELU" / "build").iterdir())
     repository = hub.store.get("kernels", KERNEL)
     files = repository.commit("v1").files

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import softnpu
-from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
-from kernels_ext_npu.selftest.expert_blocks import block, inputs
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from tests.support.expert_modules import block, block_inputs
 from tests.support.list_blocks import assert_close, bound, each_block, results
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -77,19 +76,19 @@ def test_what_does_not_fit_is_computed_by_the_original_and_the_reason_is_known(
     change(original)
     change(module)
     assert re.search(MISFITS[change], kernel.blocks.unfit(module))
-    found = results(module, inputs().npu())
+    found = results(module, block_inputs().npu())
     assert "npu_grouped_matmul" not in npu_counters()
-    assert_close(found, results(original, inputs()))
+    assert_close(found, results(original, block_inputs()))
 
 
 @each_block
 def test_the_cpu_and_autocast_to_another_dtype_are_left_to_the_original(kernel: ModuleType, npu_counters, cls) -> None:
     original = block(cls)
     module = bound(kernel, original)
-    assert_close(results(module.cpu(), inputs()), results(original, inputs()))
+    assert_close(results(module.cpu(), block_inputs()), results(original, block_inputs()))
     module = bound(kernel, original)
     with torch.autocast("npu", torch.bfloat16), torch.no_grad():
-        module(inputs().npu())
+        module(block_inputs().npu())
     assert "npu_grouped_matmul" not in npu_counters()
 
 
@@ -97,7 +96,7 @@ def test_the_cpu_and_autocast_to_another_dtype_are_left_to_the_original(kernel: 
 def test_autocast_to_the_dtype_of_the_weights_changes_nothing(kernel: ModuleType, npu_counters, cls) -> None:
     """As the Trainer runs a model that was loaded in bfloat16. DeepSeek's gate asks for float32 and does not get it."""
     original = block(cls).to(torch.bfloat16)
-    x = inputs(24, torch.bfloat16).npu()
+    x = block_inputs(24, torch.bfloat16).npu()
     expected = results(bound(kernel, original), x)
     softnpu.reset_counters()
     with torch.autocast("npu", torch.bfloat16):
@@ -112,13 +111,13 @@ def test_autocast_to_the_dtype_of_the_weights_changes_nothing(kernel: ModuleType
 def test_state_dict_and_copies_are_the_originals(kernel: ModuleType, cls) -> None:
     original = block(cls)
     module = bound(kernel, original)
-    module(inputs().npu())
+    module(block_inputs().npu())
     state = module.state_dict()
     assert list(state) == list(original.state_dict())
     assert all(torch.equal(state[name].cpu(), value) for name, value in original.state_dict().items())
     twin = copy.deepcopy(module)
     assert {k for expert in module.experts for k in vars(expert)} == {k for e in original.experts for k in vars(e)}
-    assert_close(results(twin, inputs().npu()), results(original, inputs()))
+    assert_close(results(twin, block_inputs().npu()), results(original, block_inputs()))
 
 
 @each_block
@@ -127,4 +126,4 @@ def test_compiles_with_the_same_values(kernel: ModuleType, cls) -> None:
     original = block(cls, 4)
     module = bound(kernel, original, packed=False)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert_close(results(compiled, inputs().npu()), results(original, inputs()))
+    assert_close(results(compiled, block_inputs().npu()), results(original, block_inputs()))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import softnpu
-from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.selftest.expert_blocks import INNER, SIZE, block, inputs
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from tests.support.expert_modules import HIDDEN, block, block_inputs
 from tests.support.list_blocks import (
     assert_close,
     bound,
@@ -33,11 +33,11 @@ def test_float32_values_and_gradients_are_the_originals(
 ) -> None:
     original = block(cls, experts, top_k)
     module = bound(kernel, original, packed)
-    moved = inputs(tokens).npu()
+    moved = block_inputs(tokens).npu()
     softnpu.reset_counters()
     found = results(module, moved)
     assert softnpu.counters()["stream_syncs"] == 0
-    assert_close(found, results(original, inputs(tokens)))
+    assert_close(found, results(original, block_inputs(tokens)))
 
 
 @packed_or_not
@@ -49,7 +49,7 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
     With two products what lies between them is rounded as often as in the original, so that chance decides: 5%.
     """
     original = block(cls, experts, 2).to(torch.bfloat16)
-    x = decided(original, inputs(64, torch.bfloat16))
+    x = decided(original, block_inputs(64, torch.bfloat16))
     truth = results(double(original), x.double())
     own = results(original, x)
     module, moved = bound(kernel, original, packed), x.npu()
@@ -64,8 +64,8 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
 def test_weights_that_move_between_forward_and_backward(kernel: ModuleType, packed) -> None:
     """As into a flat buffer, where gate and up no longer lie side by side."""
     original = block(Qwen3MoeSparseMoeBlock)
-    module, x = bound(kernel, original, packed), inputs().npu()
-    leaf, on_cpu = x.clone().requires_grad_(), inputs().requires_grad_()
+    module, x = bound(kernel, original, packed), block_inputs().npu()
+    leaf, on_cpu = x.clone().requires_grad_(), block_inputs().requires_grad_()
     y, expected = module(leaf)[0], original(on_cpu)[0]
     for parameter in module.parameters():
         parameter.data = parameter.detach().clone()
@@ -82,7 +82,7 @@ def test_all_tokens_to_the_same_experts(kernel: ModuleType, cls, packed) -> None
     with torch.no_grad():
         original.gate.weight.mul_(0.01)[3].fill_(1.0)
         original.gate.weight[5].fill_(0.5)
-    x = inputs().abs()
+    x = block_inputs().abs()
     found = results(bound(kernel, original, packed), x.npu())
     assert_close(found, results(original, x))
     assert sum(expert.norm() > 0 for expert in found[-len(list(original.experts.parameters())) :][::3]) <= 8
@@ -94,9 +94,9 @@ def test_frozen_experts_get_no_gradient_and_tokens_do(kernel: ModuleType, cls, p
     original = block(cls)
     original.experts.requires_grad_(False)
     module = bound(kernel, original, packed)
-    found = results(module, inputs().npu())
+    found = results(module, block_inputs().npu())
     assert all(parameter.grad is None for parameter in module.experts.parameters())
-    assert_close(found, results(original, inputs()))
+    assert_close(found, results(original, block_inputs()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -105,7 +105,7 @@ def test_frozen_experts_get_no_gradient_and_tokens_do(kernel: ModuleType, cls, p
 def test_launches_do_not_depend_on_the_number_of_experts(kernel: ModuleType, cls, packed, dtype) -> None:
     counts = []
     for experts in (4, 16, 128):
-        module, x = bound(kernel, block(cls, experts).to(dtype), packed), inputs(12, dtype).npu()
+        module, x = bound(kernel, block(cls, experts).to(dtype), packed), block_inputs(12, dtype).npu()
         softnpu.reset_counters()
         results(module, x)
         counts.append({k: v for k, v in softnpu.counters().items() if v})
@@ -121,7 +121,7 @@ def test_launches_do_not_depend_on_the_number_of_experts(kernel: ModuleType, cls
 def test_memory_of_weight_gradients_is_theirs(kernel: ModuleType, cls) -> None:
     """One tensor for each projection, or for gate and up; no second copy."""
     module = bound(kernel, block(cls).to(torch.bfloat16))
-    results(module, inputs(12, torch.bfloat16).npu())
+    results(module, block_inputs(12, torch.bfloat16).npu())
     storages = {s.data_ptr(): s.nbytes() for s in (p.grad.untyped_storage() for p in module.experts.parameters())}
     assert len(storages) == 2
     assert sum(storages.values()) == sum(p.nbytes for p in module.experts.parameters())
@@ -131,10 +131,10 @@ def test_other_activations_are_computed_as_they_are(kernel: ModuleType, npu_coun
     original = block(Qwen3MoeSparseMoeBlock)
     for expert in original.experts:
         expert.act_fn = nn.GELU()
-    found = results(bound(kernel, original), inputs().npu())
+    found = results(bound(kernel, original), block_inputs().npu())
     assert "npu_swiglu" not in npu_counters()
     assert npu_counters()["npu_grouped_matmul"] > 0
-    assert_close(found, results(original, inputs()))
+    assert_close(found, results(original, block_inputs()))
 
 
 @packed_or_not
@@ -147,7 +147,7 @@ def test_biases_have_gradients_too(kernel: ModuleType, names, packed) -> None:
             linear.bias = nn.Parameter(torch.randn(linear.out_features))
     if len(names) == 1:
         packed = False
-    assert_close(results(bound(kernel, original, packed), inputs().npu()), results(original, inputs()))
+    assert_close(results(bound(kernel, original, packed), block_inputs().npu()), results(original, block_inputs()))
 
 
 def test_noise_in_training_is_the_originals(kernel: ModuleType) -> None:
@@ -158,9 +158,9 @@ def test_noise_in_training_is_the_originals(kernel: ModuleType) -> None:
     for training in (True, False):
         original.train(training)
         module.train(training)
-        x = inputs()
+        x = block_inputs()
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tensor, "uniform_", lambda x, low, high: x.copy_(torch.linspace(low, high, SIZE)))
+            patch.setattr(Tensor, "uniform_", lambda x, low, high: x.copy_(torch.linspace(low, high, HIDDEN)))
             a, b = x.npu(), x.clone()
             assert_close(list(module(a)), list(original(b)))
             assert torch.equal(a.cpu(), b)
@@ -170,7 +170,7 @@ def test_noise_in_training_is_the_originals(kernel: ModuleType) -> None:
 @each_block
 def test_gradients_are_the_same_when_they_are_asked_for_again(kernel: ModuleType, cls) -> None:
     """The second time nothing is left of what the forward computed but did not keep."""
-    module, leaf = bound(kernel, block(cls)), inputs().npu().requires_grad_()
+    module, leaf = bound(kernel, block(cls)), block_inputs().npu().requires_grad_()
     y = module(leaf)
     loss = (y[0] if isinstance(y, tuple) else y).square().sum()
     asked = (leaf, *(p for p in module.parameters()))
@@ -180,8 +180,11 @@ def test_gradients_are_the_same_when_they_are_asked_for_again(kernel: ModuleType
 
 def test_training_keeps_the_product_and_the_results_of_experts(kernel: ModuleType) -> None:
     """Beside what it is given, of the size of tokens times choices: ``[20, 2·I]`` and ``[20, H]``."""
-    module, leaf = bound(kernel, block(Qwen3MoeSparseMoeBlock)), inputs(10).npu().requires_grad_()
+    module, leaf = bound(kernel, block(Qwen3MoeSparseMoeBlock)), block_inputs(10).npu().requires_grad_()
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         module(leaf)
-    assert sorted(list(t.shape) for t in held if t.shape[:1] == (20,) and t.dim() == 2) == [[20, SIZE], [20, 2 * INNER]]
+    assert sorted(list(t.shape) for t in held if t.shape[:1] == (20,) and t.dim() == 2) == [
+        [20, HIDDEN],
+        [20, 2 * HIDDEN],
+    ]

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.selftest.expert_blocks import block as block_of
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.support import list_blocks, zoo
 from tests.support.differentiated import CASES, Case, kernel
+from tests.support.expert_modules import block as block_of
 
 # float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;
 # bfloat16 rounds to 2^-9, up to sixteen times on the way to a second derivative

@@ -75,7 +75,7 @@ def test_there_are_no_times_on_the_software_device(mixture, report) -> None:
 
 def test_it_says_where_figures_come_from(report) -> None:
     assert report["device"].startswith("software device")
-    assert {"torch", "torch_npu", "transformers", "kernels", "CANN", "LLaMA-Factory"} <= report["versions"].keys()
+    assert {"torch", "torch_npu", "transformers", "kernels", "cann", "LLaMA-Factory"} <= report["versions"].keys()
     (model,) = report["models"].values()
     assert model["sizes"]["hidden_size"] == HIDDEN
     assert model["source"].endswith("config.json")
@@ -124,7 +124,7 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
 
 def change(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     """Give the layer of norms another function, which gets the right one."""
-    layer = sources.layer_source("bundled", "RMSNorm", "RMSNorm").load()
+    layer = sources.layer_sources("bundled", {"RMSNorm": "RMSNorm"})["RMSNorm"].load()
     names = layer.forward.__globals__
     right = names["norm"]
     monkeypatch.setitem(names, "norm", lambda *arguments: wrong(right(*arguments)))

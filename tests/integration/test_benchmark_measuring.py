@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import softnpu
-from kernels_ext_npu.benchmarking import agreement, measuring
-from kernels_ext_npu.benchmarking.agreement import DisagreementError
+from kernels_ext_npu.benchmarking import agreement, call_costs
+from kernels_ext_npu.measuring.distance import DisagreementError, Distance, distances
 
 # --- counts
 
@@ -20,7 +20,7 @@ def test_what_is_counted_is_the_run() -> None:
         (x * 2).sum().item()
         return x + 1
 
-    counted = measuring.count(before, run)
+    counted = call_costs.count(before, run)
     assert counted["launches"] == 3  # mul, sum, add; reading a value is none
     assert counted["bytes"] == 4 * (2 * 1024 + 1024 + 1 + 2 * 1024)
     assert counted.get("host_waits", 1) == 1  # which a card does not tell
@@ -32,7 +32,7 @@ def test_a_loop_in_the_place_of_an_operator_is_counted_as_what_the_device_runs()
     offsets = torch.tensor([4, 4, 16], dtype=torch.int32, device="npu")
     rows, matrices = torch.ones(16, 32, device="npu"), torch.ones(3, 32, 8, device="npu")
     softnpu.reset_counters()
-    counted = measuring.count(lambda: None, lambda _: torch.nn.functional.grouped_mm(rows, matrices, offs=offsets))
+    counted = call_costs.count(lambda: None, lambda _: torch.nn.functional.grouped_mm(rows, matrices, offs=offsets))
     assert counted["launches"] == softnpu.counters()["mm"] == 3
 
 
@@ -41,7 +41,7 @@ def test_what_was_held_before_does_not_count() -> None:
         torch.ones(1 << 22, device="npu").add_(1)  # and gone
         return torch.ones(1 << 20, device="npu")
 
-    assert measuring.count(before, lambda x: x.add_(1))["peak_memory_bytes"] == 0
+    assert call_costs.count(before, lambda x: x.add_(1))["peak_memory_bytes"] == 0
 
 
 # --- agreement
@@ -56,7 +56,7 @@ def exact() -> dict[str, torch.Tensor]:
 def check(found: dict, exact: dict, dtype: torch.dtype) -> None:
     """Held against an original that rounds each result once."""
     original = {name: value.to(dtype) if value.is_floating_point() else value for name, value in exact.items()}
-    agreement.check(agreement.distances(found, exact), agreement.distances(original, exact), dtype)
+    agreement.check(distances(found, exact), distances(original, exact), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,10 +111,10 @@ def test_a_gradient_that_is_zero_in_mathematics_may_be_rounding_errors(exact) ->
 def test_few_values_may_differ_as_the_worst_of_the_original_does() -> None:
     """Eight values may happen to be near: then twice that is no measure."""
     exact = {"output 0": torch.ones(256), "gradient of sinks": torch.ones(8)}
-    original = agreement.distances({"output 0": torch.ones(256) * 1.01, "gradient of sinks": torch.ones(8)}, exact)
-    near = agreement.distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.015}, exact)
+    original = distances({"output 0": torch.ones(256) * 1.01, "gradient of sinks": torch.ones(8)}, exact)
+    near = distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.015}, exact)
     agreement.check(near, original, torch.bfloat16)
-    far = agreement.distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.03}, exact)
+    far = distances({"output 0": torch.ones(256), "gradient of sinks": torch.ones(8) * 1.03}, exact)
     with pytest.raises(DisagreementError, match="gradient of sinks"):
         agreement.check(far, original, torch.bfloat16)
 
@@ -122,7 +122,7 @@ def test_few_values_may_differ_as_the_worst_of_the_original_does() -> None:
 @pytest.mark.parametrize(("name", "times"), [("gradient of weight", 2), ("gradient of k_proj.bias", 4)])
 def test_a_bias_may_differ_by_more_times(name: str, times: int) -> None:
     """What is a sum over all tokens can nearly cancel, and keeps the roundings of its terms."""
-    original = {name: agreement.Distance(norm=0.01, largest=1.0, values=agreement.FEW)}
-    agreement.check({name: agreement.Distance(0.0099 * times, 1.0, agreement.FEW)}, original, torch.bfloat16)
+    original = {name: Distance(norm=0.01, largest=1.0, values=agreement.FEW)}
+    agreement.check({name: Distance(0.0099 * times, 1.0, agreement.FEW)}, original, torch.bfloat16)
     with pytest.raises(DisagreementError, match="is allowed"):
-        agreement.check({name: agreement.Distance(0.0101 * times, 1.0, agreement.FEW)}, original, torch.bfloat16)
+        agreement.check({name: Distance(0.0101 * times, 1.0, agreement.FEW)}, original, torch.bfloat16)

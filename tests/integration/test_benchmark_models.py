@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kernels_ext_npu.benchmarking import models, providers
-from kernels_ext_npu.inspection.published_models import MODELS
+from kernels_ext_npu.benchmarking import providers, shrunk_models
+from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import EXPERTS, TOKENS, rows, run, write_config
 
 
@@ -27,7 +27,7 @@ from tests.support.benchmark_runs import EXPERTS, TOKENS, rows, run, write_confi
     ],
 )
 def test_layers_have_as_many_parameters_as_was_published(name, layers, vocabulary, tied, billions) -> None:
-    loaded = models.load(name, 1)
+    loaded = shrunk_models.load(name, 1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(loaded.config)
     in_layers = sum(p.numel() for p in model.base_model.layers.parameters()) / loaded.config.num_hidden_layers
@@ -39,9 +39,9 @@ def test_the_table_has_every_kind_of_kernel() -> None:
     from kernels_ext_npu.reporting import report
 
     layers = set()
-    for name in MODELS:
+    for name in PUBLISHED:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(models.load(name, 8).config)
+            model = AutoModelForCausalLM.from_config(shrunk_models.load(name, 8).config)
         layers |= {row.kernel for row in report.report(model)}
     wanted = {
         "RMSNorm",
@@ -75,7 +75,7 @@ def test_a_config_of_any_model_keeps_a_layer_of_each_kind(tmp_path: Path, model_
             model = AutoModelForCausalLM.from_config(loaded)
         return {type(module).__name__ for module in model.modules()}
 
-    reduced = models.load(str(path), 2).config
+    reduced = shrunk_models.load(str(path), 2).config
     assert classes(reduced) == classes(AutoConfig.from_pretrained(path))
     assert reduced.num_hidden_layers < 12
 
@@ -91,7 +91,7 @@ def test_calls_of_one_module_with_other_shapes_are_told_apart(tmp_path: Path) ->
 
 def test_no_choice_of_experts_is_a_matter_of_rounding(tmp_path: Path) -> None:
     """Every token chooses the same experts in bfloat16 as in float32: otherwise layers could not be compared."""
-    model = models.load(str(write_config(tmp_path, "qwen3_moe", **EXPERTS | {"num_experts": 64})), 1)
+    model = shrunk_models.load(str(write_config(tmp_path, "qwen3_moe", **EXPERTS | {"num_experts": 64})), 1)
     built = model.build(torch.bfloat16).eval()
     inputs = model.hidden_states(16, 128, torch.bfloat16)
     chosen = []
@@ -106,7 +106,7 @@ def test_no_choice_of_experts_is_a_matter_of_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_ours_agrees_in_every_model_of_the_table(name) -> None:
     result = run("--model", name)
     assert result.exit_code == 0, result.output

@@ -14,9 +14,9 @@ from build import ROOT
 from transformers import AutoModelForCausalLM
 
 import softnpu
-from kernels_ext_npu.benchmarking import calls, models, report, steps, timing
-from kernels_ext_npu.benchmarking.run import Result
-from kernels_ext_npu.inspection.published_models import MODELS
+from kernels_ext_npu.benchmarking import recorded_calls, results_layout, shrunk_models, timing, whole_model_calls
+from kernels_ext_npu.benchmarking.measured_calls import Result
+from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import EXPERTS, TOKENS, run, write_config
 
 DIRECTIONS = {"prefill": ["forward"], "decode": ["forward"], "training": ["forward", "backward", "both"]}
@@ -32,7 +32,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines_of(kernels: set[str]) -> set[str]:
     """What a report has of a model for which these kernels have calls."""
-    in_training = {steps.HEAD, calls.PROJECTIONS}
+    in_training = {whole_model_calls.HEAD, recorded_calls.PROJECTIONS}
     return {
         f"{kernel}, {phase}, {direction}"
         for kernel in kernels
@@ -82,7 +82,9 @@ def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path, model_
             assert 0 < figures[TIMES[0]] <= figures[TIMES[1]] <= figures[TIMES[2]]
             assert figures["launches"] > 0
             assert figures["bytes"] > 0
-    assert {"chip", "driver", "cann", "torch", "torch_npu", "transformers", "python"} <= written["machine"].keys()
+    assert {"chip", "driver", "cann", "torch", "torch_npu", "transformers", "python", "LLaMA-Factory"} <= written[
+        "machine"
+    ].keys()
     assert written["machine"]["device"] == "card"
     assert "around each of 3 runs, after 1 that are not counted" in written["method"]
     assert written["models"][0]["vocab_size"] == 32
@@ -90,10 +92,8 @@ def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path, model_
         assert own not in text
 
 
-def test_who_is_not_installed_has_no_column_and_is_named() -> None:
-    head = report.head("not installed", "by a clock", "equal", {"tokens": 16})
-    assert head["machine"]["LLaMA-Factory"] == "not installed"
-    (line,) = report.lines([result("transformers", median_ms=2.0)])
+def test_who_is_not_installed_has_no_column() -> None:
+    (line,) = results_layout.report_lines([result("transformers", median_ms=2.0)])
     assert "LLaMA-Factory" not in line
 
 
@@ -104,7 +104,9 @@ def result(provider: str, refused: str | None = None, direction: str = "forward"
 
 
 def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
-    (line,) = report.lines([result("transformers", median_ms=2.0, repeats=50), result("LLaMA-Factory", median_ms=1.5)])
+    (line,) = results_layout.report_lines(
+        [result("transformers", median_ms=2.0, repeats=50), result("LLaMA-Factory", median_ms=1.5)]
+    )
     assert (line["of"], line["what"], line["dtype"]) == ("Qwen3-8B", "RMSNorm, prefill, forward", "bf16")
     assert line["transformers"] == {"distance": 1e-3, "median_ms": 2.0, "repeats": 50}
     assert line["LLaMA-Factory"] == {"distance": 1e-3, "median_ms": 1.5}
@@ -113,7 +115,9 @@ def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
 def test_what_was_refused_says_why_and_names_nobody(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
     said = f"raised OSError: {Path.home()}/models/own.so with hf_abcdefghijkl"
-    written = report.to_text({"format": 1}, [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)])
+    written = results_layout.report(
+        {"method": "by a clock"}, [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)]
+    )
     assert json.loads(written)["results"][0]["kernels-ext-npu"] == {"refused": "raised OSError: …/own.so with ***"}
     assert "models" not in written
 
@@ -126,9 +130,9 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     assert len(named) > 10
     for name in {model for model, _ in named}:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(models.load(name, 8).config)
-        known = lines_of({call.kernel for call in calls.calls_of(model)} | set(steps.KERNELS))
+            model = AutoModelForCausalLM.from_config(shrunk_models.load(name, 8).config)
+        known = lines_of({call.kernel for call in recorded_calls.calls_of(model)} | set(whole_model_calls.KERNELS))
         assert {line for model, line in named if model == name} <= known
-    assert {name for name, _ in named} <= set(MODELS)
+    assert {name for name, _ in named} <= set(PUBLISHED)
     of_kernels = {line.partition(",")[0] for _, line in named}
     assert {path.parent.name for path in ROOT.glob("*/build.toml")} - of_kernels == {"Activation"}

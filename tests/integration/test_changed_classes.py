@@ -14,11 +14,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
-from kernels_ext_npu.selftest import expert_blocks
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
 from kernels_ext_npu.swapping import forwards
-from tests.support import zoo
+from tests.support import expert_modules, zoo
 from tests.support.agreement import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -207,11 +205,11 @@ def test_a_wrapper_goes_on_with_what_it_wraps() -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE])
 def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None:
-    original = expert_blocks.block(cls)
+    original = expert_modules.block(cls)
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))
 
     def results() -> list[Tensor]:
-        x = expert_blocks.inputs()
+        x = expert_modules.block_inputs()
         both = original(x), model["block"](x.npu())
         return [(each[0] if isinstance(each, tuple) else each).detach().cpu() for each in both]
 

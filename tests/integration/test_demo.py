@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import kernels_ext_npu
-from kernels_ext_npu import cli, sources
+from kernels_ext_npu import cli, model_configs, sources
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.demo import models, run
+from kernels_ext_npu.demo import model_comparison, tiny_models
 
 
 def invoke(*arguments: str):
@@ -41,7 +41,7 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
     assert swapped["Qwen2.5-VL"] == ["10 of 10", "4 of 4", "0 of 0", "0 of 0", "4 of 4", "2 of 2", "4 of 4", "1 of 1"]
     # every experts module; the softmax of what was chosen is no kernel's
     experts = {"gpt-oss": ["2 of 2", "0 of 2"], "Qwen3-MoE": ["2 of 2"] * 2, "DeepSeek-V3": ["1 of 1"] * 2}
-    for name in models.MODELS:
+    for name in model_configs.TINY:
         norm, mlp, *moe, function, embeddings, attention, head = swapped[name]
         others = norm, mlp, function, embeddings, attention, head
         assert moe == experts.get(name, ["0 of 0"] * 2)
@@ -58,7 +58,7 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
         *differences, tokens, in_graphs, agrees = agreement[name]
         assert all(float(difference) <= 1e-5 for difference in differences)
         assert (tokens, agrees) == ("equal", "yes")
-        assert in_graphs == ("equal, 6 replays" if name in models.IN_GRAPHS else "not run")
+        assert in_graphs == ("equal, 6 replays" if name in tiny_models.IN_GRAPHS else "not run")
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
@@ -94,7 +94,7 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
         {"loss": 1.0},
         {"same_tokens": False},
         pytest.param({"norm_calls": 2}, marks=pytest.mark.software),
-        {"in_graphs": run.InGraphs(False, 6)},
+        {"in_graphs": model_comparison.InGraphs(False, 6)},
     ],
 )
 def test_what_is_not_shown_to_agree_disagrees(change) -> None:
@@ -104,13 +104,13 @@ def test_what_is_not_shown_to_agree_disagrees(change) -> None:
         "same_tokens": True,
         "gradient": 0.0,
         "loss": 0.0,
-        "training_waits": 0,
+        "waits": (0, 0),
         "norm_calls": 1,
         "calls": {"npu_rms_norm": 1},
         "operators_before": 7,
     }
-    assert run.Result(**agreeing).agrees()
-    assert not run.Result(**(agreeing | change)).agrees()
+    assert model_comparison.Result(**agreeing).agrees()
+    assert not model_comparison.Result(**(agreeing | change)).agrees()
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -
 
 
 def test_norms_of_the_saved_models_are_not_all_ones(tmp_path: Path) -> None:
-    models.save("Llama", tmp_path)
+    tiny_models.save("Llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not torch.allclose(model.model.norm.weight, torch.ones(()), atol=0.1)
 

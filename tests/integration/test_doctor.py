@@ -15,9 +15,11 @@ from test_bundle_hub import PUBLISH
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import in_words
-from kernels_ext_npu.doctor import copies, display
+from kernels_ext_npu.doctor import display
+from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Finding, Verdict
-from kernels_ext_npu.doctor.probing import run
+from kernels_ext_npu.doctor.outcomes import run
+from kernels_ext_npu.doctor.probes.kernel_copies import copies_and_cache
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 
@@ -73,7 +75,8 @@ def test_a_machine_without_a_card_is_healthy_with_the_software_device(doctor, tm
     assert report["variant"]["summary"] == f"{taken}, of all {in_words()} repositories"
     assert "aarch64-linux: CPU (aarch64) does not match" in report["variant"]["details"][-1] or taken != "torch-npu"
     # what stays to be done on every such machine, and a Hub that is not needed
-    assert report["autoload"]["commands"] == ["export TORCH_DEVICE_BACKEND_AUTOLOAD=0"]
+    advised = ["python -m softnpu script.py", "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"]
+    assert report["autoload"]["commands"] == advised
     assert report["Hub"]["verdict"] == "warning"
     assert "through the proxy http://***@127.0.0.1:9" in report["Hub"]["summary"]
     for secret in ("topsecret", "pass%20word", "pass word", "mirror-password", "somebody"):
@@ -82,7 +85,7 @@ def test_a_machine_without_a_card_is_healthy_with_the_software_device(doctor, tm
         lines = shown(report.whole, width).splitlines()
         assert max(len(line) for line in lines if not line.startswith("More: ")) <= width
         assert lines[-1] == "Healthy, on the software device: 2 warnings."
-        assert "    export TORCH_DEVICE_BACKEND_AUTOLOAD=0" in lines
+        assert {f"    {command}" for command in advised} <= set(lines)
 
 
 def shown(report: dict[str, Any], width: int) -> str:
@@ -121,10 +124,10 @@ def cached(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Find
     """The check of the cache alone, for kernels from the Hub."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = run("repositories_probe", 30, source="hub", torch="2.13", cann="9.1", arch="x86_64")
+    found = run(copies_and_cache, 30, source="hub", torch="2.13", cann="9.1", arch="x86_64")
     seen = faults.observed(repositories=found)
     seen.source = "hub"
-    return copies.cache(seen)
+    return kernel_files.cache(seen)
 
 
 def test_a_cuda_build_of_torch_is_named(doctor, tmp_path: Path) -> None:

@@ -12,21 +12,23 @@ from pathlib import Path
 import pytest
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor import (
-    adapter,
+from kernels_ext_npu.doctor import examination, installed_packages, known_errors
+from kernels_ext_npu.doctor.checks import (
     cann,
-    copies,
-    devices,
-    disk_probe,
-    examination,
-    known_errors,
+    device,
+    kernel_files,
     libraries,
-    packages,
-    stack,
-    usage,
+    python_and_torch,
+    register_effect,
+    torch_npu,
 )
 from kernels_ext_npu.doctor.findings import Verdict
-from kernels_ext_npu.doctor.probing import Outcome, run
+from kernels_ext_npu.doctor.outcomes import Outcome, run
+from kernels_ext_npu.doctor.probes.disk import hardware_and_cann
+from kernels_ext_npu.doctor.probes.imports import torch_npu_alone
+from kernels_ext_npu.doctor.probes.kernel_copies import copies_and_cache
+from kernels_ext_npu.doctor.probes.tiny_model import swapped_and_compared
+from kernels_ext_npu.machine import hardware
 from tests.support import doctor_faults as faults
 
 
@@ -52,10 +54,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_what_a_probe_dies_of_is_told(monkeypatch, tmp_path: Path, torch: str, failure: str) -> None:
     ended = tmp_path / "ended"
     monkeypatch.syspath_prepend(faults.module(tmp_path, "torch", torch.replace("ENDED", repr(str(ended))), "2.13.0"))
-    outcome = run("torch_probe", 2)
+    outcome = run(torch_npu_alone, 2)
     assert not ended.exists()  # nobody waited for it
     assert outcome.failure == failure
-    finding = stack.torch(faults.observed(torch=outcome))
+    finding = python_and_torch.torch(faults.observed(torch=outcome))
     assert finding.verdict is Verdict.PROBLEM
     assert "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" in finding.commands[0]
 
@@ -65,7 +67,7 @@ def test_nothing_is_left_of_a_probe_that_hangs(monkeypatch, tmp_path: Path) -> N
     code = f"import os, time; os.fork(); print(os.getpid(), file=open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'));"
     code += f"time.sleep(60); open({str(tmp_path / 'ended')!r}, 'w')"
     monkeypatch.syspath_prepend(faults.module(tmp_path / "site", "torch", code))
-    assert run("torch_probe", 2).hung
+    assert run(torch_npu_alone, 2).hung
     started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(started) == 2
     while any(map(is_running, started)):
@@ -86,9 +88,9 @@ def test_a_cuda_build_that_cannot_even_be_imported_is_named(monkeypatch, tmp_pat
     version = "from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
     (tmp_path / "torch" / "version.py").write_text(version)
     monkeypatch.syspath_prepend(tmp_path)
-    finding = stack.torch(faults.observed(torch=run("torch_probe", 10)))
+    finding = python_and_torch.torch(faults.observed(torch=run(torch_npu_alone, 10)))
     assert finding.summary == "2.13.0 is a build for CUDA 13.0"
-    assert finding.see == stack.WRONG_BUILD
+    assert finding.see == python_and_torch.WRONG_BUILD
 
 
 def test_an_interrupt_does_not_wait_for_what_hangs(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_an_interrupt_does_not_wait_for_what_hangs(tmp_path: Path) -> None:
 def test_what_libraries_print_is_no_result(monkeypatch, tmp_path: Path) -> None:
     source = "import os; os.write(1, b'{\"facts\": {\"devices\": 5}}\\n'); __version__ = '2.13.0'; version = None"
     monkeypatch.syspath_prepend(faults.module(tmp_path, "torch", source))
-    assert "devices" not in run("torch_probe", 10).facts
+    assert "devices" not in run(torch_npu_alone, 10).facts
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def test_what_a_package_asks_for_and_does_not_get(monkeypatch, tmp_path: Path) -
     seen = faults.observed(torch=Outcome({"torch": "2.13.0+cpu", "passed": ["import torch"], "xpu": None}, failure="x"))
     finding = libraries.requirements(seen)
     assert finding.details[0].startswith("torch_npu asks for pyyaml>=99: found ")
-    finding = adapter.torch_npu(seen)
+    finding = torch_npu.torch_npu(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert "2.13.0 asks for torch==2.12.0.*, and torch is 2.13.0+cpu" in finding.details
     assert finding.commands[0] == "pip install --no-deps torch_npu==2.13.0"
@@ -181,7 +183,7 @@ def test_requirements_of_the_package_are_the_declared_ones() -> None:
 
     for name, asked in libraries.REQUIRED.items():
         assert RANGES[name].specifier == asked
-    assert packages.read("surely-not-installed").installed is False
+    assert installed_packages.read("surely-not-installed").installed is False
 
 
 # ---- CANN and devices ------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def test_requirements_of_the_package_are_the_declared_ones() -> None:
 def test_versions_of_cann(monkeypatch, tmp_path: Path, version: str | None, verdict: Verdict, words: str) -> None:
     home = faults.cann(tmp_path / "toolkit" / "latest", version)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
-    finding = cann.cann(faults.observed(disk=run("disk_probe", 20)))
+    finding = cann.cann(faults.observed(disk=run(hardware_and_cann, 20)))
     assert (finding.verdict, finding.summary) == (verdict, words.format(home=home))
     if verdict is Verdict.PROBLEM:
         assert "InvalidVersion" in str(finding.advice)
@@ -221,7 +223,7 @@ def test_what_kernels_reads_is_what_it_reads(monkeypatch) -> None:
 
 def test_a_folder_of_cann_that_does_not_exist(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "gone"))
-    finding = cann.cann(faults.observed(disk=run("disk_probe", 20)))
+    finding = cann.cann(faults.observed(disk=run(hardware_and_cann, 20)))
     assert finding.verdict is Verdict.PROBLEM
     assert f"ASCEND_HOME_PATH is {tmp_path}/gone, which is no folder" == finding.summary
 
@@ -231,10 +233,10 @@ def test_torch_npu_with_cann_but_without_a_device(monkeypatch, tmp_path: Path) -
     environment = faults.played_cann(tmp_path, "10.0.0", devices=0)
     for name, value in (environment | {"ASCEND_RT_VISIBLE_DEVICES": "9"}).items():
         monkeypatch.setenv(name, value)
-    seen = faults.observed(disk=run("disk_probe", 20), torch=run("torch_probe", 60))
+    seen = faults.observed(disk=run(hardware_and_cann, 20), torch=run(torch_npu_alone, 60))
     assert seen.torch.failure is None
-    assert adapter.torch_npu(seen).verdict is Verdict.OK
-    finding = devices.device(seen)
+    assert torch_npu.torch_npu(seen).verdict is Verdict.OK
+    finding = device.device(seen)
     assert (finding.verdict, finding.summary) == (Verdict.PROBLEM, "none visible to torch_npu")
     assert finding.commands == ("unset ASCEND_RT_VISIBLE_DEVICES",)
     assert "one digit before the dot" in str(cann.cann(seen).advice)
@@ -244,15 +246,15 @@ def test_torch_npu_with_cann_but_without_a_device(monkeypatch, tmp_path: Path) -
 
 def test_signs_of_a_card_without_a_device_node(tmp_path: Path) -> None:
     failed = Outcome(failure="import torch_npu: x", errors=(f"ImportError: {faults.NO_CANN}",))
-    seen = faults.observed(disk=Outcome(disk_probe.hardware(faults.card(tmp_path / "a"))), torch=failed)
-    finding = devices.device(seen)
+    seen = faults.observed(disk=Outcome(hardware.signs(faults.card(tmp_path / "a"))), torch=failed)
+    finding = device.device(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert finding.summary == "a card is meant to be here, but there is no /dev/davinci*"
     assert finding.details == ("there is 1 on the PCI bus (0000:c1:00.0)", "there is the driver (25.2.0)")
     assert "--device /dev/davinci0" in str(finding.advice)
-    nodes = faults.observed(disk=Outcome(disk_probe.hardware(faults.card(tmp_path / "b", nodes=2))), torch=failed)
+    nodes = faults.observed(disk=Outcome(hardware.signs(faults.card(tmp_path / "b", nodes=2))), torch=failed)
     assert nodes.nodes == ["/dev/davinci0", "/dev/davinci1"]
-    assert devices.device(nodes).verdict is Verdict.NOT_CHECKED  # torch_npu is the problem there
+    assert device.device(nodes).verdict is Verdict.NOT_CHECKED  # torch_npu is the problem there
     assert cann.cann(nodes).verdict is Verdict.PROBLEM
 
 
@@ -260,8 +262,8 @@ def test_a_tool_of_the_driver_that_fails(monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "npu-smi").write_text("#!/bin/sh\necho 'dcmi model initialized failed. ret is -8005'\nexit 255\n")
     (tmp_path / "npu-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    disk = run("disk_probe", 20)
-    finding = devices.device(faults.observed(disk=disk, torch=Outcome(failure="import torch_npu: x")))
+    disk = run(hardware_and_cann, 20)
+    finding = device.device(faults.observed(disk=disk, torch=Outcome(failure="import torch_npu: x")))
     assert finding.verdict is Verdict.PROBLEM
     assert finding.summary == "npu-smi info: it ended with 255: dcmi model initialized failed. ret is -8005"
 
@@ -270,12 +272,14 @@ def test_a_machine_without_a_compiler_has_no_software_device(monkeypatch, tmp_pa
     monkeypatch.setenv("CC", "/nonexistent")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     failed = Outcome({"passed": ["import torch"]}, failure="x", errors=(f"ImportError: {faults.NO_CANN}",))
-    seen = faults.observed(torch=failed, use=run("use_probe", 60, source="bundled"))
-    finding = devices.device(seen)
+    seen = faults.observed(torch=failed, use=run(swapped_and_compared, 60, source="bundled"))
+    finding = device.device(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert "no software device: ImportError: softnpu builds a small library" in finding.summary
     assert "apt-get install gcc" in finding.commands[0]
-    assert adapter.torch_npu(seen).verdict is usage.usage(seen).verdict is Verdict.NOT_CHECKED  # told once
+    assert (
+        torch_npu.torch_npu(seen).verdict is register_effect.register_takes_effect(seen).verdict is Verdict.NOT_CHECKED
+    )  # told once
 
 
 # ---- the kernels on disk ---------------------------------------------------------------------------------------------
@@ -285,37 +289,37 @@ def test_changed_kernels_and_a_source_that_is_none(tmp_path: Path) -> None:
     for name in REPOSITORIES:
         shutil.copytree(Path(__file__).parents[2] / name / "build", tmp_path / name / "build")
     (tmp_path / "RMSNorm" / "build" / "torch-npu" / "layers.py").write_text("import os")
-    found = run("repositories_probe", 60, source=str(tmp_path), torch="2.8.0", cann="8.2", arch="aarch64")
+    found = run(copies_and_cache, 60, source=str(tmp_path), torch="2.8.0", cann="8.2", arch="aarch64")
     seen = faults.observed(repositories=found)
     seen.source = str(tmp_path)
-    finding = copies.intact(seen)
+    finding = kernel_files.intact(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert finding.details == ("RMSNorm/build/torch-npu/layers.py: changed, its digest differs",)
-    (variant,) = copies.variants(seen)
+    (variant,) = kernel_files.variants(seen)
     assert variant.summary == f"torch28-cxx11-cann82-aarch64-linux, of all {in_words()} repositories"
     shutil.rmtree(tmp_path / "RoPE")
-    seen.repositories = run("repositories_probe", 60, source=str(tmp_path), torch="2.8", cann="8.2", arch="aarch64")
-    assert f"{tmp_path}/RoPE/build does not exist" in copies.intact(seen).summary
+    seen.repositories = run(copies_and_cache, 60, source=str(tmp_path), torch="2.8", cann="8.2", arch="aarch64")
+    assert f"{tmp_path} has no RoPE/build." in kernel_files.intact(seen).summary
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "KERNELS_CACHE"])
 def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path: Path, variable: str) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(variable, str(tmp_path / "file") if variable == "HF_HOME" else "~/kernels")
-    seen = faults.observed(repositories=run("repositories_probe", 30, source="hub", torch="2.13", cann=None, arch="x"))
-    finding = copies.cache(seen)
+    seen = faults.observed(repositories=run(copies_and_cache, 30, source="hub", torch="2.13", cann=None, arch="x"))
+    finding = kernel_files.cache(seen)
     assert finding.verdict is Verdict.WARNING  # register() does not need it
     assert finding.summary.startswith("KERNELS_CACHE is '~/kernels'" if variable != "HF_HOME" else f"{tmp_path}/file ")
     seen.source = "hub"
-    assert copies.cache(seen).verdict is Verdict.PROBLEM
+    assert kernel_files.cache(seen).verdict is Verdict.PROBLEM
 
 
 # ---- conclusions -----------------------------------------------------------------------------------------------------
 def test_a_model_that_computes_something_else_is_a_problem() -> None:
     facts = {"software": True, "kept": [], "summary": "all", "difference": 0.5, "agrees": False, "taken": {}}
-    assert usage.usage(faults.observed(use=Outcome(facts))).verdict is Verdict.PROBLEM
+    assert register_effect.register_takes_effect(faults.observed(use=Outcome(facts))).verdict is Verdict.PROBLEM
     kept = facts | {"agrees": True, "kept": ["model.norm (Norm): somebody else's"]}
-    finding = usage.usage(faults.observed(use=Outcome(kept)))
+    finding = register_effect.register_takes_effect(faults.observed(use=Outcome(kept)))
     assert (finding.verdict, finding.details) == (Verdict.WARNING, ("model.norm (Norm): somebody else's",))
 
 
@@ -323,7 +327,7 @@ def test_a_check_that_fails_does_not_hide_the_others() -> None:
     def broken(seen):
         return {}["nothing"]
 
-    (finding,) = examination._conclude("mine", broken, faults.observed())
+    (finding,) = examination._conclude("mine", examination.Check(broken), faults.observed())
     assert finding.verdict is Verdict.WARNING
     assert "KeyError: 'nothing'" in finding.summary
 

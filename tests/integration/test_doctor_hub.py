@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor import examination, network
+from kernels_ext_npu.doctor import examination
+from kernels_ext_npu.doctor.checks import hub_access
 from kernels_ext_npu.doctor.findings import Finding, Verdict
-from kernels_ext_npu.doctor.secrecy import hide
+from kernels_ext_npu.machine.privacy import hide
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 
@@ -24,9 +25,9 @@ def ask(monkeypatch, **environment: str) -> list[Finding]:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     seen = faults.observed(hub=examination._ask_hub())
-    findings = [network.reachable(seen), network.publisher(seen)]
+    findings = [hub_access.reachable(seen), hub_access.publisher(seen)]
     seen.source = "hub"
-    return [*findings, network.reachable(seen)]
+    return [*findings, hub_access.reachable(seen)]
 
 
 def publish_heads(hub: LocalHub) -> None:
@@ -47,7 +48,7 @@ def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> 
     assert f'trust_remote_code=["kernels-ext-npu/{REPOSITORIES[0]}"]' in str(publisher.advice)
     localhub.faults.add("status", path="*/overview", status=404)
     _, publisher, _ = ask(monkeypatch)
-    assert (publisher.verdict, publisher.see) == (Verdict.WARNING, network.UNTOLD)
+    assert (publisher.verdict, publisher.see) == (Verdict.WARNING, hub_access.UNTOLD)
     _, _, quiet = ask(monkeypatch, DO_NOT_TRACK="1")
     assert "kernels cannot ask it: LocalProtocolError: Illegal header value" in quiet.summary
     assert quiet.commands == ("unset HF_HUB_DISABLE_TELEMETRY DISABLE_TELEMETRY DO_NOT_TRACK",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -93,15 +94,15 @@ def test_kernels_switched_off_by_the_environment_are_explained(run_python) -> No
 
 @pytest.mark.parametrize(("package", "found"), [("transformers", "5.23.0"), ("kernels", "0.16.2")])
 def test_versions_that_nobody_tried_are_named(monkeypatch, package, found) -> None:
-    version = environment._version
-    monkeypatch.setattr(environment, "_version", lambda name: found if name == package else version(name))
+    version = environment.installed
+    monkeypatch.setattr(environment, "installed", lambda name: found if name == package else version(name))
     with pytest.warns(UserWarning, match=f"tested with {package} .*, found {found}"):
         environment.check()
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch) -> None:
-    version = environment._version
-    monkeypatch.setattr(environment, "_version", lambda name: None if name == "kernels" else version(name))
+    version = environment.installed
+    monkeypatch.setattr(environment, "installed", lambda name: None if name == "kernels" else version(name))
     with pytest.raises(UnsupportedEnvironmentError, match="kernels is not installed: pip install 'kernels"):
         environment.check()
 
@@ -112,10 +113,16 @@ def test_the_installed_versions_are_silent() -> None:
         environment.check()
 
 
-@pytest.mark.parametrize("source", ["/nowhere", "bundle", "Hub"])
-def test_a_source_that_holds_no_kernels_is_named(source) -> None:
-    missing = ", ".join(f"{name}/build" for name in REPOSITORIES)
-    message = f'has no {missing}. A source is "bundled", "hub", or the path'
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("/nowhere", f"/nowhere has no {', '.join(f'{name}/build' for name in REPOSITORIES)}."),
+        ("bundle", 'did you mean "bundled"?'),
+        ("Hub", 'did you mean "hub"?'),
+    ],
+)
+def test_a_source_that_holds_no_kernels_is_named(source: str, wrong: str) -> None:
+    message = re.escape(f'source={source!r}: {wrong} A source is "bundled", "hub", or the path')
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
     from kernels_ext_npu.swapping import state

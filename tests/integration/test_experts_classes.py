@@ -13,13 +13,13 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue
-from kernels_ext_npu.coverage import survey
-from kernels_ext_npu.references.fingerprints import is_experts_class
-from kernels_ext_npu.selftest.expert_modules import EXPERTS, inputs, instance
+from kernels_ext_npu.matching.fingerprint import is_experts_class
+from tests.support import transformers_files
 from tests.support.counted import counted
+from tests.support.expert_modules import EXPERTS, inputs, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in survey.classes(catalogue.EXPERTS) if is_experts_class(cls)]
+SERVED = [cls for cls in transformers_files.classes(catalogue.EXPERTS) if is_experts_class(cls)]
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
 
 

@@ -14,7 +14,8 @@ import json, sys, tempfile
 from pathlib import Path
 import softnpu, torch
 import kernels_ext_npu
-from kernels_ext_npu.demo import models
+from kernels_ext_npu import model_configs
+from kernels_ext_npu.demo import tiny_models
 from kernels_ext_npu.swapping import lasting
 from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
@@ -23,18 +24,18 @@ from transformers import AutoConfig
 FOLDER = Path(tempfile.mkdtemp())
 
 def load(name, **options):
-    auto = models.loader(AutoConfig.from_pretrained(FOLDER / name))
+    auto = tiny_models.loader(AutoConfig.from_pretrained(FOLDER / name))
     return auto.from_pretrained(FOLDER / name, dtype=torch.float32, device_map="npu", **options)
 
 def use(model):
-    made = models.on("npu", models.inputs(model.config))
+    made = tiny_models.on("npu", tiny_models.inputs(model.config))
     model.train()
     model(**made, labels=made["input_ids"]).loss.backward()
     model.eval().generate(**made, max_new_tokens=2, do_sample=False)
 
 # what transformers and kernels change by themselves, and what stays on purpose
-for name in models.MODELS:
-    models.save(name, FOLDER / name)
+for name in model_configs.TINY:
+    tiny_models.save(name, FOLDER / name)
     use(load(name))
 hub_kernels.register_kernel_mapping_transformers()
 lasting.install()
@@ -45,7 +46,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 EVERY_MODEL = """
 found = {}
-for name in models.MODELS:
+for name in model_configs.TINY:
     before = snapshot()
     kernels_ext_npu.register(everywhere=name == "Qwen3")
     model = load(name, use_kernels=True)

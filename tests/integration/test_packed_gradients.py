@@ -57,19 +57,23 @@ def test_both_halves_of_one_product_share_its_storage_until_a_hook_copies_them(r
 
 
 def test_optimizers_that_combine_storages_step_with_such_a_hook_and_refuse_without(registered) -> None:
-    """AdamW divides by a root of squares: 1e-5 relative, and 1e-5 where gradients are near zero."""
+    """AdamW's first step divides a gradient by its size, so that errors of float32 count where that is near zero."""
+    rate = 1e-3
     model, original = kernelized(), zoo.build("llama")
     backward(model)
     with pytest.raises(RuntimeError, match=r"The size of tensor a \(\d+\) must match the size of tensor b"):
-        NpuFusedAdamW(model.parameters(), lr=1e-3).step()
+        NpuFusedAdamW(model.parameters(), lr=rate).step()
     model = kernelized()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(own_storage)
     for each, optimizer in ((model, NpuFusedAdamW), (original, torch.optim.AdamW)):
         backward(each)
-        optimizer(each.parameters(), lr=1e-3, weight_decay=0.0).step()
+        optimizer(each.parameters(), lr=rate, weight_decay=0.0).step()
     for found, expected in zip(model.parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+        gradient = expected.grad.abs()
+        error = 2**-19 * gradient.max()  # sums of float32 in another order
+        allowed = 1e-6 + rate * (error / (gradient + 1e-8)).clamp(max=2)
+        assert ((found.detach().cpu() - expected.detach()).abs() <= allowed).all()
 
 
 def test_a_storage_that_the_allocator_did_not_give_out_is_not_kept_for_another_stream() -> None:

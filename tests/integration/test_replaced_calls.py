@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.selftest import expert_blocks
-from tests.support import zoo
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
+from tests.support import expert_modules, zoo
 from tests.support.agreement import TOLERANCE
 
 
@@ -89,9 +88,9 @@ def test_what_stands_in_the_place_of_a_call_is_called(registered, monkeypatch, p
     ("owner", "attribute"), [(nn.Linear, "__call__"), (nn.Module, "__call__"), (nn.Linear, "forward")]
 )
 def test_lists_of_experts_call_it(registered, monkeypatch, owner: type[nn.Module], attribute: str) -> None:
-    original = expert_blocks.block(Qwen3MoeSparseMoeBlock)
+    original = expert_modules.block(Qwen3MoeSparseMoeBlock)
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))
-    x = expert_blocks.inputs()
+    x = expert_modules.block_inputs()
     monkeypatch.setattr(owner, attribute, scaling(getattr(owner, attribute), nn.Linear), raising=False)
     expected = original(x)[0]
     assert (model["block"](x.npu())[0].cpu() - expected).norm() <= TOLERANCE * expected.norm()

@@ -19,7 +19,11 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import cli, sources
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.selftest import comparing, functions, layers, report, run, waits, work
+from kernels_ext_npu.environment import RefusedError
+from kernels_ext_npu.measuring import waits
+from kernels_ext_npu.selftest import comparing, functions, pieces, result_report, runner
+from kernels_ext_npu.selftest.cases import Layer
+from kernels_ext_npu.selftest.layers.layer_cases import CASES
 from planting.faults import FAULTS, VARIANT, Fault
 
 CRASH = Fault("Activation", "functional.py", "", '    _check("quick_gelu", x)', "    import os\n\n    os.abort()")
@@ -43,9 +47,9 @@ def seen(fault: Fault, folder: Path) -> list[str]:
     """The tests of the repository that see a fault, up to the first."""
     copied(folder, fault, repositories=[fault.repository])
     kernel = sources.load_package(folder, fault.repository)
-    cases = [case for case in (*functions.FUNCTIONS, *layers.CASES) if case.repository == fault.repository]
+    cases = [case for case in (*functions.FUNCTIONS, *CASES) if case.repository == fault.repository]
     dtypes = torch.float32, torch.float16  # what one per cent is more than is allowed in
-    for case in sorted(cases, key=lambda case: (case.at != "", isinstance(case, layers.Layer))):
+    for case in sorted(cases, key=lambda case: (case.at != "", isinstance(case, Layer))):
         for dtype in dtypes:
             tolerance = comparing.TOLERANCE[dtype]
             if not case.compare(kernel, dtype).largest <= tolerance:
@@ -54,9 +58,9 @@ def seen(fault: Fault, folder: Path) -> list[str]:
 
 
 def test_every_function_and_layer_is_tested_in_three_dtypes() -> None:
-    ids = work.pieces(quick=False)
-    assert len(ids) == 3 * (len(functions.FUNCTIONS) + len(layers.CASES)) + 10
-    quick = work.pieces(quick=True)
+    ids = pieces.pieces(quick=False)
+    assert len(ids) == 3 * (len(functions.FUNCTIONS) + len(CASES)) + 10
+    quick = pieces.pieces(quick=True)
     assert set(quick) < set(ids)
     assert {identity.split(" | ")[0] for identity in quick} == {*REPOSITORIES, "models"}
 
@@ -90,7 +94,7 @@ def test_differences_are_relative_and_a_nan_is_one(wrong, larger) -> None:
 def test_a_crash_has_a_name_and_the_rest_goes_on(tmp_path) -> None:
     """The process that goes on is another one, which does what the first did not."""
     told = []
-    outcome = run.run(
+    outcome = runner.run(
         str(copied(tmp_path, CRASH)),
         quick=True,
         only=["gelu, float32", "swiglu, float32"],
@@ -105,7 +109,7 @@ def test_a_crash_has_a_name_and_the_rest_goes_on(tmp_path) -> None:
 
 @pytest.mark.long
 def test_a_hang_is_ended_and_the_rest_goes_on(tmp_path) -> None:
-    outcome = run.run(str(copied(tmp_path, HANG)), quick=True, only=["Activation, "], limit=5.0)
+    outcome = runner.run(str(copied(tmp_path, HANG)), quick=True, only=["Activation, "], limit=5.0)
     failed = {identity: row["error"] for identity, row in outcome.rows.items() if not row["agrees"]}
     assert set(failed.values()) == {"did not end within 5 s"}
     assert {identity.split(" | ")[1] for identity in failed} == {"gelu_tanh"}
@@ -133,12 +137,12 @@ def words(shown: str) -> str:
 
 
 def test_the_table_says_what_its_numbers_are_and_of_which_machine() -> None:
-    outcome = run.Outcome(quick=True, ids=["RMSNorm | rms_norm | float32", "models | Qwen3 | float32"])
+    outcome = runner.Outcome(quick=True, ids=["RMSNorm | rms_norm | float32", "models | Qwen3 | float32"])
     row = {"forward": 1e-8, "backward": 2e-8, "tolerance": 4e-6, "agrees": True, "peak_bytes": 0}
     outcome.rows = {outcome.ids[0]: row, outcome.ids[1]: row | {"tolerance": 1e-5, "waits": [1, 2]}}
     outcome.machine = {"device": "card", "chip": "Ascend910B4", "driver": None, "cann": "8.2.RC1", "torch": "2.8.0"}
     console = Console(width=80, file=io.StringIO())
-    report.show(console, outcome)
+    result_report.show(console, outcome)
     said = words(console.file.getvalue())
     assert "from float64 on the host, of models from their originals; allowed: float32 4.0e-06, models 1.0e-05." in said
     assert "chip Ascend910B4, cann 8.2.RC1, torch 2.8.0 On Ascend910B4: all 2 agree." in said
@@ -146,16 +150,16 @@ def test_the_table_says_what_its_numbers_are_and_of_which_machine() -> None:
 
 @pytest.mark.long
 def test_nothing_to_test_is_said() -> None:
-    with pytest.raises(run.CannotTestError, match="there is no test whose name has flux in it"):
-        run.run(quick=True, only=["flux"])
+    with pytest.raises(RefusedError, match="there is no test whose name has flux in it"):
+        runner.run(quick=True, only=["flux"])
 
 
 def test_a_report_has_no_path_name_or_token(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
     said = f"OSError: {Path.home()}/models/own.safetensors with hf_abcdefghijkl of ~/.cache/x, at {ROOT}/RMSNorm"
-    outcome = run.Outcome(quick=True, ids=["RMSNorm | rms_norm | float32"])
+    outcome = runner.Outcome(quick=True, ids=["RMSNorm | rms_norm | float32"])
     outcome.rows = {outcome.ids[0]: {"agrees": False, "error": said, "forward": math.inf}}
-    written = json.dumps(report.to_json(outcome))
+    written = result_report.to_text(outcome)
     for secret in (str(Path.home()), "models/own", "hf_abcdefghijkl", ".cache", str(ROOT), f"/{getpass.getuser()}/"):
         assert secret not in written
     assert "own.safetensors" in written
@@ -188,7 +192,7 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
         if row.startswith("|")
         for line in re.findall("`([^`]+)`", row.rpartition(" | ")[2])
     ]
-    known = {identity.replace(" | ", ", ") for identity in work.pieces(quick=False)}
+    known = {identity.replace(" | ", ", ") for identity in pieces.pieces(quick=False)}
     assert len(named) > 20
     assert set(named) <= known
     assert {line.partition(",")[0] for line in named} == {*REPOSITORIES, "models"}
@@ -200,7 +204,7 @@ def test_the_example_is_the_software_devices_and_as_a_report_is_now() -> None:
     assert example["quick"]
     assert example["agrees"]
     ids = [" | ".join((row["of"], row["what"], row["dtype"])) for row in example["results"]]
-    assert ids == list(work.pieces(quick=True))
+    assert ids == list(pieces.pieces(quick=True))
 
 
 def test_received_reports_have_a_row_each_and_are_of_cards() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels_ext_npu.selftest.delta_rule_formula import delta_rule, draw
+from kernels_ext_npu.selftest.functions.delta_rule_formula import delta_rule
+from tests.support.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 BOTH = pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.selftest.delta_rule_formula import delta_rule, draw
+from kernels_ext_npu.selftest.functions.delta_rule_formula import delta_rule
+from tests.support.delta_rule_inputs import draw
 
 CHUNK = 64
 ONE_STEP = -100.0 * torch.nn.functional.one_hot(torch.tensor(30), CHUNK).float()

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import softnpu
-from kernels_ext_npu.selftest.delta_rule_formula import delta_rule, draw
+from kernels_ext_npu.selftest.functions.delta_rule_formula import delta_rule
+from tests.support.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 OPTIONS = {"use_qk_l2norm_in_kernel": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu.distribution.identity import identity, render
+from kernels_ext_npu.distribution.variants import identity, render
 from publishing import local, preflight
 from publishing.remote import RefusedError
 from tests.support.tiny import STRICT, Clone

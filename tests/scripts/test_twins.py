@@ -24,7 +24,6 @@ DIFFERENT = {
     "_is_fused": "every operator has limits of its own",
     "_small": "rotated values are sums of two: RoPE draws them half as large",
     "_transformers": "what transformers computes in place of the kernel that is measured",
-    "trial": "one function of each kernel is tried",
     "unfit": "a projection that has to be called in SwiGLU, a block whose experts have to be in FusedMoE",
 }
 # names -> why one body has several

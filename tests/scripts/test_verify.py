@@ -9,9 +9,10 @@ import pytest
 from huggingface_hub import HfApi
 
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.distribution import machines, targets
+from kernels_ext_npu.distribution import targets, variant_choice
 from kernels_ext_npu.distribution.published import VersionNotFoundError, differences, download, head, tree
 from kernels_ext_npu.distribution.verification import verify_build, verify_variant
+from kernels_ext_npu.environment import RefusedError
 from tests.localhub import LocalHub
 from tests.support.tiny import REPO, STRICT, Clone
 
@@ -40,7 +41,7 @@ def test_what_may_be_verified(clone: Clone, tmp_path: Path) -> None:
     build = clone.repository / "build"
     for path, variants in ((clone.root, 3), (clone.repository, 3), (build, 3), (build / "torch-npu", 1)):
         assert sum(len(target.verify()) for target in targets.find(path)) == variants
-    with pytest.raises(targets.NothingToVerifyError, match="a clone of the project, a kernel repository"):
+    with pytest.raises(RefusedError, match="a clone of the project, a kernel repository"):
         targets.find(tmp_path / "clone" / "Tiny" / "torch-ext")
 
 
@@ -156,8 +157,8 @@ def test_a_version_that_is_not_there_is_named_with_those_that_are(publisher, loc
     ],
 )
 def test_the_variant_of_a_described_machine(torch: str, cann: str | None, arch: str, taken: str) -> None:
-    decisions = machines.decide(
-        [STRICT, "torch-universal", "torch-npu", "unknown"], machines.describe(torch, cann, arch)
+    decisions = variant_choice.decide(
+        [STRICT, "torch-universal", "torch-npu", "unknown"], variant_choice.describe(torch, cann, arch)
     )
     assert [decision.variant for decision in decisions if decision.rank == 1] == [taken]
     assert all(decision.reason for decision in decisions)
@@ -165,18 +166,18 @@ def test_the_variant_of_a_described_machine(torch: str, cann: str | None, arch: 
 
 
 def test_a_description_that_is_none_is_refused() -> None:
-    assert machines.describe(None, None, None) is None
+    assert variant_choice.describe(None, None, None) is None
     with pytest.raises(ValueError, match="--cann eight: not a version; expected is one such as"):
-        machines.describe("2.8", "eight", "aarch64")
+        variant_choice.describe("2.8", "eight", "aarch64")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 def test_the_command_line(publisher, localhub: LocalHub, clone: Clone, run_python, tmp_path: Path) -> None:
     publisher()
     environment = localhub.environment(tmp_path / "home")
-    script = str(ROOT / "scripts" / "verify.py")
+    command = "from kernels_ext_npu.cli import app; app()"
     described = ("--torch", "2.8", "--cann", "8.2", "--arch", "aarch64")
-    report = json.loads(run_python(None, script, REPO, *described, "--json", **environment).stdout)[0]
+    report = json.loads(run_python(command, "verify", REPO, *described, "--json", **environment).stdout)[0]
     assert report["intact"]
     assert report["commit"] == localhub.store.get("kernels", REPO).commit("v1").id
     taken = {machine: made[0]["variant"] for machine, made in report["machines"].items()}
@@ -186,9 +187,39 @@ def test_the_command_line(publisher, localhub: LocalHub, clone: Clone, run_pytho
     assert f'trust_remote_code=["{REPO}"]' in report["refusal"]
 
     (clone.repository / "build" / "torch-npu" / "layers.py").write_text("")
-    result = run_python(None, script, str(clone.repository), check=False)
+    result = run_python(command, "verify", str(clone.repository), check=False)
     assert result.returncode == 1
     assert "layers.py: changed, its digest differs" in result.stdout
-    result = run_python(None, script, REPO, "--version", "7", check=False, **environment)
+    result = run_python(command, "verify", REPO, "--version", "7", check=False, **environment)
     assert result.returncode == 2
     assert "its versions: v1" in result.stderr
+
+
+NO_CONNECTION = "http://127.0.0.1:9"  # refuses every connection
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"HF_ENDPOINT": NO_CONNECTION}, "Connection refused"),
+        pytest.param({}, "http://hub.invalid cannot be asked", marks=pytest.mark.long),
+        pytest.param({"HTTP_PROXY": NO_CONNECTION, "NO_PROXY": ""}, "Connection refused", marks=pytest.mark.long),
+    ],
+)
+def test_a_hub_that_cannot_be_asked_ends_with_2_and_a_sentence(run_python, environment, said: str) -> None:
+    online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://hub.invalid"} | environment
+    command = "from kernels_ext_npu.cli import app; app()"
+    result = run_python(command, "verify", "kernels-ext-npu/RMSNorm", "--json", check=False, **online)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kernels-ext-npu: ")
+    assert said in line
+
+
+def test_a_hub_that_answers_with_an_error_ends_with_2_and_a_sentence(localhub, run_python, tmp_path: Path) -> None:
+    localhub.faults.add("status", status=500, times=99)
+    command = "from kernels_ext_npu.cli import app; app()"
+    result = run_python(command, "verify", REPO, check=False, **localhub.environment(tmp_path / "home"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "500" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -11,7 +11,7 @@ import transformers
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 from tests.support import zoo
 from tests.support.zoo import Inputs
 
@@ -41,7 +41,7 @@ def build(name: str) -> PreTrainedModel:
 
 def served(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that call attention by name."""
-    return [module for module in model.modules() if kinds.calls_attention_by_name(type(module))]
+    return [module for module in model.modules() if classification.calls_attention_by_name(type(module))]
 
 
 Rows = dict[tuple[int, int], Tensor]  # by batch and queries, ``[B, Q]``: which rows have a value that means something
@@ -96,7 +96,7 @@ def main_output(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 def _inside(name: str) -> type[PreTrainedModel]:
     """Return a class that only its own file names, such as one inside of a larger model."""
-    from kernels_ext_npu.coverage.survey import module_classes
+    from tests.support.transformers_files import module_classes
 
     return next(cls for cls in module_classes() if cls.__name__ == name)
 

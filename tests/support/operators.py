@@ -57,16 +57,16 @@ def on_npu(sample: SampleInput) -> SampleInput:
     return SampleInput(arguments[0], args=arguments[1], kwargs=arguments[2])
 
 
-def in_float32(sample: SampleInput) -> SampleInput:
-    """Make the sample with its 16-bit tensors in float32."""
-    arguments = tree_map(_to_float32, (sample.input, sample.args, sample.kwargs))
+def with_more_bits(sample: SampleInput, narrow: torch.dtype, wide: torch.dtype) -> SampleInput:
+    """Make the sample with its tensors of one dtype in another one."""
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != narrow:
+            return value
+        return value.detach().to(wide).requires_grad_(value.requires_grad)
+
+    arguments = tree_map(widened, (sample.input, sample.args, sample.kwargs))
     return SampleInput(arguments[0], args=arguments[1], kwargs=arguments[2])
-
-
-def _to_float32(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16:
-        return value
-    return value.detach().float().requires_grad_(value.requires_grad)
 
 
 def _to_npu(value: Any) -> Any:
@@ -93,14 +93,14 @@ def differentiable(value: Any) -> list[torch.Tensor]:
 
 
 def agree(op: Any, sample: SampleInput, found: Any, expected: Any, run: Callable[[SampleInput], Any]) -> None:
-    """Compare with what the CPU found, or, given 16-bit tensors, with what ``run`` finds for the same in float32.
+    """Compare with what the CPU found; where that is no nearer to the truth, with what ``run`` finds with more bits.
 
     Where chance or what is left in memory decides, only shapes and dtypes.
     """
     try:
         compare(found, expected)
     except AssertionError:
-        if _agrees_with_float32(found, sample, run):
+        if _agrees_with_float32(found, sample, run) or _is_as_near_to_float64(found, expected, sample, run):
             return
         if "empty" not in op.name and _is_determined(op, sample):
             raise
@@ -109,7 +109,7 @@ def agree(op: Any, sample: SampleInput, found: Any, expected: Any, run: Callable
 
 def _agrees_with_float32(found: Any, sample: SampleInput, run: Callable[[SampleInput], Any]) -> bool:
     """Tell whether the device is nearer to float32 than the CPU, which rounds to 16 bits between additions."""
-    expected = tensors(run(in_float32(sample)))
+    expected = tensors(run(with_more_bits(sample, torch.bfloat16, torch.float32)))
     results = tensors(found)
     if [t.shape for t in results] != [t.shape for t in expected]:
         return False
@@ -119,6 +119,21 @@ def _agrees_with_float32(found: Any, sample: SampleInput, run: Callable[[SampleI
     except AssertionError:
         return False
     return True
+
+
+def _is_as_near_to_float64(found: Any, expected: Any, sample: SampleInput, run: Callable[[SampleInput], Any]) -> bool:
+    """Tell whether the device is about as near to float64 as the CPU, which may sum in another order.
+
+    Its operators sum attention one by one, and the CPU in one kernel: four times its largest error are allowed.
+    """
+    results, others = tensors(found), tensors(expected)
+    if {t.dtype for t in (*results, *others)} != {torch.float32} or any(t.layout != torch.strided for t in others):
+        return False
+    truths = tensors(run(with_more_bits(sample, torch.float32, torch.float64)))
+    if not [t.shape for t in results] == [t.shape for t in others] == [t.shape for t in truths]:
+        return False
+    errors = [[(t.cpu() - truth).abs().max() for t, truth in zip(side, truths)] for side in (results, others)]
+    return all(device <= 4 * cpu for device, cpu in zip(*errors))
 
 
 def _is_determined(op: Any, sample: SampleInput) -> bool:
@@ -140,9 +155,7 @@ def _is_determined(op: Any, sample: SampleInput) -> bool:
 def compare(found: Any, expected: Any, values: bool = True) -> None:
     """Compare with torch.testing's tolerances of the dtype; both devices run the CPU's kernels.
 
-    In 16 bits a sum of terms that cancel is off by the rounding of its largest term: two roundings of bfloat16. In 32
-    bits as well, and torch's rtol for float32 allows ten: of gradients of attention 18 were seen, where the CPU sums in
-    another order than its operators one by one.
+    In 16 bits a sum of terms that cancel is off by the rounding of its largest term: two roundings of bfloat16.
     """
     found, expected = tensors(found), tensors(expected)
     assert [(t.device.type, t.dtype, t.shape) for t in found] == [("npu", t.dtype, t.shape) for t in expected]
@@ -150,8 +163,5 @@ def compare(found: Any, expected: Any, values: bool = True) -> None:
         if b.dtype == torch.bfloat16 and b.layout == torch.strided and b.numel():
             largest = b.float().nan_to_num(posinf=0, neginf=0).abs().max().item()
             assert_close(a.cpu(), b, rtol=1.6e-2, atol=largest * 2**-7, equal_nan=True, check_stride=False)
-        elif b.dtype == torch.float32 and b.layout == torch.strided and b.numel():
-            largest = b.nan_to_num(posinf=0, neginf=0).abs().max().item()
-            assert_close(a.cpu(), b, rtol=1.3e-6, atol=max(1e-5, largest * 2**-19), equal_nan=True, check_stride=False)
         else:
             assert_close(a.cpu(), b, equal_nan=True, check_stride=False)

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.selftest.expert_modules import EXPERTS, HIDDEN, Config
+from tests.support.expert_modules import EXPERTS, HIDDEN, Config
 
 GROUPS, TOP_GROUPS, TOP_K = 2, 1, 2
 

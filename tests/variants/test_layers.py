@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.selftest import comparing, layers
+from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
+from kernels_ext_npu.selftest.layers.layer_cases import CASES
 
 
 def test_the_list_is_complete(kernels: dict[str, ModuleType]) -> None:
-    assert {case.name for case in layers.CASES} == set(LAYERS)
+    assert {case.name for case in CASES} == set(LAYERS)
     for layer, repository in LAYERS.items():
         assert issubclass(getattr(kernels[repository].layers, layer), nn.Module)
 
 
 @pytest.mark.parametrize("dtype", comparing.DTYPES, ids=str)
-@pytest.mark.parametrize("case", layers.CASES, ids=lambda case: case.title)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_a_layer_is_what_float64_gives(kernels, largest, case: Layer, dtype: torch.dtype) -> None:
     difference = case.compare(kernels[case.repository], dtype).largest
     largest("layers", dtype, difference)

@@ -10,8 +10,7 @@ from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
 from kernels_ext_npu.swapping import (
     adapters,
-    attention_names,
-    attention_serving,
+    attention,
     experts,
     forwards,
     functions,
@@ -44,6 +43,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         The model itself.
 
     Raises:
+        TypeError: it is no module, such as the name of a model.
         ValueError: no part of the model is on the NPU.
 
     Example:
@@ -59,6 +59,11 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         >>> softnpu.counters()["npu_rms_norm"]
         3
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"kernelize: {model!r} is a {type(model).__name__}, and a loaded model is needed: "
+            "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
+        )
     devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with on_its_way(model) as without_weights:
         if "npu" not in devices and not without_weights:
@@ -92,16 +97,15 @@ def restore(model: Model) -> Model:
     """
     if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
-    experts.restore(model)
-    attention_names.give_back(model)
-    attention_serving.set_plain(model, True)
-    heads.restore(model)
-    residuals.restore(model)
+    experts.revert(model)
+    attention.revert(model)
+    heads.LAYERS.restore(model)
+    residuals.revert(model)
     projections.LAYERS.restore(model)
     adapters.LAYERS.restore(model)
     for module in model.modules():
         waiting.forget(module)
         forwards.take_out(module)
-    functions.restore(model)
+    functions.revert(model)
     pipeline.swap_no_more(model)
     return model

@@ -16,22 +16,19 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swapping import (
     adapters,
-    attention_interface,
-    attention_serving,
-    changes,
-    classes,
+    attention,
     experts,
-    experts_interface,
     functions,
     heads,
+    layers,
     packing,
     projections,
     residuals,
     state,
-    table,
     use,
 )
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.protocol import Swapping, modules_by_class
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -54,25 +51,16 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     assert registration is not None
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    changes.take_out(model)
-    classes.mark(registration, model)
-    kept = functions.mark(registration, model)
-    try:
-        take(mode)
-    finally:
-        functions.give_back(kept)
-    _take_otherwise_served(model, mode)
-    heads.take(model)
+    swapping = Swapping(registration, mode, take, modules_by_class(model))
+    functions.apply(model, swapping)
+    layers.apply(model, swapping)
+    heads.LAYERS.take(model)
     adapters.LAYERS.take(model)
     projections.LAYERS.take(model)  # after heads, and before weights are packed: it leaves alone what others read
     packing.pack(model)
-    experts.meet(model)
-    if experts_interface.is_installed():
-        experts.choose(model)
-    attention_serving.set_plain(model, False)
-    if attention_interface.is_installed():
-        attention_interface.try_to_load()
-    residuals.take(model)
+    experts.apply(model, swapping)
+    attention.apply(model, swapping)
+    residuals.apply(model, swapping)
     if registration.strict:
         _check_strictly(model)
 
@@ -86,7 +74,6 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     state.restored.difference_update(model.modules())
 
     def take(mode: kernels.Mode) -> None:
-        table.hand_over()
         take_for_npu(model, mode)
         _swap_again_with_the_mode(model)
 
@@ -116,17 +103,6 @@ def _swap_again_with_the_mode(model: nn.Module) -> None:
     """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again."""
     for pretrained in _pretrained(model):
         use.note(pretrained)
-
-
-def _take_otherwise_served(model: nn.Module, mode: kernels.Mode) -> None:
-    """Swap what the mark on a class could not say, since an instance decides."""
-    from kernels.layer.layer import kernelize_layer
-
-    for module, layer in classes.otherwise_served(model):
-        with classes.marked_as(type(module), layer):
-            kernelize_layer(
-                module, mode=mode, device_type=kernels.Device("npu"), use_fallback=kernels.KernelizeFallback.ALL
-            )
 
 
 def _check_strictly(model: nn.Module) -> None:

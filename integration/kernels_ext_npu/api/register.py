@@ -65,7 +65,7 @@ def register(
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
-    from kernels_ext_npu.swapping import attention_interface, experts_interface, lasting, state, table, waiting
+    from kernels_ext_npu.swapping import attention, experts, functions, lasting, layers, state, waiting
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -74,15 +74,14 @@ def register(
     registration = state.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     state.current = registration
     try:
-        table.install(registration)
+        functions.install(registration)
+        layers.install(registration)
         use_kernels.install(registration.patches)
         generation.install(registration.patches)
         continuous_batching.install(registration.patches)
         static_cache.install(registration.patches)
-        if experts_interface.is_installed():
-            experts_interface.install(registration.patches)
-        if attention_interface.is_installed():
-            attention_interface.install(registration.patches)
+        experts.install(registration)
+        attention.install(registration)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:
@@ -123,7 +122,7 @@ def unregister() -> None:
 
 
 def _first_call(model: nn.Module) -> None:
-    from kernels_ext_npu.api import pipeline  # register() need not wait for references
+    from kernels_ext_npu.api import pipeline  # register() need not wait for patterns
 
     pipeline.swap_in_at_first_call(model)
 

@@ -33,8 +33,8 @@ def install(patches: Patches) -> None:
 
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
-    from kernels_ext_npu.api import pipeline  # register() need not wait for references
-    from kernels_ext_npu.swapping import table, use
+    from kernels_ext_npu.api import pipeline  # register() need not wait for patterns
+    from kernels_ext_npu.swapping import use
     from kernels_ext_npu.swapping.devices import device_of, on_its_way
 
     if not model.use_kernels:  # train() and eval() look again where it is on already
@@ -56,7 +56,6 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
             if is_away and use.is_for_npu_only(model):  # nobody has asked for kernels of other devices
                 return
             if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
-                table.hand_over()
                 model._use_kernels = True
             else:
                 take_as_asked()

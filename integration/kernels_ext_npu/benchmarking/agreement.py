@@ -8,10 +8,9 @@ one rounding can bring it. A wrong formula is off by a hundred times as much.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
+
+from kernels_ext_npu.measuring.distance import DisagreementError, Distance
 
 FACTOR = 2
 # of the largest single difference, which is a matter of luck
@@ -25,55 +24,7 @@ RULE = (
     f"tensor of fewer than {FEW} values as the original's worst does. What differs by more is refused."
 )
 
-
-class DisagreementError(Exception):
-    """A result is wrong. The message says which, and by how much."""
-
-
-@dataclass(frozen=True)
-class Distance:
-    """The distance of a result from the exact one, relative to that.
-
-    Attributes:
-        norm: the norm of the difference, divided by that of the exact result.
-        largest: the largest single difference, divided by the largest value of the exact result.
-        values: how many values the result has.
-    """
-
-    norm: float
-    largest: float
-    values: int
-
-
 Distances = dict[str, Distance]
-
-
-def distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> Distances:
-    """Measure how far each output and gradient is from the exact one, by name.
-
-    Raises:
-        DisagreementError: something is missing, has another shape, or another choice was made.
-    """
-    # what mathematics makes zero, such as the gradient of a key's bias, is rounding errors only
-    floors = {name: 1e-3 * value for name, value in _largest(exact).items()}
-    measured = {}
-    for name, reference in exact.items():
-        result = found.get(name)
-        if result is None or result.shape != reference.shape:
-            given = "missing" if result is None else f"of shape {list(result.shape)}"
-            raise DisagreementError(f"{name} is {given} and should be of shape {list(reference.shape)}")
-        if not reference.is_floating_point():
-            wrong = (result != reference).sum().item()
-            if wrong:
-                raise DisagreementError(f"{name}: {wrong} of {reference.numel()} values are other ones")
-            continue
-        difference, floor = result.float() - reference, floors[_family(name)]
-        measured[name] = Distance(
-            (difference.norm() / reference.norm().clamp(min=floor)).item(),
-            (difference.abs().max() / reference.abs().max().clamp(min=floor / reference.numel() ** 0.5)).item(),
-            reference.numel(),
-        )
-    return measured
 
 
 def check(found: Distances, original: Distances, dtype: torch.dtype) -> None:
@@ -89,16 +40,3 @@ def check(found: Distances, original: Distances, dtype: torch.dtype) -> None:
             if not value <= allowed:  # NaN is not
                 of = "" if what == "norm" else " in its largest difference"
                 raise DisagreementError(f"{name} is {value:.1e} away from float32{of}, and {allowed:.1e} is allowed")
-
-
-def _family(name: str) -> str:
-    return "gradient" if name.startswith("gradient") else "output"
-
-
-def _largest(exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest norm among the outputs, and the largest among the gradients."""
-    norms: dict[str, float] = {}
-    for name, value in exact.items():
-        if value.is_floating_point():
-            norms[_family(name)] = max(norms.get(_family(name), 0.0), value.norm().item())
-    return norms

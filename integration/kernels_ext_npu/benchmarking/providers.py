@@ -6,16 +6,15 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
 
 from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-from kernels_ext_npu.benchmarking.calls import Call
-from kernels_ext_npu.swapping.function_uses import Use, uses
+from kernels_ext_npu.benchmarking.recorded_calls import Call
+from kernels_ext_npu.matching.function_scan import Use, uses
 
 ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
 # in the order of LLaMA-Factory's own "auto"
@@ -26,34 +25,25 @@ LLAMA_FACTORY_INTERFACE = "llamafactory.v1.plugins.model_plugins.kernels.interfa
 Refusal = Callable[[Call], "str | None"]
 
 
-class Provider(Protocol):
-    """Whoever can compute the calls of a model: it changes the model, and the process, for a context."""
-
-    name: str
-
-    def applied(self, model: PreTrainedModel) -> AbstractContextManager[Refusal]:
-        """Put its kernels into the model while the context is open; give why a call has none."""
-
-
-class Original:
-    """The provider that leaves transformers as it is."""
+class Provider:
+    """Whoever can compute the calls of a model: transformers as it is, unless a kind of provider has kernels."""
 
     name = ORIGINAL
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
-        """Leave the model as it is; no call is refused."""
+        """Put its kernels into the model, and the process, while the context is open; give why a call has none."""
         yield lambda call: None
 
 
-class Ours:
+class Ours(Provider):
     """The provider that swaps in the kernels of this package."""
 
     name = OURS
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
-        """Register all kernels and swap them into the model; give why a call has none."""
+        """Register all kernels and swap them into the model."""
         kernels_ext_npu.register()
         try:
             kernels_ext_npu.kernelize(model)
@@ -64,7 +54,7 @@ class Ours:
             kernels_ext_npu.unregister()
 
 
-class LlamaFactory:
+class LlamaFactory(Provider):
     """The provider of the kernels that LLaMA-Factory 1 applies to a model on an NPU, by its own interface.
 
     Raises:
@@ -88,10 +78,7 @@ class LlamaFactory:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[Refusal]:
-        """Apply its kernels to the model; give why a call has none.
-
-        It replaces rotary functions in transformers' modules for good: they are put back here.
-        """
+        """Apply its kernels, and put back the rotary functions in transformers' modules, which it replaces for good."""
         called = {use for module in model.modules() for use in uses(type(module))}
         originals = {use: use.function for use in called}
         try:
@@ -115,7 +102,7 @@ class LlamaFactory:
 
 def providers() -> tuple[list[Provider], str]:
     """Return the providers that are here, and the version of LLaMA-Factory, or why it is not one of them."""
-    found: list[Provider] = [Original(), Ours()]
+    found: list[Provider] = [Provider(), Ours()]
     try:
         peer = LlamaFactory()
     except ImportError as error:

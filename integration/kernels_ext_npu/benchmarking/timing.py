@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch_npu
 
@@ -25,24 +25,11 @@ class NoTimesError(RuntimeError):
     """There is no device here whose times would mean anything."""
 
 
-class Clock(Protocol):
-    """Whatever can tell the time between two points of a device's work."""
-
-    def mark(self) -> Any:
-        """Put a mark behind the work that the device was given so far, without waiting for it."""
-
-    def wait(self) -> None:
-        """Wait until the device has done what it was given."""
-
-    def between(self, start: Any, end: Any) -> float:
-        """Return the milliseconds between two marks, when the device has passed both."""
-
-
 class DeviceClock:
     """The clock of the NPU."""
 
     def mark(self) -> torch_npu.npu.Event:
-        """Record an event in the stream of the host."""
+        """Record an event in the stream of the host, behind the work that the device was given so far."""
         event = torch_npu.npu.Event(enable_timing=True)
         event.record()
         return event
@@ -70,7 +57,7 @@ def method(repeats: int) -> str:
     )
 
 
-def record(clock: Clock, before: Before, run: Run, warm_up: int, repeats: int) -> list[tuple[Any, Any]]:
+def record(clock: DeviceClock, before: Before, run: Run, warm_up: int, repeats: int) -> list[tuple[Any, Any]]:
     """Run it with a mark before and after each run, and return the marks; what comes before a run lies outside.
 
     The device waits for nothing but its work when the first run begins, and has done the last one in the end.
@@ -88,7 +75,7 @@ def record(clock: Clock, before: Before, run: Run, warm_up: int, repeats: int) -
     return marks
 
 
-def times(clock: Clock, before: Before, run: Run, warm_up: int, repeats: int) -> list[float]:
+def times(clock: DeviceClock, before: Before, run: Run, warm_up: int, repeats: int) -> list[float]:
     """Return the milliseconds of each of some runs.
 
     Raises:

@@ -14,6 +14,7 @@ from kernels_ext_npu.cli.coverage import coverage
 from kernels_ext_npu.cli.demo import demo
 from kernels_ext_npu.cli.doctor import doctor
 from kernels_ext_npu.cli.inspect import inspect
+from kernels_ext_npu.cli.refusals import Commands
 from kernels_ext_npu.cli.selftest import selftest
 from kernels_ext_npu.cli.verify import verify
 
@@ -21,6 +22,7 @@ from kernels_ext_npu.cli.verify import verify
 _NOISY = ("torchao", "torch.utils._pytree")
 
 app = typer.Typer(
+    cls=Commands,
     help="Fused kernels for Huawei Ascend NPUs in Hugging Face transformers.",
     no_args_is_help=True,
     add_completion=False,

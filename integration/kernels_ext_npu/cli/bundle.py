@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import refusing
 from kernels_ext_npu.sources import ORGANISATION
 
 
-@refusing()
 def bundle(
     output: Annotated[Path | None, typer.Option(help="Make a bundle of all kernel repositories, here.")] = None,
     source: Annotated[str, typer.Option(help="For --output: bundled, hub, or the path of a clone.")] = "bundled",
@@ -27,27 +24,21 @@ def bundle(
 
     if (output is None) == (install is None):
         raise typer.BadParameter("give either --output or --install")
-    with refusing(BundleError, OSError, code=1):
-        for line in _write(output, source) if output else _install(install) if install else ():
-            typer.echo(line)
-
-
-def _write(output: Path, source: str) -> Iterator[str]:
-    from kernels_ext_npu.distribution import bundles
-
-    for made in bundles.write(output, source):
-        yield f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {len(made.files)} files"
-    digest = hashlib.sha256(output.read_bytes()).hexdigest()
-    yield f"wrote {output}, {output.stat().st_size} bytes, sha256 {digest}"
-
-
-def _install(archive: Path) -> Iterator[str]:
     from kernels_ext_npu.distribution import bundles, hub_cache
 
-    for place in bundles.install(archive):
-        repository = place.repository
-        changes = {repository.commit: "was there already", None: "is new"}
-        change = changes.get(place.before, f"in place of {place.before}, whose files stay in the cache")
-        yield f"{ORGANISATION}/{repository.name} v{repository.version}, commit {repository.commit}: {change}"
-    yield f"installed in {hub_cache.folder()}"
-    yield "Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks the Hub which versions there are."
+    try:
+        if output is not None:
+            for made in bundles.write(output, source):
+                typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {len(made.files)} files")
+            digest = hashlib.sha256(output.read_bytes()).hexdigest()
+            typer.echo(f"wrote {output}, {output.stat().st_size} bytes, sha256 {digest}")
+        elif install is not None:
+            for place in bundles.install(install):
+                made = place.repository
+                changes = {made.commit: "was there already", None: "is new"}
+                change = changes.get(place.before, f"in place of {place.before}, whose files stay in the cache")
+                typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {change}")
+            typer.echo(f"installed in {hub_cache.folder()}")
+            typer.echo("Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks which versions there are.")
+    except OSError as error:
+        raise BundleError(str(error)) from error

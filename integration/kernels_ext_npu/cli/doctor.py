@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from kernels_ext_npu.cli.terminal import AsJson, console, print_json
 
 
 def doctor(
@@ -13,9 +14,7 @@ def doctor(
         str,
         typer.Option(help="Where the kernels are to come from, as register() takes it: bundled, hub, or a clone."),
     ] = "bundled",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A report on standard output, and nothing else there.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, and explain what is wrong and what to do.
 
@@ -35,12 +34,11 @@ def doctor(
 
     from kernels_ext_npu.doctor import display
     from kernels_ext_npu.doctor.examination import examine
-    from kernels_ext_npu.doctor.secrecy import hide
+    from kernels_ext_npu.machine.privacy import hide
 
-    console = Console(stderr=as_json)
     with Console(stderr=True).status("examining this machine"):
-        report = hide(examine(source).to_dict())
-    display.show(console, report)
+        report = hide(examine(source))
+    display.show(console(stderr=as_json, least=60), report)
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report)
     raise typer.Exit(0 if report["healthy"] else 1)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli import pictures
-from kernels_ext_npu.cli.refusals import RefusedError, refusing, take_device
-
-if TYPE_CHECKING:
-    from kernels_ext_npu.inspection.inspecting import Inspection
-    from kernels_ext_npu.inspection.mesh import Mesh
+from kernels_ext_npu.cli.refusals import check_picture, take_device
+from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.environment import RefusedError
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-@refusing()
 def inspect(
     model: Annotated[
         str,
@@ -64,9 +58,7 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A report on standard output, and nothing else there.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what the kernels would do for a model, without its weights and without an NPU.
 
@@ -81,81 +73,44 @@ def inspect(
     if dtype not in _DTYPES:
         raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
     take_device(needed=True)
-    from kernels_ext_npu import UnsupportedEnvironmentError
-    from kernels_ext_npu.inspection import mesh
-    from kernels_ext_npu.inspection.subject import CannotInspectError
-    from kernels_ext_npu.measuring import roofline
+    import torch
 
-    if soc not in roofline.SOCS:
-        raise RefusedError(f"--soc {soc}: expected is one of {', '.join(roofline.SOCS)}")
+    from kernels_ext_npu.inspection import inspecting, printing
+    from kernels_ext_npu.inspection.mesh import Mesh, check
+    from kernels_ext_npu.inspection.subject import find
+    from kernels_ext_npu.measuring.roofline import SOCS
+
+    if soc not in SOCS:
+        raise RefusedError(f"--soc {soc}: expected is one of {', '.join(SOCS)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
     if decode and (checkpointing or update or plot is not None):
         raise RefusedError("--decode: a step of decoding has no backward and no update, and is not drawn")
-    with refusing(CannotInspectError, pictures.CannotDrawError, UnsupportedEnvironmentError):
-        if plot is not None:
-            pictures.check(plot)
-        ranks = mesh.Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
-        mesh.check(ranks)
-        inspection = _inspect(
-            model, roofline.SOCS[soc], dtype, batch, tokens, compare, ranks, checkpointing, lora, update, decode
-        )
-    _give(inspection, plot, as_json)
-
-
-def _inspect(
-    model: str,
-    soc: Any,
-    dtype: str,
-    batch: int,
-    tokens: int,
-    compare: bool,
-    mesh: Mesh,
-    checkpointing: bool,
-    lora: int,
-    update: bool,
-    decode: bool,
-) -> Inspection:
-    import torch
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from kernels_ext_npu.inspection import inspecting, subject
-
-    found = subject.find(model)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=inspecting.steps(compare, update))
-
-        def advance(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        return inspecting.inspect(
-            found,
-            soc,
+    with progress() as shown:
+        check_picture(plot)
+        mesh = Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
+        check(mesh)
+        task = shown.add_task("", total=inspecting.steps(compare, update))
+        inspection = inspecting.inspect(
+            find(model),
+            SOCS[soc],
             getattr(torch, dtype),
             batch,
             tokens,
             compare,
-            advance,
+            lambda what: shown.update(task, advance=1, description=what),
             mesh,
             checkpointing,
             lora,
             update,
             decode,
         )
-
-
-def _give(inspection: Inspection, plot: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-
-    from kernels_ext_npu.inspection import printing
-
     if plot is not None:
         from kernels_ext_npu.inspection import picture
 
         picture.plot(inspection, plot)
     if as_json:
-        typer.echo(json.dumps(printing.as_json(inspection), indent=2))
-    else:
-        printing.show(inspection, Console())
-        if plot is not None:
-            typer.echo(f"drawn: {plot}")
+        print_json(printing.as_json(inspection))
+        return
+    printing.show(inspection, console(least=60))
+    if plot is not None:
+        typer.echo(f"drawn: {plot}")

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import RefusedError, refusing
+from kernels_ext_npu.cli.refusals import check_file
+from kernels_ext_npu.cli.terminal import AsJson, console, progress
 
 
-@refusing()
 def selftest(
     quick: Annotated[bool, typer.Option("--quick", help="Each function once, and two models: half a minute.")] = False,
     output: Annotated[
@@ -26,6 +26,7 @@ def selftest(
     limit: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds after which a test counts as hanging; 60 by default.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compute with every kernel on the NPU of this machine, and compare.
 
@@ -39,29 +40,24 @@ def selftest(
     with 0 if everything agrees, with 1 if anything does not, and with 2 if
     nothing could be tested.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-    from kernels_ext_npu.selftest import report, run
+    from kernels_ext_npu.selftest import result_report, runner
 
-    if output is not None and not output.absolute().parent.is_dir():
-        raise RefusedError(f"--output {output}: there is no folder {output.absolute().parent}")
-    console = Console()
-    with refusing(run.CannotTestError):
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("starting", total=None)
-            outcome = run.run(
-                source,
-                quick,
-                only or (),
-                limit or run.LIMIT,
-                lambda done, total, what: progress.update(
-                    task, completed=done, total=total, description=what.replace(" | ", ", ")
-                ),
-            )
-    report.show(console, outcome)
+    check_file("--output", output)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with progress(*columns) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what.replace(" | ", ", "))
+
+        outcome = runner.run(source, quick, only or (), limit or runner.LIMIT, tell)
+    shown = console(stderr=as_json)
+    result_report.show(shown, outcome)
     if output is not None:
-        output.write_text(report.to_text(outcome))
-        console.print(f"Wrote {output}: it can be attached to an issue as it is.", highlight=False)
+        output.write_text(result_report.to_text(outcome))
+        shown.print(f"Wrote {output}: it can be attached to an issue as it is.", highlight=False)
+    if as_json:
+        typer.echo(result_report.to_text(outcome), nl=False)
     raise typer.Exit(0 if outcome.agrees else 1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 from torch import nn
@@ -17,9 +15,10 @@ from torch import nn
 from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, ROTARY, Kind, Repository
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.model_types import Folder
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
-from kernels_ext_npu.references.fingerprints import original_function
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.reasons import Reason
 
 Track = Callable[[Sequence[Folder]], Iterable[Folder]]
 SHARED = Folder("activations", (), ("transformers.activations",))  # what models of every type may have
@@ -42,7 +41,7 @@ class Entry:
     name: str
     file: str
     layer: str | None
-    reason: str | None
+    reason: Reason | None
 
 
 @dataclass(frozen=True)
@@ -81,48 +80,22 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
 def entries(module: ModuleType) -> Iterator[Entry]:
     """Find what a modeling file defines that is counted."""
     file = _short(module)
-    for cls in _classes(module):
-        kind, reference = kinds.of_class(cls), find_reference(cls)
+    for cls in classes_of(module):
+        kind, reference = classification.of_class(cls), find_pattern(cls)
         if kind is ATTENTION:
-            refusal = kinds.attention_refusal(cls)
+            refusal = classification.attention_refusal(cls)
             yield Entry(kind.name, cls.__name__, file, None if refusal else IMPLEMENTATION, refusal)
         elif kind is not None:
             layer = " or ".join(reference.layers) if reference else None
-            yield Entry(kind.name, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
-        for method in kinds.rotary_methods(cls):
+            reason = None if layer else classification.reason(kind, cls.__name__)
+            yield Entry(kind.name, cls.__name__, file, layer, reason)
+        for method in classification.rotary_methods(cls):
             name = f"{cls.__name__}.{method}"
-            yield Entry(ROTARY.name, name, file, None, kinds.reason(ROTARY, f"{file}:{name}"))
-    for name, function, kind in _functions(module):
-        found = find_function_reference(function)
-        reason = None if found else kinds.reason(kind, f"{file}:{name}")
+            yield Entry(ROTARY.name, name, file, None, classification.reason(ROTARY, f"{file}:{name}"))
+    for name, function, kind in functions_of(module):
+        found = find_function_pattern(function)
+        reason = None if found else classification.reason(kind, f"{file}:{name}")
         yield Entry(kind.name, name, file, found.layer if found else None, reason)
-
-
-@cache
-def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
-    """Return the classes of transformers that are counted among a kind."""
-    return tuple(cls for cls in module_classes() if kinds.of_class(cls) is kind)
-
-
-@cache
-def rotary_functions() -> dict[str, object]:
-    """Return the rotary functions of transformers, or what `kernels` made of them, by ``file:name``."""
-    found = ((module, *function) for module in modeling_files() for function in _functions(module))
-    return {f"{_short(module)}:{name}": function for module, name, function, kind in found if kind is ROTARY}
-
-
-def module_classes() -> Iterator[type[nn.Module]]:
-    """Find the classes of modules of every architecture that can be imported, and of what they share."""
-    for module in (*modeling_files(), *map(importlib.import_module, SHARED.files)):
-        yield from _classes(module)
-
-
-@cache
-def modeling_files() -> tuple[ModuleType, ...]:
-    """Import the modeling files of transformers whose requirements are installed."""
-    with _quiet():
-        loaded = [model_types.load(file) for folder in model_types.folders() for file in folder.files]
-    return tuple(module for module in loaded if isinstance(module, ModuleType))
 
 
 def _row(folder: Folder) -> Row:
@@ -132,24 +105,25 @@ def _row(folder: Folder) -> Row:
     return Row(folder, tuple(found), model_types.parts(folder), missing)
 
 
-def _classes(module: ModuleType) -> Iterator[type[nn.Module]]:
+def classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
+    """Find the classes of modules that a file defines."""
     for value in dict.fromkeys(value for value in vars(module).values() if inspect.isclass(value)):
         if issubclass(value, nn.Module) and _is_defined_in(value, module):
             yield value
 
 
-def _functions(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
+def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
     """Find the functions of a file that models call and that are counted, each with what it is.
 
     Helpers and what a served function is made of are not among them: the report of a model knows them by what calls
     them.
     """
     named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
-    served = {name for name, value in named.items() if find_function_reference(value) is not None}
-    inside = set().union(*(kinds.names(original_function(named[name])) for name in served))
+    served = {name for name, value in named.items() if find_function_pattern(value) is not None}
+    inside = set().union(*(classification.names(original_function(named[name])) for name in served))
     for name, value in named.items():
-        kind = kinds.of_function(name, value)
-        if kind is not None and (name in served or (name not in inside and not kinds.is_helper(name))):
+        kind = classification.of_function(name, value)
+        if kind is not None and (name in served or (name not in inside and not classification.is_helper(name))):
             yield name, value, kind
 
 

@@ -1,7 +1,8 @@
 """The file format of a bundle: kernel repositories in a zip archive, with a manifest of every file's sha256.
 
-Nothing in it is compressed, dated or ordered by chance: the same content gives the same bytes, and no small archive
-holds much. What is read must be, to the byte, what would be written.
+Variants share nearly all of their files, so each content is there once, under its sha256; format 1 had each file by its
+path. Nothing is compressed, dated or ordered by chance: the same content gives the same bytes on every machine. What is
+read must be, to the byte, what would be written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-FORMAT = 1
+from kernels_ext_npu.environment import RefusedError
+
+FORMAT = 2
+FORMATS = (1, FORMAT)  # that are read
 MANIFEST = "manifest.json"
 LARGEST = 256 * 2**20  # bytes; a repository takes about four hundred thousand
 
@@ -27,8 +31,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, OSError, struct.error)
 
 
-class BundleError(Exception):
+class BundleError(RefusedError):
     """A bundle was not made or not installed. The message gives every reason, a line each."""
+
+    code = 1
 
 
 @dataclass(frozen=True)
@@ -43,24 +49,25 @@ class KernelRepository:
     @property
     def commit(self) -> str:
         """The commit that the Hub has for it, or else one that follows from the content."""
-        digests = {path: hashlib.sha256(content).hexdigest() for path, content in self.files.items()}
+        digests = {path: _digest(content) for path, content in self.files.items()}
         content = json.dumps([self.name, self.version, digests], sort_keys=True)
         return self.hub_commit or hashlib.sha256(content.encode()).hexdigest()[:40]
 
 
-def pack(repositories: list[KernelRepository]) -> bytes:
-    """Return the bytes of the bundle that holds these repositories.
+def pack(repositories: list[KernelRepository], layout: int = FORMAT) -> bytes:
+    """Return the bytes of the bundle that holds these repositories, in a format.
 
     Raises:
         BundleError: a path is not one that a bundle can hold, or there is too much.
     """
-    members = {f"{each.name}/{path}": content for each in repositories for path, content in each.files.items()}
-    problems = _unsafe(members)
-    if sum(map(len, members.values())) > LARGEST:
+    files = {f"{each.name}/{path}": content for each in repositories for path, content in each.files.items()}
+    problems = _unsafe(files)
+    if sum(map(len, files.values())) > LARGEST:
         problems.append(f"more than {LARGEST} bytes")
     if problems:
         raise BundleError("\n".join(problems))
-    return _zip(members | {MANIFEST: _manifest(repositories)})
+    members = {_place(layout, path, _digest(content)): content for path, content in files.items()}
+    return _zip(members | {MANIFEST: _manifest(repositories, layout)})
 
 
 def unpack(archive: Path) -> list[KernelRepository]:
@@ -81,23 +88,32 @@ def unpack(archive: Path) -> list[KernelRepository]:
     except _BROKEN as error:
         raise BundleError(f"{archive}: not a bundle, or cut short or changed on its way: {error}") from error
     if not problems:
-        repositories, problems = _read(members)
-        if not problems and pack(repositories) != data:
+        repositories, layout, problems = _read(members)
+        if not problems and pack(repositories, layout) != data:
             problems = ["the archive differs from the one that its content makes: bytes were added or changed"]
     if problems:
         raise BundleError("\n".join(f"{archive}: {problem}" for problem in problems))
     return repositories
 
 
-def _manifest(repositories: list[KernelRepository]) -> bytes:
+def _place(layout: int, path: str, digest: str) -> str:
+    """Return the name in the archive of a file's content."""
+    return path if layout == 1 else f"contents/{digest}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _manifest(repositories: list[KernelRepository], layout: int = FORMAT) -> bytes:
     content = {
-        "format": FORMAT,
+        "format": layout,
         "repositories": {
             repository.name: {
                 "version": repository.version,
                 "hub-commit": repository.hub_commit,
                 "files": {
-                    path: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+                    path: {"sha256": _digest(content), "size": len(content)}
                     for path, content in repository.files.items()
                 },
             }
@@ -145,30 +161,35 @@ def _unsafe(names: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]:
-    """Read what the manifest promises, and find how the files differ from that."""
+def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], int, list[str]]:
+    """Read what the manifest promises, and find how the contents differ from that."""
     try:
         manifest = json.loads(members.pop(MANIFEST))
-        if manifest["format"] != FORMAT:
-            return [], [f"its format is {manifest['format']}, and this release reads {FORMAT}: install a newer one"]
+        layout = manifest["format"]
+        if layout not in FORMATS:
+            return [], 0, [f"its format is {layout}, and this release reads {FORMAT}: install a newer one"]
         promised = {
             f"{name}/{path}": (entry["sha256"], entry["size"])
             for name, repository in manifest["repositories"].items()
             for path, entry in repository["files"].items()
         }
+        if (size := sum(size for _, size in promised.values())) > LARGEST:
+            return [], 0, [f"its files would have {size} bytes, and those of a bundle have at most {LARGEST}"]
+        places = {path: _place(layout, path, digest) for path, (digest, _) in promised.items()}
         repositories = [
-            _repository(name, entry, {path: members.get(f"{name}/{path}", b"") for path in entry["files"]})
+            _repository(name, entry, {path: members.get(places[f"{name}/{path}"], b"") for path in entry["files"]})
             for name, entry in manifest["repositories"].items()
         ]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        return [], [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
-    problems = [f"{name} is missing" for name in promised.keys() - members.keys()]
-    problems += [f"{name} is not in the manifest" for name in members.keys() - promised.keys()]
-    for name in promised.keys() & members.keys():
-        found = hashlib.sha256(members[name]).hexdigest(), len(members[name])
-        if found != promised[name]:
-            problems.append(f"{name} is not what the manifest says: its sha256 is {found[0]}")
-    return repositories, sorted(problems)
+        return [], 0, [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
+    problems = _unsafe(promised)
+    problems += [f"{path} is missing" for path, place in places.items() if place not in members]
+    problems += [f"{name} is not in the manifest" for name in members.keys() - set(places.values())]
+    digests = {place: (_digest(content), len(content)) for place, content in members.items()}
+    for path, place in places.items():
+        if place in digests and digests[place] != promised[path]:
+            problems.append(f"{path} is not what the manifest says: its sha256 is {digests[place][0]}")
+    return repositories, layout, sorted(problems)
 
 
 def _repository(name: str, entry: dict[str, Any], files: dict[str, bytes]) -> KernelRepository:

@@ -6,11 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
 KERNEL = "kernel"
+FAILURES = (httpx2.HTTPError, OSError)  # what its client raises where it cannot be asked, or refuses
 
 
 class VersionNotFoundError(LookupError):
@@ -49,6 +51,13 @@ def head(api: HfApi, repo_id: str, version: int) -> str:
             return branch.target_commit
     found = ", ".join(sorted(branch.name for branch in branches if branch.name.startswith("v"))) or "none at all"
     raise VersionNotFoundError(f"{repo_id} has no version {version}, a branch v{version}; its versions: {found}")
+
+
+def cached_commit(repo_id: str, version: int) -> str:
+    """Return the commit that `kernels` takes for a version without a network; it raises where the cache names none."""
+    from kernels._versions import resolve_version_spec_as_ref
+
+    return resolve_version_spec_as_ref(repo_id, version, local_files_only=True).target_commit
 
 
 def tree(api: HfApi, repo_id: str, revision: str) -> dict[str, Content]:

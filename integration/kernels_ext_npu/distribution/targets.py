@@ -7,16 +7,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
+from huggingface_hub import HfApi, constants
 from huggingface_hub.utils.sha import git_hash
 
+from kernels_ext_npu.distribution import published
 from kernels_ext_npu.distribution.variants import METADATA
 from kernels_ext_npu.distribution.verification import Verified, verify_build, verify_variant
+from kernels_ext_npu.environment import RefusedError
 
 CACHED = re.compile(r"(?:kernels|models)--(.+)--(.+)")
-
-
-class NothingToVerifyError(ValueError):
-    """There is no variant of a kernel at a path. The message says what may be there."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,52 @@ def find(path: Path) -> list[Target]:
         return snapshots
     clone = [Target(child.name, child) for child in sorted(path.iterdir()) if _is_build(child / "build")]
     if not clone:
-        raise NothingToVerifyError(
+        raise RefusedError(
             f"{path} holds no variants of a kernel: expected is a clone of the project, a kernel repository, its build "
             "folder, one variant, or a cache with folders such as kernels--kernels-ext-npu--RMSNorm"
         )
     return clone
+
+
+def verify_published(repo_id: str, version: int, signers: list[str] | None, folder: Path) -> tuple[str, list[Verified]]:
+    """Download a version from the Hub into a folder, and verify it; returns its commit, and what was found.
+
+    Raises:
+        LookupError: there is no such version, or no variant in it.
+        Exception: one of `published.FAILURES` where the Hub cannot be asked.
+    """
+    api = HfApi()
+    try:
+        commit = published.head(api, repo_id, version)
+        files = published.tree(api, repo_id, commit)
+        snapshot = published.download(api, repo_id, commit, folder)
+    except httpx2.TransportError as error:
+        raise ConnectionError(
+            f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
+            "cache, or give a path."
+        ) from error
+    if not (snapshot / "build").is_dir():
+        raise LookupError(f"{repo_id} has no variants on v{version}")
+    found = verify_build(snapshot / "build", signers=signers)
+    for entry in found:
+        if entry.version not in (None, version):
+            entry.problems.append(f"{METADATA}: says version {entry.version} on the branch v{version}")
+    found.append(Verified("(download)", snapshot, len(files), problems=published.differences(snapshot, files)))
+    return commit, found
+
+
+def verify_cached(repo_id: str, version: int, signers: list[str] | None) -> tuple[str, list[Verified]]:
+    """Verify what `kernels` would load without a network; returns its commit, and what was found.
+
+    Raises:
+        ValueError: the cache does not hold it.
+    """
+    from kernels.hf_hub import CACHE_DIR
+
+    commit = published.cached_commit(repo_id, version)
+    cache = Path(CACHE_DIR or constants.HF_HUB_CACHE)
+    (target,) = find(cache / f"kernels--{repo_id.replace('/', '--')}" / "snapshots" / commit)
+    return commit, target.verify(signers)
 
 
 def blob_problems(snapshot: Path) -> list[str]:

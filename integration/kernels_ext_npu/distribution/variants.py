@@ -3,18 +3,21 @@
 All variants of a repository hold the same files, each with a ``metadata.json`` of its own. The tree holds a few of
 them. What is published, bundled, installed or proven holds all: the others are ``torch-npu`` under their names.
 
+The digest in ``metadata.json`` covers every other file of a variant. Its id covers ``metadata.json`` itself, so that a
+change of any byte shows, and becomes the name of the loaded module, where two equal ones would share submodules.
+
 The build of the wheel imports this where nothing but the standard library is installed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-from kernels_ext_npu.distribution.identity import identity, render
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +37,19 @@ def repositories(root: Path) -> list[Path]:
 def names(root: Path) -> tuple[str, ...]:
     """Return the names of all variants that a repository of the clone has, whether its tree holds them or not."""
     return *NOARCH, *tomllib.loads((root / _LIST).read_text())
+
+
+def identity(metadata: dict[str, Any], variant: str) -> str:
+    """Return the id that belongs to the metadata of a variant; one that is there already does not count."""
+    rest = {key: value for key, value in metadata.items() if key != "id"}
+    content = hashlib.sha256(json.dumps([variant, rest], sort_keys=True).encode()).hexdigest()
+    name = str(metadata.get("name", "")).replace("-", "_")
+    return f"_{name}_v{metadata.get('version')}_{variant.replace('-', '_')}_{content[:12]}"
+
+
+def render(metadata: dict[str, Any]) -> bytes:
+    """Return metadata as the bytes of ``metadata.json``: it is written down in this one way."""
+    return (json.dumps(metadata, indent=2) + "\n").encode()
 
 
 def renamed(files: dict[str, bytes], variant: str) -> dict[str, bytes]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, DigestViolation, Metadata
 from kernels.variants import parse_variant
 
-from kernels_ext_npu.distribution.identity import identity, render
-from kernels_ext_npu.distribution.variants import METADATA, published_files
+from kernels_ext_npu.distribution.variants import METADATA, identity, published_files, render
 
 SIGNATURE = "metadata.json.sigstore"
 
@@ -32,6 +31,11 @@ class Verified:
     signature: str = "absent"
 
     @property
+    def is_variant(self) -> bool:
+        """Whether `kernels` would see a variant there, and not what lies beside them."""
+        return (self.path / METADATA).exists()
+
+    @property
     def intact(self) -> bool:
         """Whether nothing is wrong with it."""
         return not self.problems
@@ -41,7 +45,7 @@ def verify_build(build: Path, *, signers: list[str] | None = None) -> list[Verif
     """Verify every variant below the folder ``build`` of a kernel repository, and that they fit one another.
 
     Args:
-        signers: workflows whose signatures count, as `kernels_ext_npu.signatures.check` takes them.
+        signers: workflows whose signatures count, as `signatures.check` takes them.
     """
     found = []
     for path in sorted(build.iterdir()):

@@ -13,15 +13,7 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checke
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
-    """Print a report, as `Diagnosis.to_dict` gives it."""
-    with console.capture() as capture:
-        _print(console, report)
-    lines = capture.get().splitlines()
-    # the padding of a table's cells is of no use in a file
-    print(*(lines if console.is_terminal else map(str.rstrip, lines)), sep="\n", file=console.file)
-
-
-def _print(console: Console, report: dict[str, Any]) -> None:
+    """Print a report, as `examine` gives it."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -6,75 +6,98 @@ import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor import adapter, cann, copies, devices, libraries, network, packages, stack, usage, use_probe
-from kernels_ext_npu.doctor.findings import Diagnosis, Finding, warning
+from kernels_ext_npu.doctor import installed_packages
+from kernels_ext_npu.doctor.checks import (
+    cann,
+    device,
+    hub_access,
+    kernel_files,
+    libraries,
+    python_and_torch,
+    register_effect,
+    torch_npu,
+)
+from kernels_ext_npu.doctor.findings import Finding, Verdict, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations
-from kernels_ext_npu.doctor.probing import Outcome, run, stopped_at_an_interrupt
+from kernels_ext_npu.doctor.outcomes import Outcome, run
+from kernels_ext_npu.doctor.probes import disk, hub, imports, kernel_copies, tiny_model
+from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 
 # Seconds after which a probe is ended. torch and torch_npu take a minute on slow disks; a card starts in some seconds.
 # The probes of the first line run side by side, then those of the second.
-LIMITS = {"disk": 30.0, "torch": 60.0, "hub": 15.0} | {
-    "autoload": 60.0,
-    "use": 120.0,
-    "transformers": 30.0,
-    "repositories": 30.0,
-}
+DISK, TORCH, HUB = 30.0, 60.0, 15.0
+AUTOLOAD, USE, REPOSITORIES = 60.0, 120.0, 30.0
+TRANSFORMERS = 30.0
 HUB_TIMEOUT = 5.0  # of one request
 
-Check = Callable[[Observations], "Finding | list[Finding]"]
-CHECKS: dict[str, Check] = {
-    "Python": stack.python,
-    "torch": stack.torch,
-    "torch_npu": adapter.torch_npu,
-    "CANN": cann.cann,
-    "device": devices.device,
-    "autoload": stack.autoload,
-    "transformers": libraries.transformers,
-    "kernels": libraries.kernels,
-    "accelerate and huggingface-hub": libraries.helpers,
-    "requirements": libraries.requirements,
-    "kernel files": copies.intact,
-    "variant": copies.variants,
-    "Hub cache": copies.cache,
-    "Hub": network.reachable,
-    "publisher": network.publisher,
-    "register()": usage.usage,
+
+@dataclass(frozen=True)
+class Check:
+    """A check: what concludes from the observations, and the facts that each of its findings has."""
+
+    conclude: Callable[[Observations], Finding | list[Finding]]
+    facts: Callable[[Observations], dict[str, Any]] = lambda seen: {}
+
+
+CHECKS = {
+    "Python": Check(python_and_torch.python, python_and_torch.python_facts),
+    "torch": Check(python_and_torch.torch, python_and_torch.torch_facts),
+    "torch_npu": Check(torch_npu.torch_npu, torch_npu.facts),
+    "CANN": Check(cann.cann, cann.facts),
+    "device": Check(device.device, device.facts),
+    "autoload": Check(python_and_torch.autoload, python_and_torch.autoload_facts),
+    "transformers": Check(libraries.transformers),
+    "kernels": Check(libraries.kernels),
+    "accelerate and huggingface-hub": Check(libraries.helpers),
+    "requirements": Check(libraries.requirements),
+    "kernel files": Check(kernel_files.intact),
+    "variant": Check(kernel_files.variants),
+    "Hub cache": Check(kernel_files.cache),
+    "Hub": Check(hub_access.reachable, hub_access.facts),
+    "publisher": Check(hub_access.publisher),
+    "register()": Check(register_effect.register_takes_effect, register_effect.facts),
 }
 
 
-def examine(source: str = "bundled") -> Diagnosis:
+def examine(source: str = "bundled") -> dict[str, Any]:
     """Run all probes on this machine, and conclude from them what is wrong and what to do.
 
     Args:
         source: where the kernels are to come from, as register() takes it.
+
+    Returns:
+        what JSON has: version, source, whether it is healthy, which warnings leave it, and a dictionary for each check.
     """
     seen = observe(source)
-    findings = [finding for name, check in CHECKS.items() for finding in _conclude(name, check, seen)]
-    return Diagnosis(__version__, source, findings)
+    found = [finding for name, check in CHECKS.items() for finding in _conclude(name, check, seen)]
+    healthy = not any(finding.verdict is Verdict.PROBLEM for finding in found)
+    checks = [{"check": each.check} | asdict(each) | {"verdict": each.verdict.value} for each in found]
+    return {"version": __version__, "source": source, "healthy": healthy, "checks": checks}
 
 
 def observe(source: str) -> Observations:
     """Run the probes, and collect what they saw."""
-    with stopped_at_an_interrupt(), ThreadPoolExecutor(4) as pool:
-        disk = pool.submit(run, "disk_probe", LIMITS["disk"])
-        torch = pool.submit(run, "torch_probe", LIMITS["torch"], _without_softnpu())
-        hub = pool.submit(_ask_hub)
-        installed = {name: packages.read(name) for name in STACK}
-        seen = Observations(source, installed, disk.result(), torch.result(), hub.result())
-        later = []
+    with ended_at_an_interrupt(), ThreadPoolExecutor(4) as pool:
+        on_disk = pool.submit(run, disk.hardware_and_cann, DISK)
+        alone = pool.submit(run, imports.torch_npu_alone, TORCH, _without_softnpu())
+        asked = pool.submit(_ask_hub)
+        installed = {name: installed_packages.read(name) for name in STACK}
+        seen = Observations(source, installed, on_disk.result(), alone.result(), asked.result())
+        later = {"repositories": pool.submit(_look_at_repositories, seen)}
+        if _is_usable(seen):
+            dead = source == "hub" and seen.hub.failure is not None
+            later["use"] = pool.submit(run, tiny_model.swapped_and_compared, USE, source=None if dead else source)
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
         if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
-            later.append(("autoload", pool.submit(run, "autoload_probe", LIMITS["autoload"], _without_softnpu())))
-        dead = source == "hub" and seen.hub.failure is not None
-        if _is_usable(seen):
-            later.append(("use", pool.submit(run, "use_probe", LIMITS["use"], source=None if dead else source)))
-        later.append(("repositories", pool.submit(_look_at_repositories, seen)))
-        for name, future in later:
+            later["autoload"] = pool.submit(run, imports.plain_torch, AUTOLOAD, _without_softnpu())
+        for name, future in later.items():
             setattr(seen, name, future.result())
-    if seen.use is None or not seen.use.passed(use_probe.TRANSFORMERS):
-        seen.imports = run("transformers_probe", LIMITS["transformers"])
+    if seen.use is None or not seen.use.passed(imports.TRANSFORMERS):
+        seen.imports = run(imports.transformers_and_kernels, TRANSFORMERS)
     return seen
 
 
@@ -84,9 +107,9 @@ def _is_usable(seen: Observations) -> bool:
 
 
 def _ask_hub() -> Outcome:
-    if network.unusable_urls(dict(os.environ)):  # the client would tell the value, with the password in it
+    if hub_access.unusable_urls(dict(os.environ)):  # the client would tell the value, with the password in it
         return Outcome(failure="not asked")
-    return run("hub_probe", LIMITS["hub"], timeout=HUB_TIMEOUT)
+    return run(hub.versions_and_publisher, HUB, timeout=HUB_TIMEOUT)
 
 
 def _look_at_repositories(seen: Observations) -> Outcome:
@@ -95,8 +118,8 @@ def _look_at_repositories(seen: Observations) -> Outcome:
     if seen.cann is None and seen.software_is_possible and seen.packages["torch_npu"].installed:
         cann_version = cann.as_kernels_reads(SOFTWARE_CANN)
     return run(
-        "repositories_probe",
-        LIMITS["repositories"],
+        kernel_copies.copies_and_cache,
+        REPOSITORIES,
         source=seen.source,
         torch=torch,
         cann=cann_version,
@@ -118,13 +141,9 @@ def _without_softnpu() -> dict[str, str]:
 
 def _conclude(name: str, check: Check, seen: Observations) -> list[Finding]:
     try:
-        found = check(seen)
+        found = check.conclude(seen)
+        findings, facts = found if isinstance(found, list) else [found], check.facts(seen)
     except Exception as error:  # an observation that nobody thought of must not hide the others
-        return [
-            warning(
-                name,
-                f"doctor does not understand what it saw: {type(error).__name__}: {error}",
-                advice="Please report this line, with the report that --json prints.",
-            )
-        ]
-    return found if isinstance(found, list) else [found]
+        said = f"doctor does not understand what it saw: {type(error).__name__}: {error}"
+        return [warning(said, check=name, advice="Please report this line, with the report that --json prints.")]
+    return [replace(each, check=each.check or name, facts=facts | each.facts) for each in findings]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.doctor import known_errors, packages, torch_probe, use_probe
-from kernels_ext_npu.doctor.packages import Package
-from kernels_ext_npu.doctor.probing import Outcome
+from kernels_ext_npu.doctor import installed_packages, known_errors
+from kernels_ext_npu.doctor.findings import Finding, problem, warning
+from kernels_ext_npu.doctor.installed_packages import Package
+from kernels_ext_npu.doctor.outcomes import Outcome
+from kernels_ext_npu.doctor.probes import imports, tiny_model
 
 # what softnpu says as the version of CANN: importing it would import torch
-_RUNTIME = (packages.module_folder("softnpu") or Path()) / "runtime.py"
-SOFTWARE_CANN = os.environ.get("SOFTNPU_CANN") or str(packages.constants(_RUNTIME).get("CANN_VERSION"))
+_RUNTIME = (installed_packages.module_folder("softnpu") or Path()) / "runtime.py"
+SOFTWARE_CANN = os.environ.get("SOFTNPU_CANN") or str(installed_packages.constants(_RUNTIME).get("CANN_VERSION"))
 STACK = ("torch", "torch_npu", "transformers", "kernels", "huggingface-hub", "accelerate")
 
 
@@ -44,13 +47,18 @@ class Observations:
     repositories: Outcome | None = None
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
+    @property
+    def severe(self) -> Callable[..., Finding]:
+        """What makes the finding of a fault of the Hub: it is a problem where the kernels are to come from there."""
+        return problem if self.source == "hub" else warning
+
     # ---- torch -------------------------------------------------------------------------------------------------------
     @property
     def torch_build(self) -> str | None:
         """The kind of build that torch is, such as "CUDA 13.0"; None for a CPU build, or where it cannot be told."""
         facts = self.torch.facts
         if "xpu" not in facts and self.packages["torch"].folder is not None:  # it cannot be imported
-            facts = packages.constants(self.packages["torch"].folder / "version.py")
+            facts = installed_packages.constants(self.packages["torch"].folder / "version.py")
         for kind, name in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
             if facts.get(kind):
                 return f"{name} {facts[kind]}"
@@ -60,17 +68,18 @@ class Observations:
     @property
     def torch_works(self) -> bool:
         """Whether torch could be imported."""
-        return self.torch.passed(torch_probe.TORCH)
+        return self.torch.passed(imports.TORCH)
 
     @property
     def torch_npu_works(self) -> bool:
         """Whether torch_npu could be imported without the software device, which is with CANN."""
-        return self.torch.passed(torch_probe.TORCH_NPU)
+        return self.torch.passed(imports.TORCH_NPU)
 
     @property
     def only_cann_is_missing(self) -> bool:
         """Whether torch_npu would work, were CANN's libraries there: the software device has them."""
-        return any(known_errors.NO_CANN.search(error) for error in self.torch.errors)
+        found = [known_errors.explain([error]) for error in self.torch.errors]
+        return any(known is not None and known.see == known_errors.NO_CANN for known in found)
 
     def missing(self, outcome: Outcome) -> str | None:
         """Return the package of the stack for want of which a probe failed.
@@ -95,6 +104,12 @@ class Observations:
         return self.disk.facts.get("nodes", [])
 
     @property
+    def driver_failure(self) -> str | None:
+        """What the driver's tool said where it failed; None where it did not, or there is none."""
+        npu_smi = self.disk.facts.get("npu_smi")
+        return npu_smi["said"] if npu_smi and not npu_smi["answers"] else None
+
+    @property
     def software_is_possible(self) -> bool:
         """Whether `import softnpu` gives a software device; on a machine with a card it changes nothing."""
         works = self.torch_works and self.torch_build is None and not self.torch.hung
@@ -103,7 +118,7 @@ class Observations:
     @property
     def runs_on_software(self) -> bool:
         """Whether torch_npu was imported by the software device."""
-        return self.use is not None and self.software and self.use.passed(use_probe.TORCH_NPU)
+        return self.use is not None and self.software and self.use.passed(imports.TORCH_NPU)
 
     @property
     def software_failed_by_itself(self) -> bool:
@@ -111,7 +126,7 @@ class Observations:
 
         It did not where torch_npu cannot be imported with it either.
         """
-        if self.use is None or self.use.step != use_probe.SOFTNPU or not self.use.errors:
+        if self.use is None or self.use.step != tiny_model.SOFTNPU or not self.use.errors:
             return False
         first = self.use.errors[0]
         return first.startswith("ImportError: softnpu ") and "softnpu runs the real torch_npu wheel" not in first
@@ -131,6 +146,12 @@ class Observations:
         return signs
 
     @property
+    def named_cann(self) -> dict[str, Any] | None:
+        """The CANN that ASCEND_HOME_PATH names, None if it names none or the software device's."""
+        named = self.disk.facts.get("ASCEND_HOME_PATH")
+        return named if named and not named["software"] else None
+
+    @property
     def cann_places(self) -> list[dict[str, Any]]:
         """The releases of CANN on disk: what the environment names first."""
         named = [self.disk.facts.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
@@ -138,22 +159,30 @@ class Observations:
         return [place for place in [*places, *self.disk.facts.get("found", [])] if not place["software"]]
 
     @property
+    def cann_scripts(self) -> tuple[str, ...]:
+        """The commands that set up one of these releases."""
+        return scripts(self.cann_places)
+
+    @property
     def expects_a_card(self) -> bool:
         """Whether a software device would not be what this machine is for."""
-        named = self.disk.facts.get("ASCEND_HOME_PATH")
-        return bool(self.signs_of_hardware or self.cann_places or (named and not named["software"]) or self.devices)
+        return bool(self.signs_of_hardware or self.cann_places or self.named_cann or self.devices)
 
     @property
     def cann(self) -> str | None:
         """CANN's version, as torch_npu tells it or, where that cannot be imported, as it would."""
         if "cann" in self.torch.facts:
             return self.torch.facts["cann"]
-        named = self.disk.facts.get("ASCEND_HOME_PATH")
-        if named and not named["software"]:
-            return named["version"]
+        if self.named_cann:
+            return self.named_cann["version"]
         return self.cann_places[0]["version"] if self.cann_places else None
 
     @property
     def software(self) -> bool:
         """Whether the software device was used, for want of another one."""
         return self.use is not None and bool(self.use.facts.get("software")) and not self.devices
+
+
+def scripts(places: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the commands that set up CANN from where it is."""
+    return tuple(dict.fromkeys(f"source {place['set_env']}" for place in places if place["set_env"]))

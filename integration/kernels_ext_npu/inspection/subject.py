@@ -20,7 +20,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from kernels_ext_npu.inspection import published_models
+from kernels_ext_npu import model_configs
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.remarks import first_line
 from kernels_ext_npu.swapping.patches import Patches
@@ -37,7 +38,7 @@ _MAPPINGS = (
 )
 
 
-class CannotInspectError(Exception):
+class CannotInspectError(RefusedError):
     """There is nothing to inspect. The message says why, and what to give."""
 
 
@@ -71,20 +72,20 @@ def find(name: str) -> Subject:
     elif name in CONFIG_MAPPING_NAMES:
         config = CONFIG_MAPPING[name]()
         remarks.append(f"sizes: what {type(config).__name__} has by default")
-    elif name in published_models.MODELS:
-        config = published_models.config(name)
-        remarks.append(f"sizes: {published_models.MODELS[name].source}")
+    elif name in model_configs.PUBLISHED:
+        config = model_configs.config(name)
+        remarks.append(f"sizes: {model_configs.source(name)}")
     elif path.exists():
         raise CannotInspectError(f"{path} is no checkpoint: it has no config.json")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         config = _cached(name)
     else:
-        near = difflib.get_close_matches(name, [*CONFIG_MAPPING_NAMES, *published_models.MODELS], 3)
+        near = difflib.get_close_matches(name, [*CONFIG_MAPPING_NAMES, *model_configs.PUBLISHED], 3)
         hint = f" Near to it: {', '.join(near)}." if near else ""
         raise CannotInspectError(
             f"{name} is neither a folder nor a file, nor a model type of transformers {transformers.__version__}.{hint}"
             " Expected is a checkpoint folder, a config.json, a model id in the local cache, a model type such as "
-            f"qwen3, or one of {', '.join(published_models.MODELS)}."
+            f"qwen3, or one of {', '.join(model_configs.PUBLISHED)}."
         )
     if getattr(config, "quantization_config", None) is not None:
         remarks.append("the checkpoint is quantised; counted is the model without quantisation")

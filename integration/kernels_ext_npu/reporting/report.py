@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich import box
@@ -15,11 +16,21 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, TABLES
-from kernels_ext_npu.reporting import rows
-from kernels_ext_npu.reporting.rows import Row
-from kernels_ext_npu.swapping import functions, residuals, waiting
+from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
+from kernels_ext_npu.reasons import code_of
+from kernels_ext_npu.swapping import (
+    attention,
+    forwards,
+    functions,
+    heads,
+    layers,
+    linear_rows,
+    refusals,
+    residuals,
+    waiting,
+)
 from kernels_ext_npu.swapping.devices import on_its_way
+from kernels_ext_npu.swapping.protocol import Row
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
@@ -67,22 +78,43 @@ class Report:
 
     def __rich__(self) -> Table:
         table = Table(title=f"{self.summary()} swapped", title_justify="left", box=box.SIMPLE_HEAD)
-        shared = functions.SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
-        captions = [caption for caption in (shared, self.remark) if caption]
-        if captions:
+        if captions := self._captions():
             table.caption, table.caption_justify = "\n".join(captions), "left"
         table.add_column("class", max_width=25, overflow="fold")
         table.add_column("modules", overflow="fold")
+        for class_name, served, modules in self._grouped():
+            table.add_row(Text(f"{class_name}\n{served}"), Text("\n".join(modules)), end_section=True)
+        return table
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        cells = (
+            (html.escape(name), html.escape(served), "<br>".join(map(html.escape, modules)))
+            for name, served, modules in self._grouped()
+        )
+        rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+        head = "<tr><th>class</th><th>kernel</th><th>modules</th></tr>"
+        remark = "".join(f"<p>{html.escape(caption)}</p>" for caption in self._captions())
+        title = html.escape(f"{self.summary()} swapped")
+        return f"<p>{title}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>{remark}"
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.summary()} swapped>"
+
+    def _captions(self) -> list[str]:
+        shared = functions.SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
+        return [caption for caption in (shared, self.remark) if caption]
+
+    def _grouped(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Give each class with what serves it or why nothing does, and the modules of which that is said."""
         groups: dict[tuple[str, str], Counter[str]] = {}
         for row in (*self.rows, *self.projections):
-            served = f"→ {row.kernel}" if row.swapped else "kept"
+            served = f"→ {row.kernel}" if row.swapped else "not swapped"
             served += f": {row.reason}" if row.reason else ""
             paths = groups.setdefault((row.class_name, served), Counter())
             paths[re.sub(r"\b\d+\b", "*", row.path)] += 1
         for (class_name, served), paths in groups.items():
-            modules = "\n".join(f"{count} × {path}" for path, count in paths.items())
-            table.add_row(Text(f"{class_name}\n{served}"), Text(modules), end_section=True)
-        return table
+            yield class_name, served, [f"{count} × {path}" for path, count in paths.items()]
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
@@ -121,15 +153,31 @@ def report(model: nn.Module) -> Report:
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
-        found = [[rows.passed_by(row, model) for row in part] for part in (_rows(model), rows.of_projections(model))]
+        found = [[_passed_by(row, model) for row in part] for part in (_rows(model), linear_rows.rows(model))]
         if any(map(waiting.waits, model.modules())):
-            found = [[rows.expected(row, model) for row in part] for part in found]
+            found = [[_at_first_call(row, model) for row in part] for part in found]
         modules, linear_layers = found
         return Report(modules, linear_layers, residuals.remark(model))
 
 
 def _rows(model: nn.Module) -> Iterator[Row]:
-    yield from rows.of_modules(model)
-    yield from rows.of_functions(model)
-    yield from rows.of_attention(model)
-    yield from rows.of_heads(model)
+    yield from layers.rows(model)
+    yield from functions.rows(model)
+    yield from attention.rows(model)
+    yield from heads.rows(model)
+
+
+def _passed_by(row: Row, model: nn.Module) -> Row:
+    """Add a remark where another library may compute without calling what was swapped."""
+    if not row.swapped or not row.path:
+        return row
+    around = model.get_submodule(row.path.rpartition(".")[0])
+    stranger = None if forwards.decorates_own(around) else forwards.stranger(around)
+    return row if stranger is None else replace(row, reason=refusals.passed_by(stranger))
+
+
+def _at_first_call(row: Row, model: nn.Module) -> Row:
+    """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
+    passes = not row.swapped and code_of(row.reason) in ("elsewhere", "not asked for")
+    is_left_out = row.kernel in LAYERS and refusals.left_out(LAYERS[row.kernel]) is not None
+    return replace(row, reason=refusals.AT_FIRST_CALL) if passes and not is_left_out else row

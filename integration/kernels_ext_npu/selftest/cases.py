@@ -41,12 +41,19 @@ class Function:
         """What a report calls it."""
         return f"{self.name}, {self.at}" if self.at else self.name
 
-    def compare(self, kernel: ModuleType, dtype: torch.dtype) -> Difference:
-        """Compute it on the NPU and on the host, and return how far they are apart."""
+    def compare(self, kernel: ModuleType, dtype: torch.dtype, device: str = "npu") -> Difference:
+        """Compute it on a device and on the host, and return how far they are apart."""
         function = getattr(kernel, self.name)
         arguments = comparing.rounded(self.arguments(), dtype)
-        found = comparing.results(lambda *t: self.call(function, *t), comparing.moved(arguments))
-        return comparing.difference(found, comparing.results(self.exact, comparing.doubled(arguments)))
+        found = comparing.results(lambda *t: self.call(function, *t), comparing.moved(arguments, device))
+        return comparing.difference(found, comparing.exact(self.exact, arguments))
+
+    def failure(self, kernel: ModuleType, dtype: torch.dtype, device: str = "npu") -> str | None:
+        """Say how far it is from what it has to give, if that is further than the dtype allows; None if it is not."""
+        found, allowed = self.compare(kernel, dtype, device), comparing.TOLERANCE[dtype]
+        if found.largest <= allowed:
+            return None
+        return f"forward {found.forward:.1e}, backward {found.backward:.1e}, where {allowed:.1e} is allowed"
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from kernels_ext_npu.measuring.distance import distances, worst
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A value goes through at most eight roundings to its dtype, forward and backward; of float32, sums of some hundred
 # terms differ in their order besides. Relative to the norm of what is compared.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 8 * 2**-11, torch.bfloat16: 8 * 2**-8}
+WIDE = {torch.complex64: torch.complex128}
 
 
 class Results(NamedTuple):
@@ -25,8 +26,8 @@ class Results(NamedTuple):
     computed by other operators.
     """
 
-    outputs: list[Tensor]
-    gradients: list[Tensor | None]
+    outputs: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
 
 
 class Difference(NamedTuple):
@@ -37,33 +38,43 @@ class Difference(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The larger one; a difference that is not a number is infinite, which max() would lose."""
-        return math.inf if any(map(math.isnan, self)) else max(self)
+        """The larger one, infinite if one is no number."""
+        return worst(self)
 
 
-def moved(arguments: Any) -> Any:
-    """Move all tensors of the arguments to the device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to("npu"), arguments)
+class InPlaceOfFloat32(TorchFunctionMode):
+    """A context that gives a dtype to what asks for float32: models compute parts of themselves in it, whatever comes.
+
+    Args:
+        dtype: the dtype in its place.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.float:
+            return args[0].to(self.dtype)
+        args, kwargs = tree_map(lambda value: self.dtype if value is torch.float32 else value, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def moved(arguments: Any, device: str = "npu") -> Any:
+    """Move all tensors of the arguments to a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), arguments)
 
 
 def doubled(arguments: Any) -> Any:
-    """Turn all tensors of the arguments into float64, but for those that hold no numbers to compute with."""
-    return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, arguments)
+    """Turn all tensors of the arguments into twice their precision, but for those that hold no numbers."""
+    return tree_map_only(
+        Tensor, lambda t: t.double() if t.is_floating_point() else t.to(WIDE.get(t.dtype, t.dtype)), arguments
+    )
 
 
 def rounded(arguments: Any, dtype: torch.dtype) -> Any:
     """Round all floating tensors of the arguments to a dtype."""
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, arguments)
-
-
-@contextmanager
-def wide() -> Iterator[None]:
-    """Give float64, within the context, to what asks for float32."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
-        for name in ("float", "float32"):
-            stack.enter_context(mock.patch.object(torch, name, torch.float64))
-        yield
 
 
 def results(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ()) -> Results:
@@ -87,34 +98,23 @@ def results(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ())
     return Results(outputs, gradients)
 
 
-def difference(found: Results, exact: Results) -> Difference:
+def exact(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ()) -> Results:
+    """Return the same in float64, of arguments on the host; parameters have to be of float64."""
+    with InPlaceOfFloat32(torch.float64):
+        return results(call, doubled(arguments), parameters)
+
+
+def difference(found: Results, expected: Results) -> Difference:
     """Return how far results are from what they should be; outputs of the device may be there twice."""
-    times = max(1, len(found.outputs) // max(1, len(exact.outputs)))
-    return Difference(distance(found.outputs, exact.outputs * times), distance(found.gradients, exact.gradients))
+    times = max(1, len(found.outputs) // max(1, len(expected.outputs)))
+    return Difference(
+        _worst("output", found.outputs, [*expected.outputs] * times),
+        _worst("gradient", found.gradients, expected.gradients),
+    )
 
 
-def distance(found: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> float:
-    """Return the largest of all differences, each in relation to the norm of what it should be; of none, zero.
-
-    Where it should be zero, and others should not, the largest norm of these takes its place. Where nothing was
-    computed with a parameter, one side may have no gradient, and the other zeros.
-    """
-    if len(found) != len(exact):
-        raise AssertionError(f"{len(found)} tensors, where there are to be {len(exact)}")
-    numbers = [tensor for tensor in exact if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())]
-    whole = max((float(tensor.norm()) for tensor in numbers), default=0.0)
-    return max((_distance(a, b, whole) for a, b in zip(found, exact)), default=0.0)
-
-
-def _distance(found: Tensor | None, exact: Tensor | None, whole: float) -> float:
-    if found is None or exact is None:
-        return 0.0 if all(t is None or not t.any() for t in (found, exact)) else math.inf
-    if found.shape != exact.shape:
-        raise AssertionError(f"a result is {list(found.shape)}, and has to be {list(exact.shape)}")
-    wide = torch.complex128 if exact.is_complex() else torch.float64
-    found, exact = found.cpu().to(wide), exact.to(wide)
-    norm = float(exact.norm())
-    # what is zero in mathematics, such as the gradient of a query that sees one key, is rounding errors of the others
-    norm = norm if norm > 1e-12 * whole else max(norm, whole, 1e-30)
-    relative = float((found - exact).norm()) / norm
-    return math.inf if math.isnan(relative) else relative  # max() would lose it
+def _worst(kind: str, found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    if len(found) != len(expected):
+        raise AssertionError(f"{len(found)} tensors, where there are to be {len(expected)}")
+    named = [{f"{kind} {i}": tensor for i, tensor in enumerate(tensors)} for tensors in (found, expected)]
+    return worst(measured.norm for measured in distances(*named).values())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import ahead, draws, packing, projections, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.own_forwards import OwnForwards
@@ -94,8 +94,8 @@ def refusal(module: Any, is_sharded: bool = False) -> str | None:
     base = module.base_layer
     if type(base) is not nn.Linear:
         return f"it adapts a {name_of(type(base))}: the kernel multiplies with numbers alone"
-    if (reason := projections.unfit(base, is_sharded)) is not None:
-        return f"of the layer that it adapts: {reason}"
+    if (unfit := projections.unfit(base, is_sharded)) is not None:
+        return f"of the layer that it adapts: {unfit}"
     if base.weight.requires_grad and not is_paused(module):
         return "the layer that it adapts is trained, too"
     for name in module.active_adapters:
@@ -258,4 +258,6 @@ def _dropout(module: nn.Module) -> float | nn.Module:
     return module.p if module.training else 0.0
 
 
-LAYERS = OwnForwards(__name__, adapted_of, lambda: _forward_with(projections.kernel(), _forward_of_library()))
+LAYERS = OwnForwards(
+    "lora", adapted_of, lambda: _forward_with(state.package(projections.REPOSITORY), _forward_of_library())
+)

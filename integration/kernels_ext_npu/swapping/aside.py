@@ -36,8 +36,9 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.matching.rewriting import maker
+from kernels_ext_npu.swapping.loaded import MATCHED, class_name, marked
 
-_MATCHED, _NOW, _ARGS, _KWARGS = "_kernels_matched", "_kernels_now", "_kernels_args", "_kernels_kwargs"
+_NOW, _ARGS, _KWARGS = "_kernels_now", "_kernels_args", "_kernels_kwargs"
 _REFUSED, _ERROR, _LEFT_TO = "_kernels_refused", "_kernels_error", "_kernels_left_to"
 _OF_LAYER = "_kernels_layers_"
 _REFUSALS = (AttributeError, IndexError, TypeError, ValueError)  # of what a layer was not written for
@@ -56,7 +57,7 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     assert isinstance(tree, ast.FunctionDef)
     if tree.args.vararg or tree.args.kwarg or tree.args.kwonlyargs:
-        return forward  # of a function, whose class nobody knows
+        return marked(forward, class_name(forward))  # of a function, whose class nobody knows
     me, *given = [argument.arg for argument in tree.args.args]
     _rename(tree.body, given)
     _, *names = inspect.signature(matched).parameters
@@ -67,18 +68,18 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     taken = ", ".join([me, *(argument.arg for argument in tree.args.args[1:])])
     called = f"{taken}, *{_ARGS}, **{_KWARGS}"
     lines = [
-        f"if type({me}).forward is not {_MATCHED} or {_ARGS} or {_KWARGS}:",
-        f"    return {_NOW}({me}, forward, {_MATCHED})({called})",
+        f"if type({me}).forward is not {MATCHED} or {_ARGS} or {_KWARGS}:",
+        f"    return {_NOW}({me}, forward, {MATCHED})({called})",
         *(f"{_OF_LAYER}{name} = {renamed.get(name, name)}" for name in given),
     ]
     tried: Any = ast.parse(f"try:\n    pass\nexcept {_REFUSED} as error:\n    {_ERROR} = error").body[0]
     tried.body = tree.body
-    last = ast.parse(f"return {_LEFT_TO}({_MATCHED}, {_ERROR}, {taken})").body
+    last = ast.parse(f"return {_LEFT_TO}({MATCHED}, {_ERROR}, {taken})").body
     tree.body = [*ast.parse("\n".join(lines)).body, tried, *last]
-    make = maker(tree, forward, (_MATCHED, _NOW, _REFUSED, _LEFT_TO))
+    make = maker(tree, forward, (MATCHED, _NOW, _REFUSED, _LEFT_TO))
     new = functools.wraps(forward)(make(matched, _now, _REFUSALS, _left_to))
-    setattr(new, _MATCHED, matched)
-    return new  # type: ignore[return-value]
+    setattr(new, MATCHED, matched)
+    return marked(new, class_name(forward))  # type: ignore[arg-type]
 
 
 def _rename(body: list[ast.stmt], parameters: list[str]) -> None:
@@ -100,7 +101,7 @@ def _left_to(matched: FunctionType, error: Exception, module: nn.Module, *args: 
 def steps_aside(module: nn.Module) -> bool:
     """Tell whether a module has a forward from here, and its class computes something else now."""
     function = getattr(module.__dict__.get("forward"), "__func__", None)
-    return getattr(function, _MATCHED, type(module).forward) is not type(module).forward
+    return getattr(function, MATCHED, type(module).forward) is not type(module).forward
 
 
 def _now(module: nn.Module, stepping: FunctionType, matched: FunctionType) -> Any:

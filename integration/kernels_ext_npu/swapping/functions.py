@@ -1,92 +1,78 @@
 """Swaps kernels into the functions that the classes of a model call: rotary ones, and those of linear attention.
 
 `kernels` can replace the forward of a module only, so it makes a module of a function, one for the whole process, which
-stands in the modeling file under the function's name. transformers has it do so for some functions, and shows them to
-`kernels.kernelize` through `_kernel_funcs` of the modules that call them. Here both is done for every function that a
-kernel serves, and nothing else can get a kernel for the NPU. What transformers lets an installed package compute in the
-place of a function, such as flash-linear-attention, stays with that unless register() was told otherwise. Since the
-module is one for the process, a swap and its end reach all models of the same architecture; on other devices the
-kernels compute what the original does.
+stands in the modeling file under the function's name. transformers has it do so for some functions; here it is done for
+every function that a kernel serves, and nothing else can get a kernel for the NPU. What transformers lets an installed
+package compute in the place of a function, such as flash-linear-attention, stays with that unless register() was told
+otherwise. Since the module is one for the process, a swap and its end reach all models of the same architecture; on
+other devices the kernels compute what the original does.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS, ROTARY
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import find_function_reference
-from kernels_ext_npu.references import FunctionReference
-from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function, package_function
-from kernels_ext_npu.swapping import loaded, refusals, state, table
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
+from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.patterns import FunctionPattern
+from kernels_ext_npu.swapping import forwards, kernel_mapping, kernel_marks, loaded, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
-from kernels_ext_npu.swapping.function_uses import Use, uses
+from kernels_ext_npu.swapping.protocol import Row, Swapping
 
 SHARED = (
     "A function is one object for the process: other models of the same architecture run the same kernels, and "
     "lose them with restore()."
 )
 
-Kept = dict[Any, Callable]
+
+def install(registration: state.Registration) -> None:
+    """Change nothing: functions are marked when a model calls them."""
 
 
-class _Attached(dict[str, Any]):
-    """The functions that a module shows to `kernels.kernelize`, of which copies and pickles have what others put there.
-
-    Ours could not be pickled any more once unregister() has given the modeling file its function back.
-
-    Args:
-        others: what others have put there.
-        found: that and ours.
-    """
-
-    def __init__(self, others: dict[str, Any], found: dict[str, Any]) -> None:
-        super().__init__(found)
-        self.others = others
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        return dict, (self.others,)
-
-
-def mark(registration: state.Registration, model: nn.Module) -> Kept:
-    """Mark the functions that a kernel serves, unmark the others, and show them to `kernels.kernelize`.
-
-    Returns:
-        Of a model on another device: the kernels that models on the NPU have in the same functions, for `give_back`.
-    """
-    kept: Kept = {}
-    elsewhere = is_elsewhere(model)
-    for module in model.modules():
-        for use in uses(type(module)):
-            reference = find_function_reference(use.function)
+def apply(model: nn.Module, swapping: Swapping) -> None:
+    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others."""
+    registration = swapping.registration
+    served: dict[nn.Module, None] = {}
+    for cls, modules in swapping.by_class.items():
+        for use in uses(cls):
+            reference = find_function_pattern(use.function)
             if reference is None or not _is_ours(use):
-                if is_kernel_function(use.function) and _may_be_served(registration, use, reference):
+                if is_kernel_function(use.function) and _may_be_served(use, reference):
                     _leave_npu_out(registration, use.function)
-                continue
-            if not state.uses(LAYERS[reference.layer]):
-                continue
-            if not is_kernel_function(use.function):
-                _wrap(registration, use, reference.layer)
-            _mark(registration, use.function, reference.layer)
-            _attach(registration, module, use.name, use.function)
-            if elsewhere and loaded.kernel_name(swapped(use)) is not None:
-                kept[use.function] = use.function.forward
-    return kept
+            elif state.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
+                if not is_kernel_function(use.function):
+                    _wrap(registration, use, reference.layer)
+                _mark(registration, use.function, reference.layer)
+                served[use.function] = None
+    kernel_mapping.hand_over()
+    for function in served:
+        kernel_marks.take(function, swapping.mode)
 
 
-def give_back(kept: Kept) -> None:
-    """Give the kernels back to the models on the NPU, from which a model on another device took them."""
-    for function, forward in kept.items():
-        function.forward = forward
+@contextmanager
+def shared(model: nn.Module) -> Iterator[None]:
+    """Let functions keep the kernels of models on the NPU while a model on another device is swapped."""
+    functions = {use.function for module in model.modules() for use in uses(type(module))}
+    bound = {f: vars(f)["forward"] for f in functions if is_kernel_function(f) and "forward" in vars(f)}
+    try:
+        yield
+    finally:
+        if is_elsewhere(model):
+            for function, forward in bound.items():
+                function.forward = forward
 
 
-def restore(model: nn.Module) -> None:
+def revert(model: nn.Module) -> None:
     """Put the originals back, in all models that call the same functions."""
     for function in {use.function for module in model.modules() for use in uses(type(module))}:
         if is_kernel_function(function):
@@ -105,18 +91,35 @@ def swapped(use: Use) -> FunctionType | None:
     return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
 
 
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
+    for path, module in model.named_modules():
+        for use in uses(type(module)):
+            reference, reason = find_function_pattern(use.function), refusal(module, use)
+            yield Row(
+                path=f"{path}.{use.name}".lstrip("."),
+                class_name=getattr(original_function(use.function), "__qualname__", use.name),
+                kernel=reference.layer if reference else None,
+                swapped=reason is None,
+                reason=reason,
+                is_candidate=is_candidate(use),
+                kind=use.kind.in_models,
+                function=use.name,
+            )
+
+
 def refusal(module: nn.Module, use: Use) -> str | None:
     """Return why a module that calls a function does not run a kernel of ours; None if it does."""
     forward = swapped(use)
     if loaded.kernel_name(forward) is not None and loaded.layer_name(forward) is None:
         assert forward is not None
         return refusals.served_by(forward)
-    reference = find_function_reference(use.function)
+    reference = find_function_pattern(use.function)
     if reference is None:
         if use.kind is not ROTARY and original_function(use.function) is not None:
-            return kinds.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
+            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         original = original_function(use.function)
-        stranger = refusals.foreign(original, use.file) if original else None
+        stranger = forwards.foreign(original, use.file) if original else None
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
     if is_elsewhere(module):
         return refusals.elsewhere(module)
@@ -132,7 +135,7 @@ def refusal(module: nn.Module, use: Use) -> str | None:
 
 def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
-    if (reference := find_function_reference(use.function)) is None:
+    if (reference := find_function_pattern(use.function)) is None:
         return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
     return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
 
@@ -144,7 +147,7 @@ def _is_ours(use: Use) -> bool:
     return state.current is not None and state.current.over_packages
 
 
-def _may_be_served(registration: state.Registration, use: Use, reference: FunctionReference | None) -> bool:
+def _may_be_served(use: Use, reference: FunctionPattern | None) -> bool:
     """Tell whether a function could get a kernel for the NPU for which it is not meant."""
     if reference is not None:
         return True
@@ -166,7 +169,7 @@ def _mark(registration: state.Registration, function: Any, layer: str) -> None:
     assert original is not None
     registration.functions[original] = function
     if cls.kernel_layer_name != layer:
-        table.move_mark(registration, cls.kernel_layer_name, layer)
+        kernel_mapping.move_mark(registration, cls.kernel_layer_name, layer)
         registration.patches.attribute(cls, "kernel_layer_name", layer)
     if "__reduce__" not in vars(cls):  # by reference: copies and pickles of a model get the module of the process
         registration.patches.attribute(cls, "__module__", original.__module__)
@@ -177,22 +180,9 @@ def _leave_npu_out(registration: state.Registration, function: Any) -> None:
     """Let a function whose mark promises what it does not compute keep the kernels of other devices only."""
     marked, suffix = str(type(function).kernel_layer_name), " except npu"
     if not marked.endswith(suffix):
-        table.leave_npu_out(registration, marked, f"{marked}{suffix}")
+        kernel_mapping.leave_npu_out(registration, marked, f"{marked}{suffix}")
         registration.patches.attribute(type(function), "kernel_layer_name", f"{marked}{suffix}")
         _unswap(function)
-
-
-def _attach(registration: state.Registration, module: nn.Module, name: str, function: nn.Module) -> None:
-    """Let a module show a function to `kernels.kernelize`, once, and no copy of it nor what a pickle made of it."""
-    attached: dict[str, Any] = vars(module).get("_kernel_funcs", {})
-    if any(value is function for value in attached.values()):
-        return
-    original = original_function(function)
-    others, found = (
-        {key: value for key, value in each.items() if original_function(value) is not original}
-        for each in (attached.others if isinstance(attached, _Attached) else attached, attached)
-    )
-    registration.patches.attribute(module, "_kernel_funcs", _Attached(others, found | {name: function}))
 
 
 def _unswap(function: nn.Module) -> None:

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from kernels_ext_npu import sources
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.catalogue import HEADS
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.deferred_logits import defer
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.logits_recipes import Product
+from kernels_ext_npu.swapping.own_forwards import OwnForwards, owner_of
 from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
+from kernels_ext_npu.swapping.protocol import Row
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
@@ -68,32 +70,9 @@ def heads_of(model: nn.Module) -> Iterator[Head]:
     yield from found.values()
 
 
-def take(model: nn.Module) -> None:
-    """Let the heads of a model defer their logits, where nothing speaks against it, and the others not."""
-    for head in heads_of(model):
-        if refusal(head) is not None:
-            take_out(head.module)
-        elif not is_swapped(head.module):
-            assert state.current is not None
-            head.module.forward = MethodType(_forward_with(_kernel()), head.module)  # type: ignore[method-assign]
-
-
-def restore(model: nn.Module) -> None:
-    """Give all heads of a model the forward of their class."""
-    for module in model.modules():
-        take_out(module)
-
-
-def take_out(module: nn.Module) -> None:
-    """Give a module the forward of its class, if it is a head that defers its logits."""
-    if is_swapped(module):
-        del module.forward
-
-
 def is_swapped(module: nn.Module) -> bool:
     """Tell whether a module is a head that defers its logits."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", None) == __name__
+    return LAYERS.is_swapped(module)
 
 
 def refusal(head: Head) -> str | None:
@@ -105,13 +84,13 @@ def refusal(head: Head) -> str | None:
         return reason
     if type(module) is not nn.Linear:
         return f"its head is a {name_of(type(module))}: the kernel multiplies with one weight"
-    if head.path.rpartition(".")[2] not in kinds.names(_forward_of(head.model)):
+    if head.path.rpartition(".")[2] not in classification.names(_forward_of(head.model)):
         return "its head is called by another forward than the one that gets labels"
     if is_elsewhere(module):
         return refusals.elsewhere(module)
     if (loss := vars(head.model).get("_loss_function")) is not None and not _calls_cross_entropy(loss):
         return f"{OWN_LOSS}{getattr(loss, '__qualname__', type(loss).__qualname__)} of its own, which must see logits"
-    if "forward" in vars(module) and not _is_ours(module):
+    if "forward" in vars(module) and owner_of(module) is None:
         return "another library has wrapped its forward, and the wrapper must see logits"
     if has_hooks(module):
         return "hooks watch its calls"
@@ -130,6 +109,21 @@ def remark(head: Head) -> str | None:
     return reason and f"its logits were computed when the model was last called with labels: {reason}"
 
 
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every head of a language model that computes a loss from labels."""
+    for head in heads_of(model):
+        name, reason = type(head.module).__name__, refusal(head)
+        if is_swapped(head.module):
+            fits, reason = (
+                reason is None,
+                remark(head) if reason is None else refusals.changed(head.module, reason),
+            )
+            yield Row(head.path, name, NAME, fits, reason, kind=HEADS.in_models)
+        else:
+            reason = reason or (refusals.NOT_REGISTERED if state.current is None else refusals.NOT_ASKED_FOR)
+            yield Row(head.path, name, None, False, reason, is_candidate=False, kind=HEADS.in_models)
+
+
 @functools.cache
 def _forward_with(kernel: ModuleType) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
@@ -146,7 +140,7 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
 
 def _called(head: Any, hidden_states: Tensor) -> Tensor:
     """Compute logits as the other linear layers of the model are computed."""
-    linear = None if state.current is None else state.current.linear_kernel
+    linear = state.loaded_package("Linear")
     if (
         linear is None
         or torch.compiler.is_compiling()
@@ -176,12 +170,6 @@ def _defers(head: Any, hidden_states: Tensor) -> bool:
         and torch.is_grad_enabled()
         and any(each is not None and each.requires_grad for each in (hidden_states, weight, bias))
     )
-
-
-def _is_ours(module: nn.Module) -> bool:
-    """Tell whether the forward of a module was put there by this package, as a linear layer's or a head's."""
-    function = getattr(vars(module).get("forward"), "__func__", None)
-    return getattr(function, "__module__", "").startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _is_view(head: nn.Module) -> bool:
@@ -230,7 +218,7 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
 
 def _computes_a_loss(model: nn.Module) -> bool:
     forward = _forward_of(model)
-    return "labels" in inspect.signature(forward).parameters and bool(kinds.names(forward) & _LOSSES)
+    return "labels" in inspect.signature(forward).parameters and bool(classification.names(forward) & _LOSSES)
 
 
 def _calls_cross_entropy(loss: Any, depth: int = 4) -> bool:
@@ -243,7 +231,7 @@ def _calls_cross_entropy(loss: Any, depth: int = 4) -> bool:
     function = function if inspect.isfunction(function) else type(function).__call__
     if not inspect.isfunction(function):
         return False
-    used = kinds.names(function)
+    used = classification.names(function)
     known = [function.__globals__.get(name) for name in used] + [c.cell_contents for c in function.__closure__ or ()]
     return bool(used & _CROSS_ENTROPY) or (
         depth > 0 and any(inspect.isfunction(each) and _calls_cross_entropy(each, depth - 1) for each in known)
@@ -254,8 +242,8 @@ def _forward_of(model: nn.Module) -> FunctionType:
     return inspect.unwrap(type(model).forward)  # type: ignore[return-value]
 
 
-def _kernel() -> ModuleType:
-    assert state.current is not None
-    if state.current.loss_kernel is None:
-        state.current.loss_kernel = sources.load_package(state.current.source, REPOSITORY)
-    return state.current.loss_kernel
+def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    return ((head.path, head.module, refusal(head)) for head in heads_of(model))
+
+
+LAYERS = OwnForwards("loss", _found, lambda: _forward_with(state.package(REPOSITORY)))

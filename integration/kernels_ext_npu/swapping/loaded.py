@@ -1,7 +1,7 @@
-"""The kernel packages that `kernels` has loaded: whose a forward is, and what its package exports beside its layers.
+"""Whose a forward is: ours, and of which layer or mechanism, or that of another kernel that `kernels` has loaded.
 
-Nothing else reaches into a loaded package. ``swiglu`` exports `packing`; ``fused_moe`` exports `blocks`, `gates` and
-`layout`.
+Forwards of ours are marked. Nothing else reaches into a loaded package. ``swiglu`` exports `packing`; ``fused_moe``
+exports `blocks`, `gates` and `layout`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from torch import nn
+
 from kernels_ext_npu.catalogue import KERNELS, LAYERS
+
+MATCHED = "_kernels_matched"  # of a forward of ours: what the class of its module computed when it was put there
+OWNER = "_kernels_ext_npu_owner"
+_names: dict[str, str | None] = {}  # of kernels, by the package that `kernels` imported each as; None for any other
 
 
 def kernel_name(forward: Callable | None) -> str | None:
     """Return the name of the kernel that a forward function was loaded from by `kernels`; None for any other."""
-    from kernels import get_loaded_kernels
-
     if not isinstance(forward, FunctionType):
         return None
     package = forward.__module__.partition(".")[0]
-    return next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
+    if package not in _names:
+        from kernels import get_loaded_kernels
+
+        _names[package] = next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
+    return _names[package]
 
 
 def layer_name(forward: Callable | None) -> str | None:
@@ -38,3 +46,19 @@ def class_name(forward: Callable | None) -> str:
 def package(forward: Callable) -> Any:
     """Return the loaded package that a forward function of ours comes from."""
     return sys.modules[forward.__module__.partition(".")[0]]
+
+
+def marked(forward: FunctionType, owner: str) -> FunctionType:
+    """Mark a forward as ours: it is that of a layer or a mechanism, such as "lora"."""
+    setattr(forward, OWNER, owner)
+    return forward
+
+
+def is_marked(forward: Callable) -> bool:
+    """Tell whether a forward is one of ours."""
+    return hasattr(forward, OWNER)
+
+
+def owner_of(module: nn.Module) -> str | None:
+    """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
+    return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)

@@ -9,6 +9,7 @@ from types import FunctionType, MethodType
 from torch import nn
 
 from kernels_ext_npu.swapping import ahead
+from kernels_ext_npu.swapping.loaded import marked, owner_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class OwnForwards:
     """The modules of a model that get a forward which one file of this room has written.
 
     Attributes:
-        owner: the ``__name__`` of that file.
+        owner: what the forward is marked with.
         find: gives the modules that may get it, each with its path and why it does not; None if it does.
         make: gives the forward.
     """
@@ -34,7 +35,7 @@ class OwnForwards:
                 continue
             served.add(module)
             if not self.is_swapped(module):
-                module.forward = MethodType(self.make(), module)  # type: ignore[method-assign]
+                module.forward = MethodType(marked(self.make(), self.owner), module)  # type: ignore[method-assign]
         ahead.note(model, served)
 
     def restore(self, model: nn.Module) -> None:
@@ -51,9 +52,3 @@ class OwnForwards:
     def is_swapped(self, module: nn.Module) -> bool:
         """Tell whether a module has the forward."""
         return owner_of(module) == self.owner
-
-
-def owner_of(module: nn.Module) -> str | None:
-    """Return the name of the file which has written the forward that a module has of its own; None if it has none."""
-    forward = vars(module).get("forward")
-    return getattr(forward.__func__, "__module__", None) if isinstance(forward, MethodType) else None

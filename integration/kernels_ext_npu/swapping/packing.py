@@ -101,4 +101,4 @@ def _pair(module: nn.Module) -> Pair | None:
 
 def _is_adapted(layer: nn.Module) -> bool:
     """Tell whether a kernel computes a layer with adapters, which it may do together with another one."""
-    return "base_layer" in layer._modules and (owner_of(layer) or "").startswith(__package__)
+    return owner_of(layer) == "lora"

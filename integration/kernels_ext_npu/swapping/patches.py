@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,22 +12,43 @@ from typing import Any
 ABSENT = object()
 
 
-@dataclass(frozen=True)
-class _Change:
-    """One change: how its place is read and written, what stood there before, and what was put there.
+@dataclass(frozen=True, eq=False)
+class _Attribute:
+    """An attribute of an object, what it was before, and what it was set to."""
 
-    `is_of` tells whether its place is an attribute of an object.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+    owner: Callable[[], Any]
+    name: str
     before: Any
     new: Any
-    is_of: Callable[[Any, str], bool] = lambda owner, name: False
 
     def undo(self) -> None:
-        if self.read() is self.new:  # otherwise somebody else has changed it since, and it is theirs
-            self.write(self.before)
+        """Take it back, unless somebody else has changed it since: then it is theirs."""
+        owner = self.owner()
+        if owner is None or vars(owner).get(self.name, ABSENT) is not self.new:
+            return
+        if self.before is ABSENT:
+            delattr(owner, self.name)
+        else:
+            setattr(owner, self.name, self.before)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """Entries of a mapping: what stood there before, and what was put there."""
+
+    mapping: MutableMapping
+    before: Mapping
+    new: Mapping
+
+    def undo(self) -> None:
+        """Take them back, but for those that somebody else has changed since."""
+        for key, value in self.before.items():
+            if self.mapping.get(key, ABSENT) is not self.new[key]:
+                continue
+            if value is ABSENT:
+                del self.mapping[key]
+            else:
+                self.mapping[key] = value
 
 
 class Patches:
@@ -38,7 +59,7 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._changes: list[_Change] = []
+        self._changes: list[_Attribute | _Entries] = []
 
     def attribute(self, owner: Any, name: str, new: Any) -> None:
         """Set an attribute of an object, a class or a module.
@@ -51,18 +72,8 @@ class Patches:
 
     def note(self, owner: Any, name: str, before: Any, new: Any) -> None:
         """Remember an attribute that somebody else will set to `new` on our word, to take it back."""
-        owner_of = (lambda: owner) if isinstance(owner, (type, ModuleType)) else weakref.ref(owner)
-
-        def read() -> Any:
-            return ABSENT if owner_of() is None else vars(owner_of()).get(name, ABSENT)
-
-        def write(value: Any) -> None:
-            if value is ABSENT:
-                delattr(owner_of(), name)
-            else:
-                setattr(owner_of(), name, value)
-
-        self._changes.append(_Change(read, write, before, new, lambda o, n: o is owner_of() and n == name))
+        found = (lambda: owner) if isinstance(owner, (type, ModuleType)) else weakref.ref(owner)
+        self._changes.append(_Attribute(found, name, before, new))
 
     def method(self, owner: type, name: str, replacement: Callable, is_in_use: Callable[[], bool]) -> None:
         """Let calls of a method go to `replacement(original, self, ...)`.
@@ -79,28 +90,25 @@ class Patches:
 
         self.attribute(owner, name, wrapped)
 
-    def before(self, owner: Any, name: str) -> Any:
-        """Return what an attribute was before it was changed; ABSENT where it was not."""
-        return next((change.before for change in self._changes if change.is_of(owner, name)), ABSENT)
-
     def give_back(self, owner: Any, name: str) -> None:
         """Take back what was changed of one attribute, as `undo` does."""
-        found = [change for change in self._changes if change.is_of(owner, name)]
-        self._changes = [change for change in self._changes if not change.is_of(owner, name)]
+        found = [c for c in self._changes if isinstance(c, _Attribute) and c.name == name and c.owner() is owner]
+        self._changes = [change for change in self._changes if change not in found]
         for change in reversed(found):
             change.undo()
 
+    def knows(self, owner: Any, name: str) -> bool:
+        """Tell whether an attribute of an object was changed or noted."""
+        return any(isinstance(c, _Attribute) and c.name == name and c.owner() is owner for c in self._changes)
+
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
         """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""
+        self.items(mapping, {key: new})
 
-        def write(value: Any) -> None:
-            if value is ABSENT:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = value
-
-        self._changes.append(_Change(lambda: mapping.get(key, ABSENT), write, mapping.get(key, ABSENT), new))
-        mapping[key] = new
+    def items(self, mapping: MutableMapping, new: Mapping) -> None:
+        """Set entries of a mapping, in one change."""
+        self._changes.append(_Entries(mapping, {key: mapping.get(key, ABSENT) for key in new}, new))
+        mapping.update(new)
 
     def undo(self) -> None:
         """Take everything back, the newest first, and leave alone what somebody else has changed since.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import MLPS
-from kernels_ext_npu.references.hooks import has_hooks
-from kernels_ext_npu.swapping import ahead, experts, heads, loaded, packing, refusals, state
+from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.swapping import ahead, heads, loaded, packing, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.experts.serving import is_called_by_name
 from kernels_ext_npu.swapping.forwards import kernel_forward
 from kernels_ext_npu.swapping.own_forwards import OwnForwards
 from kernels_ext_npu.swapping.plain_linear import FORWARD, PLAIN, name_of
@@ -73,14 +73,6 @@ def unfit(module: nn.Module, is_sharded: bool = False) -> str | None:
     if type(weight) not in PLAIN and not (is_sharded and isinstance(weight, DTensor)):
         return f"its weight is a {name_of(type(weight))}: the kernel multiplies with numbers alone"
     return None
-
-
-def kernel() -> ModuleType:
-    """Return the package that computes linear layers."""
-    assert state.current is not None
-    if state.current.linear_kernel is None:
-        state.current.linear_kernel = sources.load_package(state.current.source, REPOSITORY)
-    return state.current.linear_kernel
 
 
 @functools.cache
@@ -143,9 +135,9 @@ def _whole(module: nn.Module) -> str | None:
         return name_of(type(module))
     forward = kernel_forward(module)
     if forward is None:
-        return type(module).__name__ if experts.is_called_by_name(module) else None
+        return type(module).__name__ if is_called_by_name(module) else None
     layer = loaded.layer_name(forward)
     return None if layer in MLPS.layers and layer not in packing.WITH_GATE_AND_UP else layer
 
 
-LAYERS = OwnForwards(__name__, projections_of, lambda: _forward_with(kernel()))
+LAYERS = OwnForwards("linear", projections_of, lambda: _forward_with(state.package(REPOSITORY)))

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.matching.residual_sums import Sums, sums_of
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import aside, loaded, state
-from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.forwards import kernel_forward, layer_of
+from kernels_ext_npu.swapping.protocol import Swapping
 
 REPOSITORY = "RMSNorm"
 # the layers of the kernel that one launch gives together with a sum
@@ -47,25 +48,27 @@ class Place:
     behind: weakref.ref[nn.Module] | None = None
 
 
-def take(model: nn.Module) -> None:
+def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the layers of a swapped model add and norm in one launch."""
-    registration = state.current
-    if registration is None or not state.uses(REPOSITORY):
+    registration = swapping.registration
+    if REPOSITORY not in registration.kernels:
         return
-    for module in model.modules():
-        registration.sums.pop(module, None)
-        place = _place(module)
-        if place is not None:
+    for cls, modules in swapping.by_class.items():
+        sums = sums_of(_original(cls))
+        for module in modules:
+            place = None if sums is None else _place(module, sums)
+            if place is None:
+                registration.sums.pop(module, None)
+                continue
             registration.sums[module] = place
-            _exchange(registration, type(module))
-    for layers in model.modules():
-        if isinstance(layers, nn.ModuleList):
-            for before, behind in zip(layers, list(layers)[1:]):
-                if before in registration.sums and behind in registration.sums:
-                    registration.sums[before].behind = weakref.ref(behind)
+            _exchange(registration, cls)
+    for layers in (m for cls, found in swapping.by_class.items() if issubclass(cls, nn.ModuleList) for m in found):
+        for before, behind in zip(layers, list(layers)[1:]):  # type: ignore[call-overload]
+            if before in registration.sums and behind in registration.sums:
+                registration.sums[before].behind = weakref.ref(behind)
 
 
-def restore(model: nn.Module) -> None:
+def revert(model: nn.Module) -> None:
     """Let the layers of a model add and norm as they did."""
     if state.current is not None:
         for module in model.modules():
@@ -89,14 +92,11 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
         setattr(x, _NORMED, (_first_norm(place.behind()), *kept[1:]))  # type: ignore[arg-type]
 
 
-def _place(module: nn.Module) -> Place | None:
-    sums = sums_of(_original(type(module)))
-    if sums is None:
-        return None
+def _place(module: nn.Module, sums: Sums) -> Place | None:
     for name in sums.norms:
-        forward = kernel_forward(module._modules.get(name)) if name in module._modules else None  # type: ignore[arg-type]
-        if forward is not None and loaded.layer_name(forward) in _LAYERS:
-            return Place(loaded.package(forward), sums)
+        norm = module._modules.get(name)
+        if norm is not None and layer_of(norm) in _LAYERS:
+            return Place(loaded.package(kernel_forward(norm)), sums)  # type: ignore[arg-type]
     return None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernels_ext_npu import sources
 from kernels_ext_npu.swapping.patches import Patches
 
 if TYPE_CHECKING:
@@ -29,11 +31,7 @@ class Registration:
         patches: the changes to transformers, `kernels` and what belongs to models.
         marked: the classes that were looked at.
         functions: the modules that `kernels` made of functions, by function.
-        experts_named: the configs whose owner named an implementation of experts, by id.
-        experts_layer: the layer that computes experts by name, once it is loaded.
-        attention_kernel: the package that computes attention by name, once it is loaded.
-        loss_kernel: the package that computes losses without logits, once it is loaded.
-        linear_kernel: the package that computes linear layers that are trained, once it is loaded.
+        packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
         waiting: the models that were not called on the NPU yet.
         sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
     """
@@ -46,18 +44,45 @@ class Registration:
     patches: Patches = field(default_factory=Patches)
     marked: set[type] = field(default_factory=set)
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
-    experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
-    experts_layer: type[nn.Module] | None = None
-    attention_kernel: ModuleType | None = None
-    loss_kernel: ModuleType | None = None
-    linear_kernel: ModuleType | None = None
+    packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def package(self, repository: str) -> ModuleType:
+        """Return the package of a kernel repository, which is loaded when it is first asked for."""
+        if repository not in self.packages:
+            self.packages[repository] = sources.load_package(self.source, repository)
+        return self.packages[repository]
+
+    def try_package(self, repository: str) -> ModuleType | None:
+        """Return the package of a kernel repository; None if it cannot be loaded.
+
+        While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
+        """
+        with suppress(Exception):
+            return self.package(repository)
+        return None
 
 
 current: Registration | None = None
 # the modules of parts of a model that restore() was called for: they stay as they are while the rest is looked at again
 restored: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def package(repository: str) -> ModuleType:
+    """Return the package of a kernel repository of the registration."""
+    assert current is not None
+    return current.package(repository)
+
+
+def try_package(repository: str) -> ModuleType | None:
+    """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded."""
+    return None if current is None else current.try_package(repository)
+
+
+def loaded_package(repository: str) -> ModuleType | None:
+    """Return the package of a kernel repository of the registration, if it is there already."""
+    return None if current is None else current.packages.get(repository)
 
 
 def uses(repository: str) -> bool:

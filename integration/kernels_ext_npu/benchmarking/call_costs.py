@@ -1,0 +1,114 @@
+"""One call, run once to be compared and once to be counted."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor, nn
+
+import softnpu
+from kernels_ext_npu.benchmarking.recorded_calls import Call
+from kernels_ext_npu.benchmarking.timing import Before, Run
+from kernels_ext_npu.inspection.counting.fallbacks import fallback
+from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.peak_memory import peak
+from softnpu.counting import STREAM_SYNCS
+
+
+@dataclass
+class Work:
+    """A call of a model, ready to be run forward and backward.
+
+    Attributes:
+        gradients: of the outputs, the same for all who compute the call; empty where nothing is trained.
+    """
+
+    call: Call
+    model: nn.Module
+    dtype: torch.dtype
+    training: bool
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def prepare(self) -> tuple[tuple, dict[str, Any], list[Tensor]]:
+        """Fresh arguments, and parameters without gradients."""
+        for parameter in self.call.parameters(self.model).values():
+            parameter.grad = None
+        return self.call.arguments(self.dtype)
+
+    def forward(self, prepared: tuple[tuple, dict[str, Any], list[Tensor]]) -> list[Tensor]:
+        args, kwargs, _ = prepared
+        with torch.set_grad_enabled(self.training):
+            result = self.call.target(self.model)(*args, **kwargs)
+        return self.call.outputs(result)
+
+    def backward(self, outputs: list[Tensor]) -> None:
+        torch.autograd.backward([output for output in outputs if output.requires_grad], self.gradients)
+
+    def results(self) -> dict[str, Tensor]:
+        """Outputs and all gradients, by name."""
+        prepared = self.prepare()
+        outputs = self.forward(prepared)
+        found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        if not self.trains(outputs):
+            return found
+        if not self.gradients:
+            self.gradients = _random_like([output for output in outputs if output.requires_grad])
+        self.backward(outputs)
+        inputs = {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(prepared[2])}
+        parameters = self.call.parameters(self.model).items()
+        inputs |= {f"gradient of {name}": parameter.grad for name, parameter in parameters}
+        return found | {name: gradient for name, gradient in inputs.items() if gradient is not None}
+
+    def trains(self, outputs: list[Tensor]) -> bool:
+        """Whether there is anything to go back through."""
+        return any(output.requires_grad for output in outputs)
+
+    def directions(self) -> dict[str, tuple[Before, Run]]:
+        """What can be measured: by name what comes before, and what is measured."""
+        forward: dict[str, tuple[Before, Run]] = {"forward": (self.prepare, self.forward)}
+        if not self.gradients:
+            return forward
+        return forward | {
+            "backward": (lambda: self.forward(self.prepare()), self.backward),
+            "both": (self.prepare, lambda prepared: self.backward(self.forward(prepared))),
+        }
+
+
+def _random_like(outputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(output.shape, device=output.device).to(output.dtype) for output in outputs]
+
+
+class _Loops(Cost):
+    """Counts the products of a loop that the device runs in the place of one operator."""
+
+    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        if offsets is not None and fallback(operator) is not None:
+            self.launches["mm"] += offsets.numel() - 1
+        return super().count(operator, args, kwargs, result)
+
+
+def count(before: Before, run: Run) -> dict[str, int]:
+    """Count launches, bytes that go in and out of them, memory beyond what was held before, and waits of the host.
+
+    Only the software device sees when the host waits.
+    """
+    prepared = before()
+    torch_npu.npu.synchronize()
+    waited = softnpu.counters().get(STREAM_SYNCS, 0)
+    gc.disable()  # what it frees in between was held before
+    try:
+        with peak() as held, _Loops() as cost:
+            result = run(prepared)
+    finally:
+        gc.enable()
+    counted = {"launches": cost.launches.total(), "bytes": cost.bytes.total(), "peak_memory_bytes": held.bytes}
+    if softnpu.is_software():
+        counted["host_waits"] = softnpu.counters().get(STREAM_SYNCS, 0) - waited
+    del result
+    return counted

@@ -1,0 +1,224 @@
+"""The calls that are measured: what a model gave its modules and rotary functions while it ran, and its last layer."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from kernels_ext_npu.benchmarking.shrunk_models import Model
+from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
+from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.reporting.report import report
+from kernels_ext_npu.swapping.patches import Patches
+
+SEQUENCES = 32  # in decoding
+PROJECTIONS = "Linear"
+REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A way in which a model is used, with the sizes of its inputs."""
+
+    name: str
+    batch: int
+    tokens: int
+    context: int = 0  # tokens that are in the cache already
+    training: bool = False
+
+    def __str__(self) -> str:
+        after = f" after {self.context}" if self.context else ""
+        return f"{self.name}, {self.batch} × {self.tokens}{after}"
+
+
+def phases(tokens: int) -> list[Phase]:
+    """Return what is measured of a model for so many tokens: prefill, decoding and training."""
+    return [
+        Phase("prefill", 1, tokens),
+        Phase("decode", SEQUENCES, 1, context=tokens // 8),
+        Phase("training", 1, tokens, training=True),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module, or of a rotary function, with the arguments that the model gave.
+
+    Attributes:
+        kernel: the repository of the kernel for it, "layer", or "step" for the whole model.
+        name: the name of the class or function.
+        path: the path of the module in the model; of a function ``path.name``, as in a report.
+        use: where the function stands in its modeling file; None for a module.
+        of_model: takes the model before the arguments; None where the module at the path, or a function, is called.
+    """
+
+    kernel: str
+    name: str
+    path: str
+    use: Use | None = None
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    of_model: Callable[..., Any] | None = None
+
+    def target(self, model: nn.Module) -> Callable:
+        """Return what is called, as it stands there now."""
+        if self.of_model is not None:
+            return partial(self.of_model, model)
+        return model.get_submodule(self.path) if self.use is None else self.use.function
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of the module that is called, by name; none for a function."""
+        return {} if self.use else dict(model.get_submodule(self.path).named_parameters())
+
+    def arguments(self, dtype: torch.dtype) -> tuple[tuple, dict[str, Any], list[Tensor]]:
+        """Make fresh arguments in a dtype: args, kwargs, and those of their tensors that take a gradient."""
+        leaves: list[Tensor] = []
+
+        def fresh(value: Any) -> Any:
+            if isinstance(value, Cache):
+                return _copy_of_cache(value, dtype)
+            if not isinstance(value, Tensor):
+                return value
+            tensor = value.detach()
+            if not value.requires_grad:
+                return _cast(tensor, dtype).clone()
+            leaves.append(_cast(tensor, dtype).requires_grad_())
+            return leaves[-1]
+
+        args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_cache)
+        return args, kwargs, leaves
+
+    def outputs(self, result: Any) -> list[Tensor]:
+        """Return the tensors that a call gave.
+
+        Of attention without scores, which eager attention gives unasked; of a model its loss, or its logits.
+        """
+        if isinstance(result, ModelOutput):
+            result = result.get("loss", result.get("logits"))
+        if self.kernel == REPOSITORIES[IMPLEMENTATION] and isinstance(result, tuple):
+            result = result[0]
+        return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of the tensors that it is given; a cache counts for none."""
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_cache)
+        return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
+
+
+def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[str]) -> list[Call]:
+    """Run a model as it is, and return a call of every kind that a kernel serves, and that of the last layer.
+
+    Calls of equal classes with equal shapes are one.
+    """
+    found: dict[Any, Call] = {}
+
+    def keep(call: Call) -> None:
+        found.setdefault((call.kernel, call.name, str(call.shapes())), call)
+
+    base, dtype = model.base_model, model.dtype
+    model.train(phase.training)
+    context = source.hidden_states(phase.batch, phase.context, dtype) if phase.context else None
+    inputs = source.hidden_states(phase.batch, phase.tokens, dtype).requires_grad_(phase.training)
+    with torch.set_grad_enabled(phase.training):
+        cache = base(inputs_embeds=context, use_cache=True).past_key_values if phase.context else None
+        with _recording(model, kernels, keep, phase):
+            base(inputs_embeds=inputs, past_key_values=cache, use_cache=bool(phase.context))
+    return list(found.values())
+
+
+@contextmanager
+def _recording(
+    model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None], phase: Phase
+) -> Iterator[None]:
+    # linear layers have a kernel for gradients alone
+    left_out = () if phase.training else (PROJECTIONS,)
+    calls = [call for call in calls_of(model) if call.kernel in kernels and call.kernel not in left_out]
+    hooks, patches = [], Patches()
+
+    def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
+        args, kwargs = tree_map(_kept, (args, kwargs), is_leaf=_is_cache)
+        keep(Call(call.kernel, call.name, call.path, call.use, args, kwargs))
+
+    for call in calls:
+        if call.use is None:
+            before = lambda module, args, kwargs, call=call: record_arguments(call, args, kwargs)  # noqa: E731
+            hooks.append(model.get_submodule(call.path).register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            listening = _listening(call, call.use.function, record_arguments)
+            patches.attribute(sys.modules[call.use.file], call.use.name, listening)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        patches.undo()
+
+
+def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        listen(call, args, kwargs)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def calls_of(model: PreTrainedModel) -> Iterator[Call]:
+    """Find the calls that a kernel may serve, and that of the last layer, without their arguments."""
+    found = report(model)
+    for row in found:
+        # a model that was made without kernels has chosen its attention, and is no candidate for another
+        if row.kernel not in REPOSITORIES or not (row.is_candidate or row.kernel == IMPLEMENTATION):
+            continue
+        use = None
+        if row.function is not None:
+            use = next(use for use in uses(type(model.get_submodule(row.module))) if use.name == row.function)
+        yield Call(REPOSITORIES[row.kernel], row.class_name, row.path, use)
+    for row in found.projections:
+        parts = (other for other in found if other.is_candidate and other.kernel in LAYERS and other.function is None)
+        if not any(row.path.startswith(f"{part.path}.") for part in parts):
+            width = model.get_submodule(row.path).out_features
+            yield Call(PROJECTIONS, f"{row.class_name} to {width}", row.path)
+    count = model.config.num_hidden_layers
+    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
+    for path, layers in list(lists.items())[:1]:
+        yield Call("layer", type(layers[-1]).__name__, f"{path}.{count - 1}")
+
+
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, Cache)
+
+
+def _kept(value: Any) -> Any:
+    """Return an argument as it was: the call, and what comes after it, change no state and keep no graph."""
+    if isinstance(value, Cache):
+        return _copy_of_cache(value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_() if value.requires_grad else value.detach().clone()
+
+
+def _copy_of_cache(cache: Cache, dtype: torch.dtype | None = None) -> Cache:
+    """Copy a cache with its tensors: layers replace theirs when they grow, or write into them."""
+    fresh = copy.copy(cache)
+    fresh.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in fresh.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor):
+                setattr(layer, name, _cast(value, dtype or value.dtype).clone())
+    return fresh
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype.itemsize == 2 else tensor

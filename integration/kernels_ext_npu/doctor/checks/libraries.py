@@ -1,0 +1,148 @@
+"""Checks transformers, kernels, and what both need: are they in each other's windows, and in what was tested?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from kernels_ext_npu.doctor import installed_packages
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.installed_packages import Package
+from kernels_ext_npu.doctor.known_errors import explained
+from kernels_ext_npu.doctor.observations import STACK, Observations
+from kernels_ext_npu.doctor.probes.imports import KERNELS, TRANSFORMERS
+from kernels_ext_npu.environment import TESTED
+
+# what kernels_ext_npu itself asks for, beside transformers and kernels
+REQUIRED = {"huggingface-hub": SpecifierSet(">=2.4,<3"), "accelerate": SpecifierSet(">=1.10.1,<2")}
+TRUE = {"1", "ON", "YES", "TRUE"}  # as transformers reads USE_HUB_KERNELS
+
+
+def transformers(seen: Observations) -> Finding:
+    """Check that transformers can be imported, and is in the range that was tested."""
+    package, switch = seen.packages["transformers"], seen.environment.get("USE_HUB_KERNELS", "YES")
+    if failed := _unusable(seen, package, TRANSFORMERS):
+        return failed
+    if switch.upper() not in TRUE:
+        return problem(
+            f"{package.version}, but USE_HUB_KERNELS={switch} switches its kernels off",
+            advice="Unset it before Python starts.",
+            commands=("unset USE_HUB_KERNELS",),
+            see="transformers has its kernels switched off by the environment variable USE_HUB_KERNELS",
+        )
+    return _in_range(package)
+
+
+def kernels(seen: Observations) -> Finding:
+    """Check that kernels can be imported, and is inside the window of transformers."""
+    package, window = seen.packages["kernels"], _window(seen.packages["transformers"])
+    if failed := _unusable(seen, package, KERNELS):
+        return failed
+    if window is None:
+        return _in_range(package)
+    (lowest, beyond), facts = window, {"version": str(package.version), "window": [*window]}
+    if package.version is not None and not Version(lowest) <= package.version < Version(beyond):
+        return problem(
+            f"{package.version}, and {seen.packages['transformers']} takes >= {lowest}, < {beyond}",
+            details=("transformers ignores it without a word: use_kernels=True would change nothing",),
+            advice="Install a release of kernels that this transformers takes.",
+            commands=(f"pip install 'kernels>={lowest},<{beyond}'",),
+            see="takes kernels >= … and ignores the installed",
+            facts=facts,
+        )
+    found = _in_range(package, f"; transformers takes >= {lowest}, < {beyond}")
+    return replace(found, facts=found.facts | facts)
+
+
+def helpers(seen: Observations) -> list[Finding]:
+    """Check that accelerate and huggingface_hub can be imported, and are in the range that is needed."""
+    return [replace(_helper(seen, seen.packages[name], asked), check=name) for name, asked in REQUIRED.items()]
+
+
+def requirements(seen: Observations) -> Finding:
+    """Check what the packages ask of others in their metadata, as `pip check` does."""
+    lines: list[str] = []
+    asked: dict[str, SpecifierSet] = {}
+    for package in seen.packages.values():
+        for requirement, there in installed_packages.unmet(package):
+            name = canonicalize_name(requirement.name)
+            if name == "torch" or (name in STACK and not there.installed):
+                continue  # told by itself, and pip would take a CUDA build of torch
+            found = f"found {there.version}" if there.version else there.trouble or "not installed"
+            lines.append(f"{package.name} asks for {name}{requirement.specifier}: {found}")
+            asked[name] = asked.get(name, SpecifierSet()) & requirement.specifier
+    if not lines:
+        return ok(f"{', '.join(seen.packages)} have what they ask for")
+    return warning(
+        f"{len(lines)} of what packages ask for {'is' if len(lines) == 1 else 'are'} not there",
+        details=tuple(lines),
+        advice="Install it; look that pip takes neither torch nor torch_npu away.",
+        commands=tuple(f"pip install '{name}{specifier}'" for name, specifier in asked.items()),
+    )
+
+
+def _helper(seen: Observations, package: Package, asked: SpecifierSet) -> Finding:
+    if failed := _unusable(seen, package, f"import {package.name.replace('-', '_')}"):
+        return failed
+    if package.version is not None and not asked.contains(package.version, prereleases=True):
+        return problem(
+            f"{package.version}, and kernels-ext-npu needs {asked}",
+            advice="Install a release in this range.",
+            commands=(f"pip install '{package.name}{asked}'",),
+        )
+    return ok(str(package.version))
+
+
+def _in_range(package: Package, more: str = "") -> Finding:
+    tested = TESTED[package.name]
+    facts = {"version": str(package.version), "tested": str(tested)}
+    if package.version is None or tested.contains(package.version, prereleases=True):
+        return ok(f"{package.version}{more}", facts=facts)
+    return warning(
+        f"{package.version}, tested with {tested}{more}",
+        advice="It may work. If it does not, take a release that was tested.",
+        commands=(f"pip install '{package.name}{tested}'",),
+        see="kernels-ext-npu was tested with",
+        facts=facts,
+    )
+
+
+def _unusable(seen: Observations, package: Package, step: str) -> Finding | None:
+    """Say that a package is not installed, installed badly, or not to be imported; None if it can be used."""
+    name = package.name
+    wanted = f"'{name}{TESTED.get(name) or REQUIRED[name]}'"
+    if not package.installed:
+        see = "is not installed: pip install" if name in TESTED else None
+        return problem("not installed", advice="Install it.", commands=(f"pip install {wanted}",), see=see)
+    if package.trouble:
+        again = f"pip install --force-reinstall --no-deps {wanted}"
+        advice = "Its installation is incomplete or damaged. Install it again."
+        return problem(package.trouble, advice=advice, commands=(again,))
+    for outcome in (seen.use, seen.imports, seen.hub):
+        if outcome is not None and outcome.failure and outcome.step == step:
+            if (missing := seen.missing(outcome)) is not None:
+                return not_checked(f"{package.version}, but {missing} is not installed")
+            return problem(
+                f"{package.version} cannot be imported: {outcome.cause}",
+                **explained(outcome.errors, "Install it again.", (f"pip install --force-reinstall {wanted}",)),
+                facts={"errors": outcome.errors, "output": outcome.output},
+            )
+    return None
+
+
+def _window(package: Package) -> tuple[str, str] | None:
+    """Read from the source of transformers which releases of kernels it takes; None where it does not say.
+
+    It need not be imported for that.
+    """
+    if package.folder is None:
+        return None
+    found = installed_packages.constants(package.folder / "utils" / "import_utils.py")
+    lowest, beyond = found.get("KERNELS_MIN_VERSION"), found.get("KERNELS_MAX_VERSION")
+    try:
+        return (str(Version(lowest)), str(Version(beyond))) if lowest and beyond else None
+    except InvalidVersion:
+        return None

@@ -1,0 +1,62 @@
+"""Checks whether register() takes effect: what happened when kernels were swapped into a tiny model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.known_errors import explained
+from kernels_ext_npu.doctor.observations import Observations
+from kernels_ext_npu.doctor.probes.imports import KERNELS, TORCH_NPU, TRANSFORMERS
+from kernels_ext_npu.doctor.probes.tiny_model import DEVICE, SOFTNPU
+
+HUNG = "Look whether another process holds the device, and whether the Hub answers where the kernels come from there."
+
+
+def register_takes_effect(seen: Observations) -> Finding:
+    """Check that `register()` takes effect on a tiny model."""
+    outcome = seen.use
+    if outcome is None:
+        return not_checked("the device, or a package, does not work: see above")
+    found = outcome.facts
+    where = "on the software device" if seen.software else f"on {found.get('device', 'the NPU')}"
+    if outcome.failure and _is_told_elsewhere(seen, outcome.step):
+        return not_checked(f"{outcome.step} fails: see above")
+    if (missing := seen.missing(outcome)) is not None:
+        return not_checked(f"{missing} is not installed: see above")
+    if outcome.failure:
+        return problem(
+            f"{outcome.step}, {where}: {outcome.cause}",
+            **explained(outcome.errors, HUNG if outcome.hung else "The JSON report (--json) has what was printed."),
+            facts={"failure": outcome.failure, "errors": outcome.errors, "output": outcome.output},
+        )
+    if "kept" not in found:
+        return not_checked(f"everything else works {where}, but the Hub cannot be reached")
+    if not found["agrees"]:
+        return problem(
+            f"a tiny model with kernels computes something else, {where}",
+            details=(f"largest difference of a logit, relative: {found['difference']:.1e}",),
+            advice="Do not use the kernels here. `kernels-ext-npu demo` compares more models; please report both.",
+            commands=("kernels-ext-npu demo",),
+        )
+    if found["kept"]:
+        return warning(
+            f"took effect {where}, but not everywhere: {found['summary']}",
+            details=tuple(found["kept"][:4]),
+            advice="This model should be served completely. Look whether something else changes transformers.",
+        )
+    variants = sorted({folder.rpartition("/")[2] for folder in found["taken"].values()})
+    loaded = f"loaded the variant {', '.join(variants)} of {', '.join(sorted(found['taken']))}"
+    return ok(f"takes effect {where}: {found['summary']}, and the results agree", details=(loaded,))
+
+
+def facts(seen: Observations) -> dict[str, Any]:
+    """Return what was found out about the tiny model."""
+    names = ("software", "device", "summary", "kept", "difference", "taken")
+    return {name: seen.use.facts.get(name) for name in names} if seen.use else {}
+
+
+def _is_told_elsewhere(seen: Observations, step: str) -> bool:
+    """Tell whether the finding of the device, torch_npu, kernels or transformers tells of a step that failed."""
+    by_device = step == SOFTNPU or (step in (TORCH_NPU, DEVICE) and seen.software and not seen.expects_a_card)
+    return by_device or step in (KERNELS, TRANSFORMERS)

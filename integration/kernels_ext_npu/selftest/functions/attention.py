@@ -1,0 +1,107 @@
+"""Attention, with heads, lengths and windows at and around the limits of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.selftest.cases import Function, drawn
+from kernels_ext_npu.selftest.functions import attention_formula
+
+SCALE = 0.25
+HEADS = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
+# queries, keys and values; limits: heads of up to 768 values, 256 heads, no block of 16 values a head
+CAUSAL = {
+    "one token": ((1, 1, 2, 16), (1, 1, 2, 16), (1, 1, 2, 16)),
+    "a head of 7": ((1, 5, 2, 7), (1, 5, 1, 7), (1, 5, 1, 7)),
+    "a head of 80": ((1, 9, 2, 80), (1, 9, 2, 80), (1, 9, 2, 80)),
+    "a head of 192 and values of 128": ((1, 9, 2, 192), (1, 9, 2, 192), (1, 9, 2, 128)),
+    "a head of 768": ((1, 5, 1, 768), (1, 5, 1, 768), (1, 5, 1, 768)),
+    "a head of 776": ((1, 5, 1, 776), (1, 5, 1, 776), (1, 5, 1, 776)),
+    "256 heads": ((1, 2, 256, 16), (1, 2, 8, 16), (1, 2, 8, 16)),
+    "257 heads": ((1, 2, 257, 16), (1, 2, 1, 16), (1, 2, 1, 16)),
+    "one query behind 600 keys": ((1, 1, 2, 16), (1, 600, 1, 16), (1, 600, 1, 16)),
+    "more queries than keys": ((1, 9, 2, 16), (1, 5, 2, 16), (1, 5, 2, 16)),
+}
+
+
+class SelfAttention(nn.Module):
+    """What attention_forward reads of the module that calls it."""
+
+    is_causal = True
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    return attention_formula.attention(q, k, v, SCALE, True, (3, 0), sinks=sinks)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_formula.attention(q, k, v, SCALE, True)
+
+
+def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention of packed sequences whose lengths a compiled graph reads when it runs."""
+    ends = torch.tensor([0, 5, 12], device=q.device)
+
+    def packed(*tensors: Tensor) -> Tensor:
+        return f(*tensors, ends, ends, softmax_scale=SCALE, causal=True)
+
+    return torch.compile(packed, backend="aot_eager")(q, k, v)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_formula.packed(q, k, v, [5, 7], [5, 7], SCALE, causal=True)
+
+
+def _of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return forward(SelfAttention(), *(t.transpose(1, 2) for t in (q, k, v)), None)[0]
+
+
+def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the description says, as a mask, is what the attention of torch leaves out."""
+    mask = kernel_mask(q.shape[0], q.shape[1], k.shape[1], device=q.device)[:]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+    scores = (q @ k.mT * SCALE).masked_fill(~mask, -torch.inf)
+    return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_formula.attention(q, k, v, SCALE, softcap=3.0)
+
+
+_function = partial(Function, "FlashAttention")
+FUNCTIONS = (
+    _function(
+        "flash_attn_func",
+        lambda f, q, k, v, s: f(q, k, v, causal=True, window_size=(3, 0), s_aux=s),
+        _windowed,
+        drawn(*HEADS, (4,)),
+    ),
+    *(
+        _function(
+            "flash_attn_func",
+            lambda f, *t: f(*t, causal=True),
+            lambda q, k, v: attention_formula.attention(q, k, v, q.shape[-1] ** -0.5, True),
+            drawn(*shapes),
+            at,
+        )
+        for at, shapes in CAUSAL.items()
+    ),
+    _function(
+        "flash_attn_func", lambda f, *t: f(*t, softmax_scale=SCALE, softcap=3.0), _capped, drawn(*HEADS), "a softcap"
+    ),
+    _function(
+        "flash_attn_varlen_func",
+        lambda f, *t: f(*t, [0, 5, 12], [0, 5, 12], softmax_scale=SCALE, causal=True),
+        _packed,
+        drawn((12, 4, 16), (12, 2, 16), (12, 2, 16)),
+    ),
+    _function(
+        "flash_attn_varlen_func", _in_a_graph, _packed, drawn((12, 4, 16), (12, 2, 16), (12, 2, 16)), "in a graph"
+    ),
+    _function("attention_forward", _of_module, _causal, drawn(*HEADS)),
+    _function("attention_mask", _masked, _causal, drawn(*HEADS)),
+)

@@ -1,0 +1,110 @@
+"""Delta rules, scans and causal convolutions, with lengths at and around the chunks that they are computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels_ext_npu.selftest.cases import Arguments, Function, drawn
+from kernels_ext_npu.selftest.functions import delta_rule_formula
+
+LENGTHS = {"": 70, "one token": 1, "63 tokens": 63, "64 tokens": 64, "65 tokens": 65, "129 tokens": 129}
+HEADS, SIZE = 2, 8
+
+
+def _shapes(batch: int, length: int, by_channel: bool) -> Arguments:
+    heads = (batch, length, HEADS)
+    return drawn(*[(*heads, SIZE)] * 3, (*heads, SIZE) if by_channel else heads, heads)
+
+
+def _ruled(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options) -> Tensor:
+    """With decays and betas as models have them, of any numbers."""
+    return function(q, k, v, -g.abs(), beta.sigmoid(), **options)[0]
+
+
+def _normed(function: Callable, *tensors: Tensor) -> Tensor:
+    return _ruled(function, *tensors, use_qk_l2norm_in_kernel=True)
+
+
+def _exact(*tensors: Tensor) -> Tensor:
+    return _ruled(delta_rule_formula.delta_rule, *tensors)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = F.pad(x, (weight.shape[1] - 1, 0)).unfold(-1, weight.shape[1], 1) * weight.unsqueeze(1)
+    return F.silu(y.sum(-1) + bias.unsqueeze(-1))
+
+
+def _convolved_behind(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _convolved(torch.cat([state, x], -1), weight, bias)[..., -x.shape[-1] :]
+
+
+def _scanned(function: Callable, *tensors: Tensor) -> Tensor:
+    """With decays as models have them, of any numbers."""
+    u, delta, decays, b, c, skipped, z, bias = tensors
+    return function(u, delta, -decays.abs(), b, c, skipped, z, bias, delta_softplus=True)
+
+
+def _scanned_exactly(u, delta, decays, b, c, skipped, z, bias, delta_softplus: bool) -> Tensor:
+    delta = F.softplus(delta + bias.unsqueeze(-1))
+    state, results = torch.zeros_like(u[..., :1]), []
+    for t in range(u.shape[-1]):
+        state = (delta[..., t, None] * decays).exp() * state + (delta * u)[..., t, None] * b[:, None, :, t]
+        results.append((state * c[:, None, :, t]).sum(-1))
+    return (torch.stack(results, -1) + skipped.unsqueeze(-1) * u) * F.silu(z)
+
+
+def _recurred(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    results = []
+    for a, b in zip(decays.sigmoid().unbind(1), added.unbind(1)):
+        state = a * state + b
+        results.append(state)
+    return torch.stack(results, 1)
+
+
+_function = partial(Function, "LinearAttention")
+FUNCTIONS = (
+    *(
+        _function(name, _normed, _exact, _shapes(1, length, by_channel), at)
+        for name, by_channel in (("chunk_gated_delta_rule", False), ("chunk_kda", True))
+        for at, length in LENGTHS.items()
+    ),
+    *(
+        _function(name, _normed, _exact, _shapes(3, 1, by_channel))
+        for name, by_channel in (("fused_recurrent_gated_delta_rule", False), ("fused_recurrent_kda", True))
+    ),
+    *(
+        _function("causal_conv1d_fn", lambda f, *t: f(*t, "silu"), _convolved, drawn((2, 8, length), (8, 4), (8,)), at)
+        for at, length in {"": 9, "one token": 1, "2,049 tokens": 2049}.items()
+    ),
+    _function(
+        "causal_conv1d_update",
+        lambda f, x, s, w, b: f(x, s.clone(), w, b, "silu"),
+        _convolved_behind,
+        drawn((2, 8, 1), (2, 8, 4), (8, 4), (8,)),
+    ),
+    *(
+        _function(
+            "selective_scan_fn",
+            _scanned,
+            lambda *t: _scanned(_scanned_exactly, *t),
+            drawn((2, 8, length), (2, 8, length), (8, 4), (2, 4, length), (2, 4, length), (8,), (2, 8, length), (8,)),
+            at,
+        )
+        for at, length in LENGTHS.items()
+    ),
+    *(
+        _function(
+            "linear_recurrence",
+            lambda f, a, b, s: f(a.sigmoid(), b, s)[0],
+            _recurred,
+            drawn((2, length, 8), (2, length, 8), (2, 8)),
+            at,
+        )
+        for at, length in LENGTHS.items()
+    ),
+)

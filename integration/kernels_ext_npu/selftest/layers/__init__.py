@@ -1,0 +1,1 @@
+"""Every layer of the repositories on modules and functions that it serves."""

@@ -1,0 +1,274 @@
+"""Every layer of the repositories on modules that it serves, against their own forward in float64 on the host."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.activations import FastGELUActivation, NewGELUActivation, QuickGELUActivation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
+from kernels_ext_npu.patterns import FUNCTION_PATTERNS, PATTERNS, FunctionPattern, Pattern
+from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
+from kernels_ext_npu.patterns.mlps import mlp_variants
+from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
+from kernels_ext_npu.patterns.moe import moe_blocks_v4
+from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
+from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
+from kernels_ext_npu.selftest import comparing
+from kernels_ext_npu.selftest.cases import Layer
+from kernels_ext_npu.selftest.comparing import Results
+from kernels_ext_npu.selftest.layers import rotary_arguments
+from kernels_ext_npu.swapping.packing import WITH_GATE_AND_UP
+
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+EXPERTS = {Qwen3MoeExperts: "qwen3_moe", GptOssExperts: "gpt_oss"}
+
+
+def _reference(layer: str) -> type[nn.Module]:
+    """Return the class that transformers has of what a layer computes."""
+    return next(reference.module for reference in PATTERNS if layer in reference.layers)
+
+
+def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, mean, deviation)
+    return module
+
+
+def _norm(layer: str) -> Made:
+    module = _random(_reference(layer)(*[32] * (layer != "RMSNormWeightless")), 0.3, 0.5)
+    return module, tuple(torch.randn(4, 6, 32) for _ in range(1 + ("Gated" in layer)))
+
+
+def _layer_norm(cls: type[nn.Module], inputs: int = 1) -> Made:
+    torch.manual_seed(0)
+    return cls(32).eval(), tuple(torch.randn(2, 5, 32) for _ in range(inputs))
+
+
+def _mlp(cls: type[nn.Module], activation: str) -> Made:
+    torch.manual_seed(0)
+    return cls(32, 64, activation).eval(), (torch.randn(2, 5, 32),)  # nothing is dropped
+
+
+def _normed_mlp() -> Made:
+    """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
+    module, (x,) = _mlp(mlp_variants.BitNetMLP, "silu")
+    return module, (4 * x,)
+
+
+def _recurrent_unit() -> Made:
+    module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
+    return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
+
+
+def _activation(cls: type[nn.Module]) -> Made:
+    torch.manual_seed(0)
+    return cls(), (torch.randn(6, 32),)
+
+
+def _experts(cls: type[nn.Module]) -> Made:
+    """With experts of which one gets no token."""
+    config = AutoConfig.for_model(EXPERTS[cls], hidden_size=32, intermediate_size=64, moe_intermediate_size=64)
+    config.num_experts = config.num_local_experts = 6
+    config._experts_implementation = "eager"
+    module = _random(cls(config), deviation=32**-0.5)
+    return module, (torch.randn(24, 32), torch.rand(24, 5).topk(2, -1).indices, torch.rand(24, 2))
+
+
+def _router(layer: str) -> Made:
+    """With logits that no rounding puts into another order: each token is near to one row of the weight."""
+    module = _reference(layer)(8, 8, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.eye(8) if parameter.shape == (8, 8) else torch.zeros(parameter.shape))
+    tokens = torch.stack([torch.arange(8).roll(i) / 4 for i in range(12)])
+    given = list(inspect.signature(module.forward).parameters)[1:]
+    return module, (
+        tokens.view(3, 4, 8) if layer == "SigmoidTopKRouterLinear" else tokens,
+        *[torch.zeros(8)] * len(given),
+    )
+
+
+def _without_interface(layer: str) -> Made:
+    module = _reference(layer)(8, 8, 32)
+    _, (tokens, *_) = _router("SoftmaxTopKRouter")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.eye(8) if "router" in name else torch.randn(parameter.shape) / 3)
+    if layer == "ScaledTokensMoEBlock":
+        return module, (tokens,)
+    return module, (tokens, torch.rand(12, 8).topk(2, -1).indices, torch.rand(12, 2))
+
+
+def _block(cls: type[nn.Module]) -> Made:
+    return _random(cls(32, 8, 2, 32)), (torch.randn(1, 10, 32),)
+
+
+# layer -> modules that it serves, each with arguments
+MODULES: dict[str, list[Callable[[], Made]]] = {
+    **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
+    "AddLayerNorm": [partial(_layer_norm, BertSelfOutput, 2)],
+    "LayerNorm": [partial(_layer_norm, DebertaLayerNorm)],
+    "LayerNormFloat32": [partial(_layer_norm, CohereLayerNorm), partial(_layer_norm, OlmoLayerNorm)],
+    "SwiGLUMLP": [partial(_mlp, LlamaMLP, "silu")],
+    "GeGLUMLP": [partial(_mlp, LlamaMLP, "gelu_pytorch_tanh")],
+    "FusedSwiGLUMLP": [partial(_mlp, Phi3MLP, "silu")],
+    "FusedGeGLUMLP": [partial(_mlp, Phi3MLP, "gelu_pytorch_tanh")],
+    "ExactGeGLUMLP": [partial(_mlp, LlamaMLP, "gelu")],
+    "FusedExactGeGLUMLP": [partial(_mlp, Phi3MLP, "gelu")],
+    "ClampedSwiGLUMLP": [partial(_mlp, mlp_variants.DeepseekV4MLP, "silu")],
+    "ScaledSwiGLUMLP": [partial(_mlp, mlp_variants.FalconH1MLP, "silu")],
+    "DropoutMLP": [partial(_mlp, mlp_variants.T5DenseGatedActDense, "gelu_new")],
+    "FusedDropoutMLP": [partial(_mlp, mlp_variants.ModernBertMLP, "gelu")],
+    "DroppedMLP": [partial(_mlp, mlp_variants.SeedOssMLP, "silu")],
+    "GloballyScaledMLP": [partial(_mlp, mlp_variants.InklingMLP, "silu")],
+    "NormedMLP": [_normed_mlp],
+    "FusedMLPByLayer": [partial(_mlp, mlp_variants.MoshiGatingMLP, "silu")],
+    "FusedAdaptedMLP": [partial(_mlp, mlp_variants.Zamba2MLP, "gelu")],
+    "FastGELU": [partial(_activation, FastGELUActivation)],
+    "NewGELU": [partial(_activation, NewGELUActivation)],
+    "QuickGELU": [partial(_activation, QuickGELUActivation)],
+    "RGLRU": [_recurrent_unit],
+    "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],
+    **{layer: [partial(_router, layer)] for layer in ROUTERS.layers},
+    **{
+        layer: [partial(_without_interface, layer)]
+        for layer in ("ClampedExperts", "FlatExperts", "ScaledTokensMoEBlock")
+    },
+    **{
+        layer: [partial(_block, pattern.module) for pattern in moe_blocks_v4.PATTERNS if layer in pattern.layers]
+        for layer in ("SparseMoEBlock", "GatedMoEBlock")
+    },
+}
+
+
+def _delta_rule(batch: int, length: int, by_channel: bool) -> list[Tensor]:
+    """Draw q, k, v, g and beta of two heads of 8 values; a gate is for each channel, or for each head."""
+    q, k, v = (torch.randn(batch, length, 2, 8) for _ in range(3))
+    g = -torch.rand((batch, length, 2, *[8] * by_channel))
+    return [q, k, v, g, torch.rand(batch, length, 2)]
+
+
+# layer -> arguments
+LINEAR: dict[str, Callable[[], list[Tensor]]] = {
+    "CausalConv1d": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
+    "CausalConv1dBeforeScan": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
+    "CausalConv1dUpdate": lambda: [torch.randn(2, 8, 1), torch.randn(2, 8, 4), torch.randn(8, 4), torch.randn(8)],
+    "ChunkGatedDeltaRule": partial(_delta_rule, 1, 70, False),
+    "ChunkKDA": partial(_delta_rule, 1, 70, True),
+    "FusedRecurrentGatedDeltaRule": partial(_delta_rule, 3, 1, False),
+    "FusedRecurrentKDA": partial(_delta_rule, 3, 1, True),
+    "SelectiveScan": lambda: [
+        *(torch.randn(2, 8, 40), torch.randn(2, 8, 40).sigmoid(), -torch.rand(8, 4)),
+        *(torch.randn(2, 4, 40), torch.randn(2, 4, 40)),
+    ],
+}
+TABLES: tuple[Pattern, ...] = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
+
+
+def _of_module(
+    make: Callable[[], Made], layer: type[nn.Module], dtype: torch.dtype, packed: bool = False
+) -> tuple[Results, Results]:
+    module, arguments = make()
+    original, arguments = module.to(dtype), comparing.rounded(arguments, dtype)
+    device = copy.deepcopy(original).to("npu")
+    if packed:
+        packing = sys.modules[layer.__module__.rpartition(".")[0]].packing
+        gate, up, _ = packing.projections(device)
+        if (reason := packing.pack(gate, up)) is not None:
+            raise AssertionError(f"gate and up are not packed: {reason}")
+    device.forward = MethodType(layer.forward, device)
+    truth = copy.deepcopy(original).double()
+    found = comparing.results(device, comparing.moved(arguments), device.parameters())
+    return found, comparing.exact(truth, arguments, truth.parameters())
+
+
+def _of_rotation(reference: FunctionPattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+    """Compare what is rotated, and its gradients; cos and sin have none."""
+    inputs = rotary_arguments.arguments(reference.function.__name__, dtype, dtype)
+    fixed = {name: inputs.pop(name) for name in [*inputs] if name in rotary_arguments.FIXED}
+
+    def called(function: Callable, move: Callable) -> Callable:
+        return lambda *rotated: function(**dict(zip(inputs, rotated)), **move(fixed))
+
+    rotated = tuple(inputs.values())
+    found = comparing.results(called(layer(), comparing.moved), comparing.moved(rotated))
+    return found, comparing.exact(called(reference.function, comparing.doubled), rotated)
+
+
+def _called(function: Callable, layer: str, *tensors: Tensor) -> Any:
+    """Call a function of linear attention as models do."""
+    if layer == "CausalConv1dUpdate":  # which writes to the state
+        return function(tensors[0], tensors[1].clone(), *tensors[2:], "silu")
+    if layer in ("CausalConv1d", "CausalConv1dBeforeScan"):
+        return function(*tensors, "silu")
+    if layer == "SelectiveScan":
+        return function(*tensors, return_last_state=True)
+    return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+
+def _of_linear(reference: FunctionPattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+    torch.manual_seed(0)
+    inputs = tuple(tensor.to(dtype) for tensor in LINEAR[reference.layer]())
+    found = comparing.results(partial(_called, layer(), reference.layer), comparing.moved(inputs))
+    return found, comparing.exact(partial(_called, reference.function, reference.layer), inputs)
+
+
+def _of_table(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+    """Compare with the host: there is no gradient, and the angles are of float32 on both sides, far ones too."""
+    by_type = "ByType" in reference.layers[0]
+    original = rotary_arguments.embedding(reference.module, by_type)
+    device = copy.deepcopy(original).to("npu")
+    device.forward = MethodType(layer.forward, device)
+    arguments = torch.zeros(2, 7, 24, dtype=dtype), _positions(reference)
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    for kind in [(name,) for name in rotary_arguments.LAYER_TYPES] if by_type else [()]:
+        found += device(*comparing.moved(arguments), *kind)
+        expected += original(*arguments, *kind)
+    return Results(found, []), Results(expected, [])
+
+
+def _positions(reference: Pattern) -> Tensor:
+    """Make positions of the dimensions that a table has, far ones too: rows of them, or two numbers for each patch."""
+    layer = reference.layers[0]
+    if "OfPatches" in layer:
+        patches = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
+        return patches.expand(2, -1, -1) if reference.module.__name__ == "Gemma4VisionRotaryEmbedding" else patches
+    rows = torch.stack((torch.arange(7), torch.arange(7) * 19937))
+    if reference not in mrope_tables.PATTERNS:
+        return rows
+    dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}.get(layer, 3)
+    return torch.stack([rows // (1 + dimension) for dimension in range(dimensions)])
+
+
+def _cases() -> Iterator[Layer]:
+    for layer, makers in MODULES.items():
+        for number, make in enumerate(makers):
+            of = f"its module {number + 1}" if len(makers) > 1 else ""
+            yield Layer(LAYERS[layer], layer, partial(_of_module, make), of)
+            if layer in WITH_GATE_AND_UP:
+                yield Layer(LAYERS[layer], layer, partial(_of_module, make, packed=True), "gate and up packed")
+    for function in FUNCTION_PATTERNS:
+        if function.repository == "RoPE":
+            yield Layer("RoPE", function.layer, partial(_of_rotation, function), function.function.__name__)
+        else:
+            yield Layer(function.repository, function.layer, partial(_of_linear, function), function.function.__name__)
+    for table in TABLES:
+        yield Layer("RoPE", table.layers[0], partial(_of_table, table), table.module.__name__)
+
+
+CASES = tuple(_cases())

@@ -1,0 +1,76 @@
+"""All that a selftest does, in order, each piece by an id that is known before it runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kernels_ext_npu import sources
+from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.measuring.peak_memory import peak
+from kernels_ext_npu.model_configs import TINY
+from kernels_ext_npu.selftest import comparing, whole_models
+from kernels_ext_npu.selftest.cases import Case, Function
+from kernels_ext_npu.selftest.functions import FUNCTIONS
+from kernels_ext_npu.selftest.layers.layer_cases import CASES
+
+QUICK_MODELS = ("Qwen3", "Qwen3-MoE")
+Piece = Callable[[str], dict[str, Any]]
+
+
+def pieces(quick: bool) -> dict[str, Piece]:
+    """Return what there is to do: by id, what does it with a source of kernels.
+
+    Args:
+        quick: functions only with what every machine has to take, in bfloat16 and float32, and two models.
+    """
+    gc.freeze()  # what was imported stays: a collection looks at what a piece left only
+    cases: tuple[Case, ...] = (*FUNCTIONS, *CASES)
+    found: dict[str, Piece] = {}
+    for repository in REPOSITORIES:
+        for case in cases:
+            if case.repository != repository or (quick and (case.at or not isinstance(case, Function))):
+                continue
+            for dtype in (torch.float32, torch.bfloat16) if quick else comparing.DTYPES:
+                found[f"{repository} | {case.title} | {name(dtype)}"] = _piece(case, dtype)
+    for model in QUICK_MODELS if quick else TINY:
+        found[f"models | {model} | float32"] = _of_model(model)
+    return found
+
+
+def name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without that of its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _piece(case: Case, dtype: torch.dtype) -> Piece:
+    def run(source: str) -> dict[str, Any]:
+        kernel = _kernel(source, case.repository)
+        gc.collect()
+        with peak() as held:
+            found = case.compare(kernel, dtype)
+        tolerance = comparing.TOLERANCE[dtype]
+        judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.bytes}
+        return found._asdict() | judged
+
+    return run
+
+
+def _of_model(model: str) -> Piece:
+    def run(source: str) -> dict[str, Any]:
+        gc.collect()
+        with peak() as held:
+            found = whole_models.compare(model, source)
+        return found | {"peak_bytes": held.bytes}
+
+    return run
+
+
+@cache
+def _kernel(source: str, repository: str) -> ModuleType:
+    return sources.load_package(source, repository)

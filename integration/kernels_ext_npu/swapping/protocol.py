@@ -1,0 +1,90 @@
+"""What goes into a model: each kind of kernel has one way in, one way out, and rows for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from kernels_ext_npu.swapping.state import Registration
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module, or one function that a module calls.
+
+    Attributes:
+        path: its name in the model; of a function that of the module, a dot, and the name in its file.
+        class_name: its class, or the function.
+        kernel: the layer that serves it or would serve it, None if there is none; of attention the name of the
+            implementation.
+        swapped: whether the kernel's forward is in place.
+        reason: why not, or why not as fast as it could be; None if there is nothing to say.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
+            nor for what register(kernels=...) leaves out.
+        kind: what it is, as the table counts it.
+        function: the name of the function in its file, None for a module.
+    """
+
+    path: str
+    class_name: str
+    kernel: str | None
+    swapped: bool
+    reason: str | None
+    is_candidate: bool = True
+    kind: str = "norms"
+    function: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The name in the model of the module, or of the module that calls the function."""
+        return self.path if self.function is None else self.path[: -len(self.function)].rstrip(".")
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """One act of swapping kernels into a model.
+
+    Attributes:
+        registration: what register() was told.
+        mode: whether the model is trained or infers, as `kernels` knows it.
+        take: lets `kernels` take what is marked, from transformers' table.
+        by_class: the modules of the model, by their classes.
+    """
+
+    registration: Registration
+    mode: Mode
+    take: Callable[[Mode], None]
+    by_class: dict[type[nn.Module], list[nn.Module]]
+
+
+def modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
+    """Return the modules of a model by their classes: what a class computes is asked once for all of them."""
+    found: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        found.setdefault(type(module), []).append(module)
+    return found
+
+
+class Swap(Protocol):
+    """A kind of kernel: layers, functions, attention, experts, linear layers, the loss, gate and up as one product.
+
+    A module of Python with these functions is one.
+    """
+
+    def install(self, registration: Registration) -> None:
+        """Change transformers, through `registration.patches`."""
+
+    def apply(self, model: nn.Module, swapping: Swapping) -> None:
+        """Swap into a model; what is in place and as it should be is left alone."""
+
+    def revert(self, model: nn.Module) -> None:
+        """Undo exactly what `apply` did to a model or a part of one."""
+
+    def rows(self, model: nn.Module) -> Iterator[Row]:
+        """Say what was swapped in a model, and what was not, and why."""

@@ -10,7 +10,7 @@ import softnpu  # noqa: F401  before torch
 
 # isort: split
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from multiprocessing import get_context
@@ -65,12 +65,14 @@ def table(_: str) -> str:
 
 
 def record(everything: bool = False) -> None:
-    """Count what the record does not have, and write it."""
+    """Count what the record does not have, two models at a time, and write it as they come."""
     before: dict[str, Costs] = json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() and not everything else {}
     names = (*MODELS, LISTS)
+    found = {name: before.get(name, {}) for name in names}
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(names, pool.map(_counted, names, [before.get(name, {}) for name in names])))
-    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+        for name, costs in zip(names, pool.map(_counted, names, list(found.values()))):
+            found[name] = costs
+            RECORD.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def count(name: str, act: str, mechanism: Mechanism | None = None) -> Cost | None:
@@ -92,7 +94,7 @@ def count(name: str, act: str, mechanism: Mechanism | None = None) -> Cost | Non
         except subject.CannotInspectError:
             return None
         if act == AUTOCAST:
-            _to_bfloat16(model)
+            _to_bfloat16(parameter for path, parameter in model.named_parameters() if "lora_" in path)
         kernels_ext_npu.kernelize(model.train(act not in _PHASES))
         if asked_for:
             kernels_ext_npu.transpose_experts(model)
@@ -116,7 +118,7 @@ def _build(name: str) -> PreTrainedModel:
     with torch.device("npu"):
         for layer in model.model.layers:
             layer.mlp = _WithoutLogits(*sizes)
-            _to_bfloat16(layer.mlp)
+            _to_bfloat16(layer.mlp.parameters())
     return model
 
 
@@ -132,8 +134,8 @@ class _WithoutLogits(nn.Module):
         return self.block(hidden_states)[0]
 
 
-def _to_bfloat16(module: nn.Module) -> None:
-    for parameter in module.parameters():  # fake tensors cannot be moved by to()
+def _to_bfloat16(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:  # fake tensors cannot be moved by to()
         parameter.data = parameter.data.bfloat16()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+from documents.mechanisms import ROOT
 
 
 class Step(NamedTuple):
@@ -24,7 +27,7 @@ WAY = (
         "register",
         "Our kernels go into transformers' mapping of layers, and methods that models call are wrapped. `Patches` "
         "remembers all of it, and `unregister()` undoes it.",
-        ("api.register:register", "swapping.table:install", "swapping.patches:Patches"),
+        ("api.register:register", "swapping.kernel_mapping:install", "swapping.patches:Patches"),
     ),
     Step(
         "enter",
@@ -36,46 +39,46 @@ WAY = (
         "mark",
         "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
         "A class that equals one gets the name of the layer that serves it.",
-        ("swapping.classes:mark", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
+        ("swapping.layers:apply", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
     ),
     Step(
         "layers",
         "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of each "
         "layer to the modules that are marked for it.",
-        ("api.pipeline:take_for_npu",),
+        ("swapping.kernel_marks:decided", "api.pipeline:take_for_npu"),
     ),
     Step(
         "functions",
         "Functions that modules call, such as rotary ones and scans, are found in the globals of their forwards, and "
         "compared and swapped alike. One function serves all models of the process.",
-        ("swapping.functions:mark", "matching.function_scan:uses"),
+        ("swapping.functions:apply", "matching.function_scan:uses"),
     ),
     Step(
         "loss",
         "The head of a language model hands its loss hidden states: the logits of a training step are not computed, "
         "until somebody looks at them.",
-        ("swapping.heads:take", "swapping.deferred_logits:DeferredLogits"),
+        ("swapping.loss.lm_head_loss:apply", "swapping.loss.deferred_logits:DeferredLogits"),
     ),
     Step(
         "linear",
-        "Each plain linear layer that is trained gets a forward of its own, and each one with adapters of peft, too.",
-        ("swapping.projections:projections_of", "swapping.adapters:adapted_of"),
+        "Each linear layer with adapters of peft is one node of autograd, and those that are called with one input are one.",
+        ("swapping.linear.lora:apply", "swapping.linear.linear_groups:called_next"),
     ),
     Step(
         "gate and up",
         "The two weights of an MLP are laid side by side, so that one product gives both.",
-        ("swapping.packing:pack",),
+        ("swapping.packing:apply",),
     ),
     Step(
         "experts",
         "A mixture that would take transformers' default takes the kernel, by the name of an implementation in its "
         "config.",
-        ("swapping.experts:choose", "swapping.experts_interface:npu_grouped_mm"),
+        ("swapping.experts:install", "swapping.experts.implementation:npu_grouped_mm"),
     ),
     Step(
         "attention",
         "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
-        ("swapping.attention_interface:install", "swapping.attention_interface:npu_flash_attention"),
+        ("swapping.attention:install", "swapping.attention.calls:npu_flash_attention"),
     ),
     Step(
         "call",
@@ -107,4 +110,6 @@ def table(_: str) -> str:
 
 def _link(place: str) -> str:
     module, _, name = place.partition(":")
-    return f"[`{module}.{name}`](../integration/kernels_ext_npu/{module.replace('.', '/')}.py)"
+    path = Path("integration", "kernels_ext_npu", *module.split("."))
+    file = path / "__init__.py" if (ROOT / path).is_dir() else path.with_suffix(".py")
+    return f"[`{module}.{name}`](../{file.as_posix()})"

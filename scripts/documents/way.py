@@ -61,7 +61,8 @@ WAY = (
     ),
     Step(
         "linear",
-        "Each linear layer with adapters of peft is one node of autograd, and those that are called with one input are one.",
+        "Each linear layer with adapters of peft is one node of autograd, and those that are called with one input are "
+        "one.",
         ("swapping.linear.lora:apply", "swapping.linear.linear_groups:called_next"),
     ),
     Step(

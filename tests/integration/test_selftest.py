@@ -158,7 +158,7 @@ def test_nothing_to_test_is_said() -> None:
 def test_a_hub_that_cannot_be_asked_is_said_once(monkeypatch) -> None:
     for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RefusedError, match="the kernels cannot be loaded from the Hub: .*Connection refused"):
+    with pytest.raises(RefusedError, match=r"the kernels cannot be loaded from the Hub: .*Connection refused"):
         runner.run("hub", quick=True, only=["RMSNorm, "])
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from documents import DocumentError, generated, peak_memory, savings
+from documents import DocumentError, generated, peak_memory, rent, savings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def main() -> None:
+def main(
+    all_rent: Annotated[
+        bool, typer.Option("--rent", help="Count all mechanisms anew, also where nothing changed.")
+    ] = False,
+) -> None:
     """Write what is generated in the documents of this clone, and name the files that changed; draw the pictures."""
     root = Path(__file__).resolve().parent.parent
+    rent.record(all_rent)
     try:
         stale = generated.stale(root)
     except DocumentError as error:

@@ -41,6 +41,7 @@ def run_examples(repository: str) -> dict:
 @pytest.mark.parametrize("repository", REPOSITORIES)
 def test_the_examples_with_the_kernel_itself_run(repository: str, npu_counters) -> None:
     names = run_examples(repository)
+    assert f'kernels_ext_npu.load("{repository}")' in card(repository)
     assert any(name.startswith("npu_") for name in npu_counters()) or repository in WITHOUT_OPERATORS
     assert all(v.isfinite().all() for v in names.values() if isinstance(v, Tensor) and v.is_floating_point())
 

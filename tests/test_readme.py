@@ -38,7 +38,7 @@ MODELS = {
     "openai/clip-vit-base-patch32": "clip",
 }
 # what they keep: CLIP's norms have a mean, and are one launch
-KEPT = {"clip": ("norms",)}
+UNSUPPORTED = {"clip": ("norms",)}
 
 # whose commands run here; recipes.md has tests of its own
 PAGES = ["README.md", "docs/offline.md", "docs/security.md", "docs/software-device.md", "docs/versions.md"]
@@ -142,7 +142,7 @@ def test_the_examples_of_the_cards_run(run_forks, tmp_path: Path) -> None:
             continue
         rare = (LAYER_NORMS, RECURRENCES)  # no model has all kinds
         shown = [kind for kind in kinds[Path(card).parent.name] if kind not in rare]
-        assert_all_swapped(result.stdout, *(shown or [HEADS]), besides=KEPT.get(model, ()))
+        assert_all_swapped(result.stdout, *(shown or [HEADS]), besides=UNSUPPORTED.get(model, ()))
 
 
 def example(page: str, folder: Path) -> tuple[str, str]:

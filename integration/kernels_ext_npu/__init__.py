@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
     from kernels_ext_npu.reporting.report import Report, report
     from kernels_ext_npu.sources import load
-    from kernels_ext_npu.swapping.experts import transpose_experts
+    from kernels_ext_npu.swapping.experts.transposing import transpose_experts
     from kernels_ext_npu.swapping.protocol import Row
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _MODULES = {
     "register": "api.register",
     "report": "reporting.report",
     "restore": "api.kernelize",
-    "transpose_experts": "swapping.experts",
+    "transpose_experts": "swapping.experts.transposing",
     "unregister": "api.register",
 }
 

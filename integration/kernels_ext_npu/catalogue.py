@@ -1,6 +1,6 @@
 """Which kernel repositories there are: one entry each. Whatever else depends on it is derived from here.
 
-The references (references/) say what a layer computes; they are not needed before a model is there.
+The patterns (patterns/) say what a layer computes; they are not needed before a model is there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,17 @@ from packaging.specifiers import SpecifierSet
 TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.23"), "kernels": SpecifierSet(">=0.17.2,<0.18")}
 
 
-class UnsupportedEnvironmentError(RuntimeError):
+class RefusedError(Exception):
+    """What was asked for cannot be done. The message says why, and what can.
+
+    Attributes:
+        code: what a command ends with.
+    """
+
+    code = 2
+
+
+class UnsupportedEnvironmentError(RefusedError, RuntimeError):
     """Kernels cannot be swapped in on this machine. The message says what to do."""
 
 

@@ -11,7 +11,7 @@ from documents import DocumentError
 from kernels_ext_npu.coverage import markdown
 from kernels_ext_npu.coverage.survey import Row, survey
 from kernels_ext_npu.coverage.tables import columns
-from kernels_ext_npu.matching.kinds import COUNTED
+from kernels_ext_npu.matching.classification import COUNTED
 
 # The newest language and vision-language models of those who publish most of them, their mixtures of
 # experts and hybrids, and earlier ones that are still trained everywhere.
@@ -56,7 +56,7 @@ _CHINESE = {
     "kernel": "算子",
     "for": "对象",
     "served": "已支持",
-    "kept": "保留原实现",
+    "not served": "保留原实现",
     "model type": "模型类型",
     "norms": "归一化层",
     "layer norms": "LayerNorm 类",
@@ -71,8 +71,8 @@ _CHINESE = {
 _SENTENCES = {
     "en": (
         "Classes and functions of transformers {version}, for {types} model types:",
-        "[In words, and for the best-known models](docs/served.md). [All model types, and the reasons for what is "
-        "kept](docs/coverage.md).",
+        "[In words, and for the best-known models](docs/served.md). [All model types, and the reasons for what is not "
+        "served](docs/coverage.md).",
     ),
     "zh": (
         "transformers {version} 的类和函数，共 {types} 种模型类型：",
@@ -92,13 +92,13 @@ def page() -> bytes:
 
 
 def summary(language: str) -> str:
-    """Return how much of each kind is served and kept, with links from a README to the cards of the kernels."""
+    """Return what of each kind is served and what is not, with links from a README to the cards of the kernels."""
     count = sum(len(row.folder.model_types) for row in _rows())
     sums = [
         [f"[{kernel}]({kernel}/README.md)", _word(kind, language), *numbers]
         for kernel, kind, *numbers in markdown.sums(_rows())
     ]
-    headers = [_word(text, language) for text in ("kernel", "for", "served", "kept")]
+    headers = [_word(text, language) for text in ("kernel", "for", "served", "not served")]
     first, last = _SENTENCES[language]
     return "\n".join(
         [
@@ -134,6 +134,6 @@ def _rows() -> list[Row]:
     if transformers.__version__ != COUNTED:
         raise DocumentError(
             f"the documents are about transformers {COUNTED}, and {transformers.__version__} is installed: pip install "
-            f"transformers=={COUNTED}, or bring kept.json up to date and name the new release in kinds.py"
+            f"transformers=={COUNTED}, or bring unsupported.json and COUNTED in classification.py up to date"
         )
     return survey()

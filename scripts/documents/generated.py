@@ -10,16 +10,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage, parallel, same_numbers, savings, variants
+from documents import DocumentError, coverage, parallel, rent, same_numbers, savings, variants, way
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
     "best-known": coverage.best_known,
     "coverage": coverage.summary,
     "ranks": parallel.tables,
+    "rent": rent.table,
     "same-numbers": same_numbers.table,
     "savings": savings.table,
     "variants": variants.table,
+    "way": way.table,
 }
 # path -> content
 FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page}

@@ -12,8 +12,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 
 FORWARD, STEP, LORA, AUTOCAST, DROPOUT, TOKEN = ACTS = (
@@ -97,6 +95,8 @@ def _none_of(_: Any) -> Callable[..., Iterator]:
 
 
 def _sum_and_norm(_: Any) -> Callable:
+    import torch  # behind softnpu
+
     return lambda x, weight, eps: torch.ops.npu.npu_rms_norm(x, 1.0 + weight.float(), eps)
 
 
@@ -106,7 +106,10 @@ MECHANISMS = (
     Mechanism(
         "gate and up as one product",
         ("swapping/packing.py", "SwiGLU/torch-ext/swiglu/packing.py"),
-        off=((f"{_SWAPPING}.packing:pairs", _none_of), (f"{_SWAPPING}.packing:JOINING", lambda _: ())),
+        off=(
+            (f"{_SWAPPING}.packing._pair_of", lambda _: lambda *_: None),
+            (f"{_SWAPPING}.packing.JOINING", lambda _: ()),
+        ),
     ),
     Mechanism(
         "layers with one input computed together",
@@ -130,13 +133,13 @@ MECHANISMS = (
         "sums with the norm behind them",
         ("swapping/residuals.py", "matching/residual_sums.py"),
         acts=(TOKEN,),
-        off=((f"{_SWAPPING}.residuals:take", _nothing),),
+        off=((f"{_SWAPPING}.residuals.take", _nothing),),
     ),
     Mechanism(
         "writes into a static cache",
         ("decoding/static_cache.py", "references/static_caches.py"),
         acts=(TOKEN,),
-        off=(("kernels_ext_npu.decoding.static_cache:install", _nothing),),
+        off=(("kernels_ext_npu.decoding.static_cache.install", _nothing),),
     ),
     Mechanism(
         "the head without logits",
@@ -153,13 +156,13 @@ MECHANISMS = (
         "norms with 1 + weight in one launch",
         (),
         acts=(FORWARD, TOKEN),
-        off=(("torch:ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
+        off=(("torch.ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
         models=("Gemma-3-12B", "Gemma-3-1B", "Qwen3-Next-80B-A3B"),
     ),
     Mechanism(
         "experts by the name of an implementation",
         ("swapping/experts_interface.py", "swapping/experts_choice.py"),
-        off=((f"{_SWAPPING}.experts_interface:is_installed", lambda _: lambda: False),),
+        off=((f"{_SWAPPING}.experts_interface.is_installed", lambda _: lambda: False),),
         models=MIXTURES,
     ),
     Mechanism(

@@ -6,6 +6,9 @@ that has changed, or a mechanism is new: ``python scripts/docs.py --rent`` count
 
 from __future__ import annotations
 
+import softnpu  # noqa: F401  before torch
+
+# isort: split
 import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,11 +17,11 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-import softnpu  # noqa: F401  before torch
 from documents.mechanisms import (
     ACTS,
     ADAPTED,
@@ -39,7 +42,7 @@ from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.measuring.roofline import SOCS
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 
 RECORD = ROOT / "tests" / "data" / "rent.json"
 LAUNCH = 2.5e-6  # seconds that the host takes for one, at least
@@ -89,8 +92,7 @@ def count(name: str, act: str, mechanism: Mechanism | None = None) -> Cost | Non
         except subject.CannotInspectError:
             return None
         if act == AUTOCAST:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.bfloat16()
+            _to_bfloat16(model)
         kernels_ext_npu.kernelize(model.train(act not in _PHASES))
         if asked_for:
             kernels_ext_npu.transpose_experts(model)
@@ -104,14 +106,35 @@ def count(name: str, act: str, mechanism: Mechanism | None = None) -> Cost | Non
 
 
 def _build(name: str) -> PreTrainedModel:
-    model = subject.build(subject.find(name.partition(",")[0]), torch.bfloat16)
-    if name == LISTS:
-        config: Any = model.config
-        sizes = config.hidden_size, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
-        with torch.device("npu"):
-            for layer in model.model.layers:
-                layer.mlp = Qwen3MoeSparseMoeBlock(*sizes).to(torch.bfloat16)
+    found = subject.find(name.partition(",")[0])
+    if name != LISTS:
+        return subject.build(found, torch.bfloat16)
+    config: Any = found.config
+    config.num_hidden_layers = 4  # which is enough for a proportion
+    model: Any = subject.build(found, torch.bfloat16)
+    sizes = config.hidden_size, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+    with torch.device("npu"):
+        for layer in model.model.layers:
+            layer.mlp = _WithoutLogits(*sizes)
+            _to_bfloat16(layer.mlp)
     return model
+
+
+class _WithoutLogits(nn.Module):
+    """A block with a list of experts, as transformers 4 has it, in a layer of transformers 5."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.block = Qwen3MoeSparseMoeBlock(*sizes)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Give what the block does beside the logits of its router."""
+        return self.block(hidden_states)[0]
+
+
+def _to_bfloat16(module: nn.Module) -> None:
+    for parameter in module.parameters():  # fake tensors cannot be moved by to()
+        parameter.data = parameter.data.bfloat16()
 
 
 def _run(model: PreTrainedModel, act: str, inputs: phases.Inputs, values: KnownValues) -> Counts:

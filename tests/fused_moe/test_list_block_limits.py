@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import softnpu
-from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from tests.support.expert_modules import block, block_inputs
 from tests.support.list_blocks import assert_close, bound, each_block, results
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import softnpu
-from kernels_ext_npu.references.expert_lists import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from tests.support.expert_modules import HIDDEN, block, block_inputs
 from tests.support.list_blocks import (
     assert_close,

@@ -13,14 +13,14 @@ from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import ACTIVATIONS
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
 from tests.support.transformers_files import classes
 
 pytestmark = pytest.mark.usefixtures("registered")
-SERVED = [cls for cls in classes(ACTIVATIONS) if find_reference(cls)]
+SERVED = [cls for cls in classes(ACTIVATIONS) if find_pattern(cls)]
 # what each takes of transformers' own forward: launches, and launches with the backward
 BEFORE = {
     "AccurateGELUActivation": (8, 19),
@@ -151,4 +151,4 @@ class StraightThroughGelu(nn.Module):
 
 
 def test_a_node_with_another_gradient_keeps_its_forward() -> None:
-    assert find_reference(StraightThroughGelu) is None
+    assert find_pattern(StraightThroughGelu) is None

@@ -156,6 +156,20 @@ def test_a_whole_model_compiles_in_one_graph(registered) -> None:
     assert_equal(found, expected.cpu())
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_weights_are_those_of_eager_attention(registered, name) -> None:
+    """Of every row that sees a key."""
+    model, ours = pair_by_name(name)
+    mask = torch.ones_like(ids(2))
+    mask[0, :5] = 0
+    inputs = {"input_ids": ids(2), "attention_mask": mask, "use_cache": False, "output_attentions": True}
+    expected, found = model(**inputs), ours(**on_npu(inputs))
+    assert_equal(found.logits.cpu()[mask.bool()], expected.logits[mask.bool()])
+    for weights, truth in zip(found.attentions, expected.attentions, strict=True):
+        by_row, true_by_row = (each.transpose(1, 2)[mask.bool().to(each.device)] for each in (weights, truth))
+        assert_equal(by_row, true_by_row)
+
+
 def test_weights_of_chosen_keys_are_those_of_eager_attention(registered) -> None:
     """HYV4 hands the keys that an indexer chose to implementations that it knows not to be dense."""
     model = attention_types.build("HYV4ForCausalLM")

@@ -11,7 +11,7 @@ import transformers
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 from tests.integration.test_attention_types import FLOAT32, NAME, difference
 from tests.support import attention_types as types
 from tests.support.attention_models import on_npu
@@ -146,7 +146,7 @@ def test_outputs_and_gradients_are_those_of_eager_attention(registered, make: Ca
     for module in ours.modules():
         if "GELU" in type(module).__name__:
             module.register_forward_pre_hook(contiguous)
-    assert any(kinds.attention_refusal(type(module)) is None for module in types.served(model))
+    assert any(classification.attention_refusal(type(module)) is None for module in types.served(model))
     model.set_attn_implementation("eager")
     ours.set_attn_implementation(NAME)
     rows, found = types.seen(model, inputs), []

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.support import list_blocks, zoo
 from tests.support.differentiated import CASES, Case, kernel
 from tests.support.expert_modules import block as block_of

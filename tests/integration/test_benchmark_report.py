@@ -14,8 +14,8 @@ from build import ROOT
 from transformers import AutoModelForCausalLM
 
 import softnpu
-from kernels_ext_npu.benchmarking import card_report, recorded_calls, shrunk_models, timing, whole_model_calls
-from kernels_ext_npu.benchmarking.comparison import Result
+from kernels_ext_npu.benchmarking import recorded_calls, results_layout, shrunk_models, timing, whole_model_calls
+from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import EXPERTS, TOKENS, run, write_config
 
@@ -93,7 +93,7 @@ def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path, model_
 
 
 def test_who_is_not_installed_has_no_column() -> None:
-    (line,) = card_report.lines([result("transformers", median_ms=2.0)])
+    (line,) = results_layout.report_lines([result("transformers", median_ms=2.0)])
     assert "LLaMA-Factory" not in line
 
 
@@ -104,7 +104,7 @@ def result(provider: str, refused: str | None = None, direction: str = "forward"
 
 
 def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
-    (line,) = card_report.lines(
+    (line,) = results_layout.report_lines(
         [result("transformers", median_ms=2.0, repeats=50), result("LLaMA-Factory", median_ms=1.5)]
     )
     assert (line["of"], line["what"], line["dtype"]) == ("Qwen3-8B", "RMSNorm, prefill, forward", "bf16")
@@ -115,7 +115,7 @@ def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
 def test_what_was_refused_says_why_and_names_nobody(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
     said = f"raised OSError: {Path.home()}/models/own.so with hf_abcdefghijkl"
-    written = card_report.to_text(
+    written = results_layout.report(
         {"method": "by a clock"}, [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)]
     )
     assert json.loads(written)["results"][0]["kernels-ext-npu"] == {"refused": "raised OSError: …/own.so with ***"}

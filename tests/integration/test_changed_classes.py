@@ -14,8 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
 from kernels_ext_npu.swapping import forwards
 from tests.support import expert_modules, zoo
 from tests.support.agreement import TOLERANCE

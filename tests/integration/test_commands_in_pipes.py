@@ -7,13 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from kernels_ext_npu.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST = """
-import os, sys
-import softnpu, torch, transformers, kernels_ext_npu.coverage.survey, kernels_ext_npu.inspection.inspecting
-from kernels_ext_npu.cli import app
-"""
 COMMANDS = {
     "verify": ["verify", str(ROOT / "RMSNorm"), "--torch", "2.8", "--cann", "8.2", "--arch", "aarch64"],
     "coverage": ["coverage", "qwen3"],
@@ -24,39 +22,39 @@ LABELS = {
     "coverage": ["apply_rotary_pos_emb", "class or function"],
     "inspect": ["apply_rotary_pos_emb", "launches", "host waits"],
 }
+each_command = pytest.mark.parametrize("name", COMMANDS)
 
 
-def ran(run_forks, change: str, *more: str) -> dict[str, str]:
-    """Run all commands after a change to their process, and return what each wrote to standard output."""
-    codes = [f"{change}; app({[*arguments, *more]!r})" for arguments in COMMANDS.values()]
-    results = run_forks(FIRST, codes, COLUMNS="80")
-    return {name: result.stdout for name, result in zip(COMMANDS, results)}
+def ran(name: str, *more: str, charset: str = "utf-8", columns: int = 80) -> str:
+    """Run a command, and return what it writes to standard output."""
+    result = CliRunner(charset=charset).invoke(app, [*COMMANDS[name], *more], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
-def test_lines_have_no_blanks_at_their_ends(run_forks) -> None:
-    for name, output in ran(run_forks, "pass").items():
-        assert not re.search(r"[ \t]$", output, re.MULTILINE), name
-        assert "┃" not in output  # one kind of table
-        assert "─────" in output
+@each_command
+def test_lines_have_no_blanks_at_their_ends(name: str) -> None:
+    output = ran(name)
+    assert not re.search(r"[ \t]$", output, re.MULTILINE)
+    assert "┃" not in output  # one kind of table
+    assert "─────" in output
 
 
 @pytest.mark.parametrize("columns", [40, 60])
-def test_labels_are_whole_however_narrow(run_forks, columns: int) -> None:
-    for name, output in ran(run_forks, f"os.environ['COLUMNS'] = '{columns}'").items():
-        for label in LABELS[name]:
-            assert label in output, name
+@each_command
+def test_labels_are_whole_however_narrow(name: str, columns: int) -> None:
+    output = ran(name, columns=columns)
+    assert all(label in output for label in LABELS[name])
 
 
-def test_an_encoding_without_the_characters_of_tables_is_no_error(run_forks) -> None:
-    for output in ran(run_forks, "sys.stdout.reconfigure(encoding='ascii')").values():
-        assert output.isascii()
-        assert "Traceback" not in output
-        assert "?" not in output
+@each_command
+def test_an_encoding_without_the_characters_of_tables_is_no_error(name: str) -> None:
+    assert "?" not in ran(name, charset="ascii")
 
 
-def test_json_is_all_that_is_written(run_forks) -> None:
-    for output in ran(run_forks, "pass", "--json").values():
-        json.loads(output)
+@each_command
+def test_json_is_all_that_is_written(name: str) -> None:
+    json.loads(ran(name, "--json"))
 
 
 def test_what_a_command_did_not_expect_is_no_output(run_python) -> None:

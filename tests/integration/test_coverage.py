@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -12,11 +13,11 @@ import pytest
 import transformers
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import EXPERTS, FUNCTIONS, HEADS, NORMS, ROTARY, ROUTERS, SERVING, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, FUNCTIONS, HEADS, NORMS, ROTARY, ROUTERS, SERVING, TABLES
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage import survey as surveying
 from kernels_ext_npu.coverage.survey import Entry, Row
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swapping.loss import lm_head_loss
 from tests.support import zoo
 from tests.support.counted import counted
@@ -28,6 +29,13 @@ SOURCE = Path(transformers.__path__[0]) / "models"
 @cache
 def survey() -> list[Row]:
     return surveying.survey()
+
+
+def listed() -> list[tuple[str, str, str, str]]:
+    """Kind, code, text and name of what is in unsupported.json."""
+    kinds = json.loads((Path(classification.__file__).parent / "unsupported.json").read_text())
+    texts = [(kind, code, text) for kind, codes in kinds.items() for code in codes for text in codes[code]]
+    return [(kind, code, text, name) for kind, code, text in texts for name in kinds[kind][code][text]]
 
 
 def entries() -> list[Entry]:
@@ -71,21 +79,22 @@ def test_the_figures_are_these() -> None:
 
 @counted
 def test_every_reason_is_written_down_and_about_something() -> None:
-    functions = {kind.name for kind in FUNCTIONS}
-    derived = (kinds.UNNAMED, kinds.BIASED)  # of attention, from the forward of a class
-    kept = [
-        (e.kind, f"{e.file}:{e.name}" if e.kind in functions else e.name)
+    with_files = {kind.name for kind in (*FUNCTIONS, ATTENTION)}
+    derived = (classification.UNNAMED, classification.BIASED)  # of attention, from the forward of a class
+    unserved = [
+        (e.kind, f"{e.file}:{e.name}" if e.kind in with_files else e.name)
         for e in entries()
         if e.reason and e.reason not in derived
     ]
-    assert not [entry for entry in entries() if entry.reason == kinds.UNKNOWN]
-    written = [(kind, name) for kind, reasons in kinds.KEPT.items() for names in reasons.values() for name in names]
-    assert sorted(written) == sorted(kept)
+    assert not [entry for entry in entries() if entry.reason == classification.UNKNOWN]
+    assert sorted((kind, name) for kind, code, text, name in listed()) == sorted(unserved)
 
 
-@pytest.mark.parametrize("kind", sorted(kinds.KEPT))
-def test_each_reason_is_a_limit_of_the_device_or_of_the_maths(kind: str) -> None:
-    assert [reason for reason in kinds.KEPT[kind] if not kinds.why(reason)[0]] == []
+def test_each_reason_is_a_limit_of_the_device_or_of_the_maths() -> None:
+    for kind, code, text, name in listed():
+        reason = classification.UNSUPPORTED[kind][name]
+        assert (reason.code, classification.text_of(reason), reason) == (code, text, f"{code}: {text}")
+        assert code in classification.CODES
 
 
 @pytest.mark.parametrize(
@@ -307,7 +316,7 @@ def test_toy_models_are_counted_by_what_they_compute_and_the_rest_by_name(toy) -
         ("experts", "ToyExperts"): None,
         ("routers", "ToyRouter"): None,
     }
-    assert {entry.reason for entry in row.entries if not entry.layer} == {kinds.UNKNOWN}
+    assert {entry.reason for entry in row.entries if not entry.layer} == {classification.UNKNOWN}
     assert [len(row.of(kernel)) for kernel in SERVING] == [2, 2, 4, 2, 0, 0, 0]
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import SERVING
-from kernels_ext_npu.references import REFERENCES
+from kernels_ext_npu.patterns.collection import PATTERNS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -147,7 +147,7 @@ def test_sources_are_read_of_what_is_counted_not_of_every_class(whole: tuple[str
     *_, forwards = whole
     counted = sum(sum(entry.values()) for entry in report["kernels"].values())
     print(f"the sources of {forwards} forwards were read, {counted} classes and functions are counted")
-    assert 0 < forwards <= counted + len(REFERENCES)
+    assert 0 < forwards <= counted + len(PATTERNS)
 
 
 def test_one_model_type_in_detail() -> None:
@@ -164,7 +164,7 @@ def test_one_model_type_in_detail() -> None:
 
 def test_reasons_are_in_the_details_and_two_types_of_a_folder_are_there_once() -> None:
     result = run("falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=160)
-    assert "kept: no operator: norms groups of the last dimension, with a weight for each" in result.stdout
+    assert "not served: no operator: norms groups of the last dimension, with a weight for each" in result.stdout
     assert result.stdout.count("Qwen3VLTextMLP") == result.stdout.count("models/qwen3_vl") == 1
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kernels_ext_npu
 from kernels_ext_npu import cli, model_configs, sources
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.demo import comparison, tiny_models
+from kernels_ext_npu.demo import model_comparison, tiny_models
 
 
 def invoke(*arguments: str):
@@ -94,7 +94,7 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
         {"loss": 1.0},
         {"same_tokens": False},
         pytest.param({"norm_calls": 2}, marks=pytest.mark.software),
-        {"in_graphs": comparison.InGraphs(False, 6)},
+        {"in_graphs": model_comparison.InGraphs(False, 6)},
     ],
 )
 def test_what_is_not_shown_to_agree_disagrees(change) -> None:
@@ -104,13 +104,13 @@ def test_what_is_not_shown_to_agree_disagrees(change) -> None:
         "same_tokens": True,
         "gradient": 0.0,
         "loss": 0.0,
-        "training_waits": 0,
+        "waits": (0, 0),
         "norm_calls": 1,
         "calls": {"npu_rms_norm": 1},
         "operators_before": 7,
     }
-    assert comparison.Result(**agreeing).agrees()
-    assert not comparison.Result(**(agreeing | change)).agrees()
+    assert model_comparison.Result(**agreeing).agrees()
+    assert not model_comparison.Result(**(agreeing | change)).agrees()
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:

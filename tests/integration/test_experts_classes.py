@@ -13,7 +13,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue
-from kernels_ext_npu.references.fingerprints import is_experts_class
+from kernels_ext_npu.matching.fingerprint import is_experts_class
 from tests.support import transformers_files
 from tests.support.counted import counted
 from tests.support.expert_modules import EXPERTS, inputs, instance

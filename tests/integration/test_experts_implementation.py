@@ -109,11 +109,12 @@ def test_unregister_takes_it_out_and_gives_the_default_back(checkpoint) -> None:
     before = {name: getattr(AutoModelForCausalLM, name, None) for name in ("from_pretrained",)}
     kernels_ext_npu.register()
     model, swapped = load(checkpoint("qwen3_moe")), load(checkpoint("qwen3_moe"), use_kernels=True)
+    named = load(checkpoint("qwen3_moe"), experts_implementation=NAME)
     assert NAME in ALL_EXPERTS_FUNCTIONS
     kernels_ext_npu.unregister()
     assert NAME not in ALL_EXPERTS_FUNCTIONS
-    assert model.config._experts_implementation == "grouped_mm"
-    assert grouped_products(model) == 0
+    assert model.config._experts_implementation == named.config._experts_implementation == "grouped_mm"
+    assert grouped_products(model) == grouped_products(named) == 0
     assert grouped_products(swapped) == 4  # until it is restored
     assert grouped_products(kernels_ext_npu.restore(swapped)) == 0
     assert load(checkpoint("qwen3_moe")).config._experts_implementation == "grouped_mm"

@@ -238,6 +238,25 @@ class TestRoofline:
         expected = 2 * 65536 * 1024 * 1024 / 294.9e12
         assert self.seconds(product, (65536, 1024), (8, 1024, 1024), (8,)) == pytest.approx(expected, rel=1e-6)
 
+    def test_products_by_groups_read_the_experts_that_have_tokens(self) -> None:
+        """Of 128, three: a token of a mixture reads no others, whatever multiplies them."""
+
+        def fused(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
+            torch.ops.npu.npu_grouped_matmul(
+                [x], [weight], group_list=counts.long(), split_item=2, group_type=0, group_list_type=1
+            )
+
+        def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
+            torch._grouped_mm(x, weight, offs=ends)
+
+        for product in (fused, loop):
+            with FakeTensorMode(), Counting(KnownValues(), SOC) as counting:
+                x, weight = (torch.empty(s, dtype=torch.bfloat16, device="npu") for s in ((3, 64), (128, 64, 32)))
+                product(x, weight, torch.empty(128, dtype=torch.int32, device="npu"))
+            moved = counting.bytes["npu_grouped_matmul" if product is fused else "mm"]
+            least = 2 * (3 * 64 + 3 * 64 * 32 + 3 * 32)
+            assert least <= moved <= least + 8 * 128 + 2 * 3 * 32  # and the counts, or what mm writes into
+
     def test_causal_attention_takes_half_of_two_products(self) -> None:
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from tests.support.host_calls import function_calls
 from tests.support.kernelizing import STEPS, dense, qwen3_235b_a22b
 
@@ -52,11 +53,13 @@ def test_sources_are_read_once_a_class_and_for_models_only(run_forks) -> None:
     others = {name for name in modules if name.partition(".")[0] not in ("kernels_ext_npu", "packaging")}
     assert others <= {"transformers.masking_utils"}  # where the mask of an attention implementation is registered
     # what classes are compared with, before there is a model
-    assert not [name for name in modules if name.startswith(("kernels_ext_npu.references", "kernels_ext_npu.matching"))]
+    light = {f"kernels_ext_npu.patterns{file}" for file in ("", ".hooks", ".pattern")}
+    assert {name for name in modules if name.startswith("kernels_ext_npu.patterns")} <= light
     few, many = ([int(word) for word in result.stdout.split()] for result in kernelized)
     print(f"register() imports {len(modules)} modules; kernelize() reads {few[0]} sources, then {few[1] - few[0]}")
     assert few == many
     assert few[0] == few[1] > 0  # of another model of the same classes
+    assert few[0] < len(PATTERNS) + len(FUNCTION_PATTERNS)  # only of those in the words of a class of the model
 
 
 def test_register_looks_at_no_model(registered) -> None:

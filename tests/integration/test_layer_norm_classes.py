@@ -13,8 +13,8 @@ from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import LAYER_NORMS
-from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.references import layer_norms
+from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.patterns.norms import layer_norms
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SIZE = 32
 SERVED = classes(LAYER_NORMS)
 # classes whose constructors ask for a whole config: what their forwards read is that of the reference
-MADE = {cls: find_reference(cls).module for cls in SERVED}
+MADE = {cls: find_pattern(cls).module for cls in SERVED}
 
 
 def instance(cls: type[nn.Module]) -> nn.Module:
@@ -98,7 +98,7 @@ def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
 
 def test_bfloat16_is_no_further_from_float64_than_the_original(subtests) -> None:
     """In root mean square over the result and all gradients, one class for each reference."""
-    for cls in {find_reference(cls): cls for cls in SERVED}.values():
+    for cls in {find_pattern(cls): cls for cls in SERVED}.values():
         with subtests.test(cls.__name__):
             original = instance(cls).to(torch.bfloat16)
             arguments = inputs(original, torch.bfloat16)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.references.fingerprints import is_kernel_function
+from kernels_ext_npu.matching.decorated import is_kernel_function
 from kernels_ext_npu.swapping import functions
 from kernels_ext_npu.swapping.protocol import Row
 from tests.support import zoo
@@ -114,10 +114,10 @@ def test_every_function_is_swapped_and_called(name: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen4_exp", "glm5_next", "bailing_hybrid", "inkling", "bamba"])
 def test_the_functions_of_other_architectures_are_recognised(model_type: str) -> None:
-    from kernels_ext_npu.matching.lookup import find_function_reference
+    from kernels_ext_npu.matching.lookup import find_function_pattern
 
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    known = {name: find_function_reference(f) for name, f in vars(module).items() if is_kernel_function(f)}
+    known = {name: find_function_pattern(f) for name, f in vars(module).items() if is_kernel_function(f)}
     assert {"causal_conv1d_fn", "causal_conv1d_update"} <= {name for name, found in known.items() if found}
     assert all(found for name, found in known.items() if "delta" in name)
 

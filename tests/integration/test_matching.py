@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.references import REFERENCES
-from kernels_ext_npu.references.fingerprints import fingerprint
-from kernels_ext_npu.references.norms import LlamaRMSNorm
+from kernels_ext_npu.matching.fingerprint import fingerprint
+from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.patterns.collection import PATTERNS
+from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
+from kernels_ext_npu.patterns.variant import variant
 
 
 class Renamed(nn.Module):
@@ -56,7 +58,7 @@ class InheritedHelper(HelperInAMethod):
     ],
 )
 def test_the_same_computation_matches(cls, layer) -> None:
-    assert find_reference(cls).layers == (layer,)
+    assert find_pattern(cls).layers == (layer,)
 
 
 class EpsOutside(nn.Module):
@@ -78,6 +80,11 @@ class OtherConstant(HelperInAMethod):
 class OtherHelper(HelperInAMethod):
     def _norm(self, t):
         return t * torch.rsqrt(t.pow(2).mean(-2, keepdim=True) + self.eps)
+
+
+class OtherHelperInAnotherFile(GemmaRMSNorm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + self.eps)
 
 
 class OtherOrder(nn.Module):
@@ -141,7 +148,7 @@ class Table(nn.Module):
 
 
 def test_the_decorators_of_rotary_embeddings_are_seen_through() -> None:
-    assert find_reference(Table).layers == ("RotaryEmbeddingFloat32",)
+    assert find_pattern(Table).layers == ("RotaryEmbeddingFloat32",)
 
 
 def update_impostor(rope_forward):
@@ -188,7 +195,7 @@ inner = Table.forward.__wrapped__.__wrapped__
     ],
 )
 def test_other_decorators_are_not(forward) -> None:
-    assert find_reference(type("Made", (nn.Module,), {"forward": forward})) is None
+    assert find_pattern(type("Made", (nn.Module,), {"forward": forward})) is None
 
 
 def test_a_rotary_embedding_needs_its_decorators() -> None:
@@ -209,6 +216,7 @@ Patched.forward = lambda self, x: x
         EpsOutside,
         OtherConstant,
         OtherHelper,
+        OtherHelperInAnotherFile,
         OtherOrder,
         MeanSubtracted,
         Wrapped,
@@ -220,14 +228,14 @@ Patched.forward = lambda self, x: x
     ],
 )
 def test_another_computation_does_not(cls) -> None:
-    assert find_reference(cls) is None
+    assert find_pattern(cls) is None
 
 
 def test_a_class_without_source_does_not() -> None:
     space = {"torch": torch, "nn": nn}
     exec("class Made(nn.Module):\n    def forward(self, x):\n        return x", space)
     assert fingerprint(space["Made"]) is None
-    assert find_reference(space["Made"]) is None
+    assert find_pattern(space["Made"]) is None
 
 
 def test_the_objects_behind_global_names_count() -> None:
@@ -241,15 +249,25 @@ def test_a_subclass_without_a_forward_of_its_own_matches() -> None:
     class Child(LlamaRMSNorm):
         pass
 
-    assert find_reference(Child).layers == ("RMSNorm",)
+    assert find_pattern(Child).layers == ("RMSNorm",)
 
 
 def test_every_reference_matches_itself_and_no_other() -> None:
-    patterns = [fingerprint(reference.module) for reference in REFERENCES]
+    patterns = [fingerprint(reference.module) for reference in PATTERNS]
     assert None not in patterns
     assert len(set(patterns)) == len(patterns)
-    for reference in REFERENCES:
-        assert find_reference(reference.module) is reference
+    for reference in PATTERNS:
+        assert find_pattern(reference.module) is reference
+
+
+def test_a_variant_has_a_source_of_its_own() -> None:
+    assert "(self.weight * hidden_states).to(input_dtype)" in inspect.getsource(Olmo2RMSNorm.forward)
+    assert "(self.weight * hidden_states).to(input_dtype)" not in inspect.getsource(LlamaRMSNorm.forward)
+
+
+def test_a_variant_says_which_words_are_not_there() -> None:
+    with pytest.raises(ValueError, match=r"LlamaRMSNorm\.forward has no 'nowhere'"):
+        variant({"nowhere": ""})(type("Other", (LlamaRMSNorm,), {}))
 
 
 def test_helper_functions_of_the_file_are_compared() -> None:

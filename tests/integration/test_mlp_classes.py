@@ -13,9 +13,9 @@ from transformers.activations import ACT2FN
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import MLPS
-from kernels_ext_npu.matching.kinds import KEPT
-from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.references.mlps import LlamaMLP
+from kernels_ext_npu.matching.classification import UNSUPPORTED
+from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
 from tests.support.counted import counted
 from tests.support.mlp_classes import ARGUMENTS, inputs, instance, is_served
 from tests.support.transformers_files import classes
@@ -61,17 +61,15 @@ def limit_apart(module: nn.Module, x: Tensor) -> None:
 
 
 @counted
-def test_every_gated_mlp_is_served_or_kept_with_a_reason() -> None:
-    kept = {name for names in KEPT[MLPS.name].values() for name in names}
-    assert {cls.__name__ for cls in classes(MLPS) if not is_served(cls)} == kept
+def test_every_gated_mlp_is_served_or_has_a_reason() -> None:
+    assert {cls.__name__ for cls in classes(MLPS) if not is_served(cls)} == UNSUPPORTED[MLPS.name].keys()
 
 
 @counted
 def test_the_families_are_served() -> None:
-    assert Counter(find_reference(cls).module.__name__ for cls in SERVED) == {
-        "LlamaMLP": 131,
+    assert Counter(find_pattern(cls).module.__name__ for cls in SERVED) == {
+        "LlamaMLP": 140,
         "Phi3MLP": 9,
-        "Qwen2_5_VLMLP": 9,
         "T5DenseGatedActDense": 8,
         "GraniteMoeSharedMLP": 3,
         "T5GemmaMLP": 3,
@@ -99,7 +97,7 @@ def test_the_families_are_served() -> None:
 def test_float32_results_and_gradients_are_the_originals(subtests, activation, bias) -> None:
     """To 2e-6 of the norm: three products in float32, each with sums in another order."""
     for cls in SERVED:
-        if activation != "silu" and find_reference(cls).layers[0] in SILU_ONLY:
+        if activation != "silu" and find_pattern(cls).layers[0] in SILU_ONLY:
             continue
         with subtests.test(cls.__name__):
             original = instance(cls, activation, bias)

@@ -14,15 +14,15 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import NORMS
-from kernels_ext_npu.matching.kinds import COUNTED, KEPT
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.classification import COUNTED, UNSUPPORTED
+from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support.counted import counted
 from tests.support.norm_modules import exact, inputs, instance
 from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 TESTS = Path(__file__).resolve().parent.parent
-REFUSED = {name for names in KEPT[NORMS.name].values() for name in names}
+REFUSED = UNSUPPORTED[NORMS.name].keys()
 
 
 def swapped(module: nn.Module) -> nn.Module:
@@ -48,7 +48,7 @@ def test_the_counted_release_is_the_pinned_one() -> None:
 
 @counted
 def test_every_norm_class_is_served_or_refused_with_a_reason() -> None:
-    refused = {cls.__name__ for cls in classes(NORMS) if find_reference(cls) is None}
+    refused = {cls.__name__ for cls in classes(NORMS) if find_pattern(cls) is None}
     assert refused == REFUSED
 
 
@@ -57,15 +57,15 @@ def test_all_that_transformers_decorates_is_served() -> None:
     decorated = [cls for cls in classes(NORMS) if "kernel_layer_name" in vars(cls)]
     found = Counter(cls.kernel_layer_name for cls in decorated)
     assert found == {"RMSNorm": 137, "RMSNormZeroCentered": 2, "RMSNormGated": 8}
-    assert all(find_reference(cls) for cls in decorated)
+    assert all(find_pattern(cls) for cls in decorated)
 
 
 @counted
 def test_the_undecorated_families_are_served() -> None:
     found = Counter(
-        find_reference(c).module.__name__
+        find_pattern(c).module.__name__
         for c in classes(NORMS)
-        if find_reference(c) and "kernel_layer_name" not in vars(c)
+        if find_pattern(c) and "kernel_layer_name" not in vars(c)
     )
     assert found == {
         "LlamaRMSNorm": 11,

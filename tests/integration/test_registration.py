@@ -19,7 +19,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from tests.support import zoo
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -294,8 +294,8 @@ def test_strict_names_what_is_kept(checkpoint) -> None:
 
 
 def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:
-    served = {layer: reference.repository for reference in REFERENCES for layer in reference.layers}
-    assert served | {reference.layer: reference.repository for reference in FUNCTION_REFERENCES} == LAYERS
+    served = {layer: reference.repository for reference in PATTERNS for layer in reference.layers}
+    assert served | {reference.layer: reference.repository for reference in FUNCTION_PATTERNS} == LAYERS
     assert set(LAYERS.values()) | {"FlashAttention"} == {repository.name for repository in catalogue.SERVING}
     for layer, repository in LAYERS.items():
         assert sources.layer_sources("bundled", {layer: repository})[layer].load().__name__ == layer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from kernels_ext_npu.references.expert_lists import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.support import expert_modules, zoo
 from tests.support.agreement import TOLERANCE
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.swapping import function_uses, functions
+from kernels_ext_npu.matching import function_scan
+from kernels_ext_npu.swapping import functions
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.rotary_functions import calls, forward, kernelized
@@ -69,7 +70,7 @@ def test_openai_privacy_filter(registered) -> None:
     attention = next(
         cls
         for cls in vars(module).values()
-        if inspect.isclass(cls) and [use.name for use in function_uses.uses(cls)] == ["apply_rotary_pos_emb"]
+        if inspect.isclass(cls) and [use.name for use in function_scan.uses(cls)] == ["apply_rotary_pos_emb"]
     )
     model = attention.__new__(attention)
     nn.Module.__init__(model)

@@ -17,25 +17,23 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import ROTARY
-from kernels_ext_npu.matching.kinds import KEPT
-from kernels_ext_npu.matching.lookup import find_function_reference
-from kernels_ext_npu.references.fingerprints import is_kernel_function
+from kernels_ext_npu.matching.classification import UNSUPPORTED
+from kernels_ext_npu.matching.decorated import is_kernel_function
+from kernels_ext_npu.matching.lookup import find_function_pattern
 from tests.support.counted import counted
 from tests.support.rotary_functions import calls, modeling
 from tests.support.transformers_files import rotary_functions
 
 TESTS = Path(__file__).resolve().parent.parent
-REFUSED = KEPT[ROTARY.name]
+UNSERVED = UNSUPPORTED[ROTARY.name].keys()
 pytestmark = pytest.mark.slow
 
 
 @counted
-def test_every_rotary_function_is_served_or_refused_with_a_reason() -> None:
-    kept = {name for name, function in rotary_functions().items() if find_function_reference(function) is None}
-    listed = [name for names in REFUSED.values() for name in names]
-    assert len(set(listed)) == len(listed)
-    methods = {name for name in listed if "." in name}
-    assert kept == set(listed) - methods
+def test_every_rotary_function_is_served_or_has_a_reason() -> None:
+    methods = {name for name in UNSERVED if "." in name}
+    unserved = {name for name, function in rotary_functions().items() if find_function_pattern(function) is None}
+    assert unserved == UNSERVED - methods
     for name in methods:
         module, _, path = name.partition(":")
         (package,) = {p.parent.name for p in Path(transformers.__path__[0]).glob(f"models/*/modeling_{module}.py")}
@@ -48,7 +46,7 @@ def test_every_rotary_function_is_served_or_refused_with_a_reason() -> None:
 @counted
 def test_all_that_transformers_decorates_is_served_by_what_it_does() -> None:
     decorated = {name: f for name, f in rotary_functions().items() if is_kernel_function(f)}
-    assert Counter(find_function_reference(function).layer for function in decorated.values()) == {
+    assert Counter(find_function_pattern(function).layer for function in decorated.values()) == {
         "RotaryPosEmb": 104,
         "RotaryPosEmbCastBack": 6,
         "RotaryPosEmbFloat32": 4,
@@ -61,7 +59,7 @@ def test_all_that_transformers_decorates_is_served_by_what_it_does() -> None:
 
 @counted
 def test_the_undecorated_families_are_served() -> None:
-    found = {n: find_function_reference(f) for n, f in rotary_functions().items() if not is_kernel_function(f)}
+    found = {n: find_function_pattern(f) for n, f in rotary_functions().items() if not is_kernel_function(f)}
     assert Counter(reference.function.__name__ for reference in found.values() if reference) == {
         "qwen2_vl_vision": 23,
         "gpt_neox": 16,
@@ -104,7 +102,7 @@ def test_the_undecorated_families_are_served() -> None:
     ],
 )
 def test_functions_that_look_alike_get_the_layer_of_what_they_do(module, layer) -> None:
-    assert find_function_reference(modeling(module).apply_rotary_pos_emb).layer == layer
+    assert find_function_pattern(modeling(module).apply_rotary_pos_emb).layer == layer
 
 
 SOURCE = '''
@@ -174,7 +172,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_what_is_written_otherwise_does_not_match(written, changes, matches) -> None:
-    reference = find_function_reference(written(**changes).apply_rotary_pos_emb)
+    reference = find_function_pattern(written(**changes).apply_rotary_pos_emb)
     assert (reference is not None) == matches
     assert reference is None or reference.layer == "RotaryPosEmb"
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
-from kernels_ext_npu.references.fingerprints import is_kernel_function
+from kernels_ext_npu.matching.decorated import is_kernel_function
 from kernels_ext_npu.swapping import functions
 from tests.support import zoo
 from tests.support.rotary_functions import calls, forward, kernelized, modeling

@@ -16,14 +16,14 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support import transformers_files
 from tests.support.counted import counted
 from tests.support.expert_modules import EXPERTS, HIDDEN
 from tests.support.router_classes import by_expert, call, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in transformers_files.classes(catalogue.ROUTERS) if find_reference(cls) is not None]
+SERVED = [cls for cls in transformers_files.classes(catalogue.ROUTERS) if find_pattern(cls) is not None]
 NARROW = "GroupedSoftmaxTopKRouterNarrow"  # served in float32 only
 # One launch scores and chooses; these choose in torch.
 IN_TORCH = {"TopKSoftmaxRouter", "TopKRouter", "SigmoidScatterRouter"}
@@ -51,7 +51,7 @@ def row_of(router: nn.Module):
 
 
 def layer_of(cls: type[nn.Module]) -> str:
-    return find_reference(cls).layers[0]
+    return find_pattern(cls).layers[0]
 
 
 def compared(dtype: torch.dtype, normalises: bool) -> list[type[nn.Module]]:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import cli, sources
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.measuring import waits
 from kernels_ext_npu.selftest import comparing, functions, pieces, result_report, runner
 from kernels_ext_npu.selftest.cases import Layer
@@ -149,8 +150,22 @@ def test_the_table_says_what_its_numbers_are_and_of_which_machine() -> None:
 
 @pytest.mark.long
 def test_nothing_to_test_is_said() -> None:
-    with pytest.raises(runner.CannotTestError, match="there is no test whose name has flux in it"):
+    with pytest.raises(RefusedError, match="there is no test whose name has flux in it"):
         runner.run(quick=True, only=["flux"])
+
+
+@pytest.mark.long
+def test_a_hub_that_cannot_be_asked_is_said_once(monkeypatch) -> None:
+    for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RefusedError, match="the kernels cannot be loaded from the Hub: .*Connection refused"):
+        runner.run("hub", quick=True, only=["RMSNorm, "])
+
+
+@pytest.mark.long
+def test_a_source_that_is_none_is_said_once() -> None:
+    with pytest.raises(RefusedError, match='did you mean "bundled"'):
+        runner.run("bundle", quick=True, only=["RMSNorm, "])
 
 
 def test_a_report_has_no_path_name_or_token(monkeypatch) -> None:

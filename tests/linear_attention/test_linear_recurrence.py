@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.references.gated_recurrence import RecurrentGemmaRglru
+from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from tests.support import zoo
 from tests.support.agreement import TOLERANCE
 

@@ -16,10 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
-from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
 from tests.support.counted import counted
 from tests.support.transformers_files import module_classes
@@ -29,27 +28,27 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # a row each of its own, with a hole; far positions, where float32 angles are coarse
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
 PATCHES = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
-TABLES = (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS)
+TABLES = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
 
 
 @cache
 def served() -> tuple[type[nn.Module], ...]:
-    return tuple(cls for cls in module_classes() if find_reference(cls) in TABLES)
+    return tuple(cls for cls in module_classes() if find_pattern(cls) in TABLES)
 
 
 def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
-    reference = find_reference(cls)
+    reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
         return PATCHES.expand(2, -1, -1) if reference.module.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
-    if reference not in COMPOSED_ROTARY_EMBEDDINGS:
+    if reference not in mrope_tables.PATTERNS:
         return positions
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
     return torch.stack([positions // (1 + i) for i in range(dimensions.get(reference.layers[0], 3))])
 
 
 def instance(cls: type[nn.Module], rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
-    return embedding(cls, "ByType" in find_reference(cls).layers[0], rope_type, scaling)
+    return embedding(cls, "ByType" in find_pattern(cls).layers[0], rope_type, scaling)
 
 
 def calls(module: nn.Module) -> list[tuple[str, ...]]:
@@ -65,7 +64,7 @@ def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
 
 @counted
 def test_the_families_are_served() -> None:
-    assert Counter(find_reference(cls).module.__name__ for cls in served()) == {
+    assert Counter(find_pattern(cls).module.__name__ for cls in served()) == {
         "LlamaRotaryEmbedding": 123,
         "Gemma3RotaryEmbedding": 15,
         "OlmoRotaryEmbedding": 6,
@@ -100,7 +99,7 @@ def test_the_families_are_served() -> None:
 def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype, scaling: float) -> None:
     """One class for each reference; which classes these stand for is what matching is about."""
     x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
-    for cls in {find_reference(cls): cls for cls in served()}.values():
+    for cls in {find_pattern(cls): cls for cls in served()}.values():
         with subtests.test(cls.__name__):
             original, positions = instance(cls, scaling=scaling).to("npu"), positions_of(cls, rows).npu()
             swapped, row = kernelized(original)
@@ -112,11 +111,11 @@ def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Ten
                 with Cost() as after:
                     found = swapped(x, positions, *arguments)
                 cast = any(table.dtype != FLOAT32 for table in expected)
-                if find_reference(cls) in ROTARY_EMBEDDINGS:
+                if find_pattern(cls) in rope_tables.PATTERNS:
                     learned = 2 * hasattr(original, "alpha")
                     assert after.launches.total() == 4 + cast + (scaling != 1) + learned
                 assert after.launches.total() < before.launches.total()
-                if find_reference(cls) in ROTARY_EMBEDDINGS and scaling == 1:  # a scale is for whole cos and sin
+                if find_pattern(cls) in rope_tables.PATTERNS and scaling == 1:  # a scale is for whole cos and sin
                     assert after.bytes.total() < before.bytes.total()
                 assert "stream_syncs" not in after.launches
                 for a, b in zip(found, expected, strict=True):

@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 
 import softnpu
-from kernels_ext_npu import references
-from kernels_ext_npu.matching.lookup import find_function_reference
-from kernels_ext_npu.references import FunctionReference
-from kernels_ext_npu.references.fingerprints import original_function
-from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
-from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
+from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
 from tests.support.rotations import exact, results, tensors
 from tests.support.transformers_files import rotary_functions
 
 pytestmark = pytest.mark.slow
-REFERENCES = [reference for reference in references.FUNCTION_REFERENCES if reference.repository == "RoPE"]
+PATTERNS = [reference for reference in FUNCTION_PATTERNS if reference.repository == "RoPE"]
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)]
 
 
-def served() -> list[tuple[str, Callable, FunctionReference]]:
+def served() -> list[tuple[str, Callable, FunctionPattern]]:
     """The functions of transformers, and the references themselves: one is of earlier releases."""
-    found = [(name, original_function(f), find_function_reference(f)) for name, f in rotary_functions().items()]
-    own = [(reference.function.__name__, reference.function, reference) for reference in REFERENCES]
+    found = [(name, original_function(f), find_function_pattern(f)) for name, f in rotary_functions().items()]
+    own = [(reference.function.__name__, reference.function, reference) for reference in PATTERNS]
     return [(name, function, reference) for name, function, reference in (*found, *own) if reference is not None]
 
 
@@ -44,13 +43,13 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel: ModuleType) -> None:
     import inspect
 
-    tables = (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS)
+    tables = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
     layers = {layer for table in tables for layer in table.layers}
-    assert {reference.layer for reference in REFERENCES} | layers == set(kernel.layers.__all__)
+    assert {reference.layer for reference in PATTERNS} | layers == set(kernel.layers.__all__)
     for table in tables:
         forwards = (table.module.forward, getattr(kernel.layers, table.layers[0]).forward)
         assert len({tuple(inspect.signature(forward).parameters) for forward in forwards}) == 1
-    for reference in REFERENCES:
+    for reference in PATTERNS:
         parameters = list(inspect.signature(getattr(kernel.layers, reference.layer).forward).parameters.values())
         expected = list(inspect.signature(reference.function).parameters.values())
         assert [(p.name, p.kind, p.default) for p in parameters[1:]] == [(p.name, p.kind, p.default) for p in expected]
@@ -102,7 +101,7 @@ def test_on_the_cpu_the_result_is_the_originals_to_the_bit(kernel: ModuleType, s
 
 
 def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleType) -> None:
-    for reference in REFERENCES:
+    for reference in PATTERNS:
         if reference.function.__name__ in ("qwen4_exp", "mistral_large4"):
             inputs = arguments(reference.function.__name__, FLOAT32, FLOAT32) | {"k": None}
             found = getattr(kernel.layers, reference.layer)()(**moved(inputs))
@@ -111,7 +110,7 @@ def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleTyp
             assert distance(tensors(found)[0], tensors(expected)[0]) <= 1e-6
 
 
-LAYERS = sorted({reference.layer: reference.function.__name__ for reference in REFERENCES}.items())
+LAYERS = sorted({reference.layer: reference.function.__name__ for reference in PATTERNS}.items())
 
 
 @pytest.mark.parametrize(

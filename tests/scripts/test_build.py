@@ -24,7 +24,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
 from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from publishing import trial
 from strict import Strict, strict_variants
 
@@ -341,10 +341,10 @@ def test_the_check_finds_calls_that_do_not_fit() -> None:
 def replaced() -> dict[str, list[type[nn.Module]]]:
     """The classes whose forward each layer takes over, by layer; a function is a class to `kernels`."""
     found: dict[str, list[type[nn.Module]]] = {}
-    for reference in REFERENCES:
+    for reference in PATTERNS:
         for layer in reference.layers:
             found.setdefault(layer, []).append(reference.module)
-    for reference in FUNCTION_REFERENCES:
+    for reference in FUNCTION_PATTERNS:
         found.setdefault(reference.layer, []).append(_create_func_module(reference.function))
     return found
 

@@ -12,6 +12,7 @@ from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution import targets, variant_choice
 from kernels_ext_npu.distribution.published import VersionNotFoundError, differences, download, head, tree
 from kernels_ext_npu.distribution.verification import verify_build, verify_variant
+from kernels_ext_npu.environment import RefusedError
 from tests.localhub import LocalHub
 from tests.support.tiny import REPO, STRICT, Clone
 
@@ -40,7 +41,7 @@ def test_what_may_be_verified(clone: Clone, tmp_path: Path) -> None:
     build = clone.repository / "build"
     for path, variants in ((clone.root, 3), (clone.repository, 3), (build, 3), (build / "torch-npu", 1)):
         assert sum(len(target.verify()) for target in targets.find(path)) == variants
-    with pytest.raises(targets.NothingToVerifyError, match="a clone of the project, a kernel repository"):
+    with pytest.raises(RefusedError, match="a clone of the project, a kernel repository"):
         targets.find(tmp_path / "clone" / "Tiny" / "torch-ext")
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 from tests.support import zoo
 from tests.support.zoo import Inputs
 
@@ -41,7 +41,7 @@ def build(name: str) -> PreTrainedModel:
 
 def served(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that call attention by name."""
-    return [module for module in model.modules() if kinds.calls_attention_by_name(type(module))]
+    return [module for module in model.modules() if classification.calls_attention_by_name(type(module))]
 
 
 Rows = dict[tuple[int, int], Tensor]  # by batch and queries, ``[B, Q]``: which rows have a value that means something

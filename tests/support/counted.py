@@ -3,6 +3,6 @@
 import pytest
 import transformers
 
-from kernels_ext_npu.matching.kinds import COUNTED
+from kernels_ext_npu.matching.classification import COUNTED
 
 counted = pytest.mark.skipif(transformers.__version__ != COUNTED, reason=f"what {COUNTED} holds was counted")

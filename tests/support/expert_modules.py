@@ -5,23 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.references.expert_lists import (
-    MixtralSparseMoeBlock,
-    OlmoeSparseMoeBlock,
-    Qwen2MoeSparseMoeBlock,
-    Qwen3MoeSparseMoeBlock,
-)
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
+from kernels_ext_npu.patterns.moe import moe_blocks_v4
 
 EXPERTS, HIDDEN, INNER = 6, 32, 64
-BLOCKS = {
-    Qwen3MoeSparseMoeBlock: "SparseMoEBlock",
-    Qwen2MoeSparseMoeBlock: "SparseMoEBlock",
-    OlmoeSparseMoeBlock: "SparseMoEBlock",
-    MixtralSparseMoeBlock: "SparseMoEBlock",
-    DeepseekV3MoE: "GatedMoEBlock",
-    DeepseekV2MoE: "GatedMoEBlock",
-}
+BLOCKS = {pattern.module: pattern.layers[0] for pattern in moe_blocks_v4.PATTERNS}
 
 
 class Config:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV3MoE
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE
 from tests.support.expert_modules import BLOCKS
 
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 
 SIZE, INNER = 32, 64
 LIMIT = 0.5  # which some values reach
@@ -57,7 +57,7 @@ class Config:
 
 
 def is_served(cls: type[nn.Module]) -> bool:
-    reference = find_reference(cls)
+    reference = find_pattern(cls)
     return reference is not None and reference.repository == "SwiGLU"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 
 SIZE = 32
 
@@ -47,9 +47,9 @@ def inputs(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> list[Tensor]
 
 def exact(module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """Compute what the module computes, without any rounding but that of its weights."""
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     assert reference is not None
-    layer = reference.layer(module)
+    layer = reference.layer_for(module)
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = None if layer == "RMSNormWeightless" else getattr(module, "weight", None)
     if layer == "MambaRMSNormGated" and gate is not None:

@@ -14,13 +14,13 @@ from torch import nn
 from kernels_ext_npu.catalogue import ROTARY, Kind
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.survey import SHARED, classes_of, functions_of
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 
 
 @cache
 def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
     """Return the classes of transformers that are counted among a kind."""
-    return tuple(cls for cls in module_classes() if kinds.of_class(cls) is kind)
+    return tuple(cls for cls in module_classes() if classification.of_class(cls) is kind)
 
 
 @cache

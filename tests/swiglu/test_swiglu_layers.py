@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.references import mlp_forms
-from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
+from kernels_ext_npu.patterns.mlps import mlp_variants
+from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
 
 LAYERS = {
     "SwiGLUMLP": lambda: LlamaMLP(32, 64, "silu", bias=True),
     "GeGLUMLP": lambda: LlamaMLP(32, 64, "gelu_pytorch_tanh"),
     "ExactGeGLUMLP": lambda: LlamaMLP(32, 64, "gelu"),
     "FusedExactGeGLUMLP": lambda: Phi3MLP(32, 64, "gelu"),
-    "ClampedSwiGLUMLP": lambda: mlp_forms.DeepseekV4MLP(32, 64, limit=0.25),
-    "ScaledSwiGLUMLP": lambda: mlp_forms.FalconH1MLP(32, 64),
-    "DropoutMLP": lambda: mlp_forms.T5DenseGatedActDense(32, 64, p=0.0),
-    "FusedDropoutMLP": lambda: mlp_forms.ModernBertMLP(32, 64, p=0.0),
-    "DroppedMLP": lambda: mlp_forms.SeedOssMLP(32, 64, p=0.0),
-    "GloballyScaledMLP": lambda: mlp_forms.InklingMLP(32, 64),
-    "NormedMLP": lambda: mlp_forms.BitNetMLP(32, 64),
-    "FusedMLPByLayer": lambda: mlp_forms.MoshiGatingMLP(32, 64),
-    "FusedAdaptedMLP": lambda: mlp_forms.Zamba2MLP(32, 64),
+    "ClampedSwiGLUMLP": lambda: mlp_variants.DeepseekV4MLP(32, 64, limit=0.25),
+    "ScaledSwiGLUMLP": lambda: mlp_variants.FalconH1MLP(32, 64),
+    "DropoutMLP": lambda: mlp_variants.T5DenseGatedActDense(32, 64, p=0.0),
+    "FusedDropoutMLP": lambda: mlp_variants.ModernBertMLP(32, 64, p=0.0),
+    "DroppedMLP": lambda: mlp_variants.SeedOssMLP(32, 64, p=0.0),
+    "GloballyScaledMLP": lambda: mlp_variants.InklingMLP(32, 64),
+    "NormedMLP": lambda: mlp_variants.BitNetMLP(32, 64),
+    "FusedMLPByLayer": lambda: mlp_variants.MoshiGatingMLP(32, 64),
+    "FusedAdaptedMLP": lambda: mlp_variants.Zamba2MLP(32, 64),
     "FusedSwiGLUMLP": lambda: Phi3MLP(32, 64, "silu"),
     "FusedGeGLUMLP": lambda: Phi3MLP(32, 64, "gelu_pytorch_tanh"),
 }

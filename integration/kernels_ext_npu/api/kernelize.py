@@ -8,20 +8,9 @@ from torch import nn
 
 from kernels_ext_npu.api import pipeline
 from kernels_ext_npu.api.register import register
-from kernels_ext_npu.swapping import (
-    attention_names,
-    attention_serving,
-    experts,
-    forwards,
-    functions,
-    residuals,
-    state,
-    use,
-    waiting,
-)
+from kernels_ext_npu.swapping import state, use, waiting
 from kernels_ext_npu.swapping.devices import computes_on, on_its_way
-from kernels_ext_npu.swapping.linear import lora
-from kernels_ext_npu.swapping.loss import lm_head_loss
+from kernels_ext_npu.swapping.swaps import SWAPS
 
 if TYPE_CHECKING:
     from kernels import Mode
@@ -97,15 +86,9 @@ def restore(model: Model) -> Model:
     """
     if not use.is_noted(model):  # a part of a model, which looks at all of its parts again
         state.restored.update(model.modules())
-    experts.restore(model)
-    attention_names.give_back(model)
-    attention_serving.set_plain(model, True)
-    lm_head_loss.revert(model)
-    residuals.revert(model)
-    lora.revert(model)
     for module in model.modules():
         waiting.forget(module)
-        forwards.take_out(module)
-    functions.revert(model)
+    for swap in reversed(SWAPS):
+        swap.revert(model)
     pipeline.swap_no_more(model)
     return model

@@ -14,22 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping import (
-    attention_interface,
-    attention_serving,
-    experts,
-    experts_interface,
-    functions,
-    layers,
-    packing,
-    residuals,
-    state,
-    use,
-)
+from kernels_ext_npu.swapping import state, use
 from kernels_ext_npu.swapping.devices import on_its_way
-from kernels_ext_npu.swapping.linear import lora
-from kernels_ext_npu.swapping.loss import lm_head_loss
 from kernels_ext_npu.swapping.protocol import Swapping, modules_by_class
+from kernels_ext_npu.swapping.swaps import SWAPS
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -53,18 +41,8 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     swapping = Swapping(registration, mode, take, modules_by_class(model))
-    functions.apply(model, swapping)
-    layers.apply(model, swapping)
-    lm_head_loss.apply(model, swapping)
-    lora.apply(model, swapping)
-    packing.pack(model)
-    experts.meet(model)
-    if experts_interface.is_installed():
-        experts.choose(model)
-    attention_serving.set_plain(model, False)
-    if attention_interface.is_installed():
-        state.try_package(attention_interface.REPOSITORY)
-    residuals.apply(model, swapping)
+    for swap in SWAPS:
+        swap.apply(model, swapping)
     if registration.strict:
         _check_strictly(model)
 

@@ -65,15 +65,8 @@ def register(
     from kernels_ext_npu import sources
     from kernels_ext_npu.api import use_kernels
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
-    from kernels_ext_npu.swapping import (
-        attention_interface,
-        experts_interface,
-        functions,
-        lasting,
-        layers,
-        state,
-        waiting,
-    )
+    from kernels_ext_npu.swapping import lasting, state, waiting
+    from kernels_ext_npu.swapping.swaps import SWAPS
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -82,16 +75,12 @@ def register(
     registration = state.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     state.current = registration
     try:
-        functions.install(registration)
-        layers.install(registration)
+        for swap in SWAPS:
+            swap.install(registration)
         use_kernels.install(registration.patches)
         generation.install(registration.patches)
         continuous_batching.install(registration.patches)
         static_cache.install(registration.patches)
-        if experts_interface.is_installed():
-            experts_interface.install(registration.patches)
-        if attention_interface.is_installed():
-            attention_interface.install(registration.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             registration.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:
@@ -132,7 +121,7 @@ def unregister() -> None:
 
 
 def _first_call(model: nn.Module) -> None:
-    from kernels_ext_npu.api import pipeline  # register() need not wait for references
+    from kernels_ext_npu.api import pipeline  # register() need not wait for patterns
 
     pipeline.swap_in_at_first_call(model)
 

@@ -33,7 +33,7 @@ def install(patches: Patches) -> None:
 
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
-    from kernels_ext_npu.api import pipeline  # register() need not wait for references
+    from kernels_ext_npu.api import pipeline  # register() need not wait for patterns
     from kernels_ext_npu.swapping import use
     from kernels_ext_npu.swapping.devices import device_of, on_its_way
 

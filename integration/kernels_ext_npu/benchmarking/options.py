@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kernels_ext_npu.catalogue import CATALOGUE
+from kernels_ext_npu.environment import RefusedError
 
 KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
 REPEATS = 50  # of a call, on a card
@@ -33,10 +34,6 @@ class Asked:
     repeats: int = REPEATS
 
 
-class CannotRunError(ValueError):
-    """What was asked for cannot be measured. The message says what can."""
-
-
 def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool = False) -> list[str]:
     """Return the known names that were asked for, in capital letters or not; all of them if none was.
 
@@ -44,7 +41,7 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool
         others: whether other names are taken as they are: what those of models mean shows when they are read.
 
     Raises:
-        CannotRunError: a name is unknown; the message says which one may have been meant.
+        RefusedError: a name is unknown; the message says which one may have been meant.
     """
     by_name = {name.lower(): name for name in known}
     for name in asked:
@@ -53,32 +50,32 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool
     return list(dict.fromkeys(by_name.get(name.lower(), name) for name in asked)) or list(by_name.values())
 
 
-def unknown(option: str, name: str, known: Iterable[str]) -> CannotRunError:
+def unknown(option: str, name: str, known: Iterable[str]) -> RefusedError:
     """Make the refusal of a name that is unknown."""
     by_name = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), by_name, n=1)
     hint = f"did you mean {by_name[near[0]]}? " if near else ""
-    return CannotRunError(f"{option} {name}: {hint}there are {', '.join(by_name.values())}")
+    return RefusedError(f"{option} {name}: {hint}there are {', '.join(by_name.values())}")
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:
     """Return the short names of the dtypes that were asked for, by these or by torch's names; all if none was.
 
     Raises:
-        CannotRunError: a name is unknown; the message says which one may have been meant.
+        RefusedError: a name is unknown; the message says which one may have been meant.
     """
     short = {long: name for name, long in DTYPES.items()}
     return choose("--dtype", [short.get(name.lower(), name) for name in asked], DTYPES)
 
 
 def check_device(dtypes: list[str]) -> None:
-    """Raise CannotRunError if there is no device, or it does not have one of the dtypes."""
+    """Raise RefusedError if there is no device, or it does not have one of the dtypes."""
     import torch_npu
 
     if not torch_npu.npu.is_available():
-        raise CannotRunError(
+        raise RefusedError(
             "torch_npu finds no device that it may use: look at `npu-smi info`, at ASCEND_RT_VISIBLE_DEVICES, and at "
             "who may read /dev/davinci*"
         )
     if "bf16" in dtypes and not torch_npu.npu.is_bf16_supported():
-        raise CannotRunError(f"--dtype bf16: {torch_npu.npu.get_device_name(0)} has no bfloat16; use --dtype fp16")
+        raise RefusedError(f"--dtype bf16: {torch_npu.npu.get_device_name(0)} has no bfloat16; use --dtype fp16")

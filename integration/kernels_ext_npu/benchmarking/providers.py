@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
-from kernels_ext_npu.swapping.function_uses import Use, uses
+from kernels_ext_npu.matching.function_scan import Use, uses
 
 ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
 # in the order of LLaMA-Factory's own "auto"

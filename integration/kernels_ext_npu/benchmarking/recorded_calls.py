@@ -19,8 +19,8 @@ from transformers.utils import ModelOutput
 
 from kernels_ext_npu.benchmarking.shrunk_models import Model
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
+from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.patches import Patches
 
 SEQUENCES = 32  # in decoding

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.benchmarking.comparison import Result
+from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.benchmarking.options import KERNELS
-from kernels_ext_npu.benchmarking.results_table import NONE, TIME, comparisons
+from kernels_ext_npu.benchmarking.results_layout import NONE, TIME, comparisons
 
 STYLE: Any = {"font.size": 15, "axes.titlesize": 18, "figure.titlesize": 20}
 

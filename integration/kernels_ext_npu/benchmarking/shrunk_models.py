@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.benchmarking.options import CannotRunError, unknown
+from kernels_ext_npu.benchmarking.options import unknown
 from kernels_ext_npu.catalogue import ROUTERS
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.reporting.report import report
 
@@ -57,7 +58,7 @@ class Model:
         """Build the model on the NPU with random weights, among which no two norms or experts are alike.
 
         Raises:
-            CannotRunError: no model for text can be built of its config.
+            RefusedError: no model for text can be built of its config.
         """
         torch.manual_seed(SEED)
         try:
@@ -65,7 +66,7 @@ class Model:
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = str(error).splitlines()[0]
-            raise CannotRunError(f"{self.name}: no model for text can be built of its config: {reason}") from error
+            raise RefusedError(f"{self.name}: no model for text can be built of its config: {reason}") from error
         model.config.architectures = [type(model).__name__]  # as in a checkpoint
         with torch.no_grad():
             for parameter in model.parameters():
@@ -87,7 +88,7 @@ def load(name: str, shrink: int) -> Model:
     """Return a model of the table, or of whatever `inspect` takes, with its sizes divided.
 
     Raises:
-        CannotRunError: there is no such model, or transformers cannot read its config.
+        RefusedError: there is no such model, or transformers cannot read its config.
     """
     if name in model_configs.PUBLISHED:
         return _made(name, model_configs.source(name), model_configs.config(name), shrink)
@@ -95,8 +96,8 @@ def load(name: str, shrink: int) -> Model:
         found = subject.find(name)
     except subject.CannotInspectError as error:
         if "/" in name:
-            raise CannotRunError(f"--model: {error}") from error
-        raise CannotRunError(f"{unknown('--model', name, model_configs.PUBLISHED)}. Of others: {error}") from error
+            raise RefusedError(f"--model: {error}") from error
+        raise RefusedError(f"{unknown('--model', name, model_configs.PUBLISHED)}. Of others: {error}") from error
     source = "; ".join([name, *found.remarks])
     return _made(name, source, found.config.get_text_config(decoder=True), shrink)
 

@@ -9,17 +9,16 @@ import typer
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import options
-from kernels_ext_npu.cli.refusals import RefusedError, check_file, check_picture, refusing, take_device
+from kernels_ext_npu.cli.refusals import check_file, check_picture, take_device
 from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
-from kernels_ext_npu.environment import UnsupportedEnvironmentError
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.model_configs import PUBLISHED
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.benchmarking.comparison import Result
+    from kernels_ext_npu.benchmarking.measured_calls import Result
     from kernels_ext_npu.benchmarking.shrunk_models import Model
 
 
-@refusing(options.CannotRunError, UnsupportedEnvironmentError, ImportError)
 def benchmark(
     model: Annotated[
         list[str] | None,
@@ -79,11 +78,10 @@ def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: P
     import softnpu
     from kernels_ext_npu.benchmarking import (
         agreement,
-        card_report,
-        comparison,
+        measured_calls,
         providers,
+        results_layout,
         results_picture,
-        results_table,
         timing,
     )
     from kernels_ext_npu.machine import description
@@ -105,21 +103,21 @@ def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: P
         for dtype in asked.dtypes:
             measured: list[Result] = []
             with shown.status(f"{model.name}, {dtype}") as status:
-                for result in comparison.run(model, dtype, asked, found):
+                for result in measured_calls.run(model, dtype, asked, found):
                     measured.append(result)
                     status.update(f"{model.name}, {dtype}, {result.phase}, {result.provider}: {result.name}")
             results += measured
             if measured:
-                results_table.show(shown, measured, names)
+                results_layout.show(shown, measured, names)
             else:
                 say(shown, f"{model.name} has nothing of {', '.join(asked.kernels)}")
             if report is not None:  # each time: what comes next may end the process
                 head = {"machine": machine, "method": note} | sizes
                 head["models"] = [{"name": each.name} | each.sizes() for each in models]
-                report.write_text(card_report.to_text(head, results))
+                report.write_text(results_layout.report(head, results))
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(asked.kernels)}"
-        raise options.CannotRunError(next((str(result.refused) for result in results), nothing))
+        raise RefusedError(next((str(result.refused) for result in results), nothing))
     if plot is not None:
         title = f"{device}, {asked.dtypes[0]}, {asked.tokens} tokens{shrunk}"
         results_picture.draw(plot, results, names, title)

@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import refusing
 from kernels_ext_npu.sources import ORGANISATION
 
 
-@refusing()
 def bundle(
     output: Annotated[Path | None, typer.Option(help="Make a bundle of all kernel repositories, here.")] = None,
     source: Annotated[str, typer.Option(help="For --output: bundled, hub, or the path of a clone.")] = "bundled",
@@ -28,7 +26,7 @@ def bundle(
         raise typer.BadParameter("give either --output or --install")
     from kernels_ext_npu.distribution import bundles, hub_cache
 
-    with refusing(BundleError, OSError, code=1):
+    try:
         if output is not None:
             for made in bundles.write(output, source):
                 typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {len(made.files)} files")
@@ -42,3 +40,5 @@ def bundle(
                 typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {change}")
             typer.echo(f"installed in {hub_cache.folder()}")
             typer.echo("Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks which versions there are.")
+    except OSError as error:
+        raise BundleError(str(error)) from error

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import RefusedError, refusing, take_device
+from kernels_ext_npu.cli.refusals import take_device
 from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.environment import RefusedError
 
 
-@refusing()
 def coverage(
     model_types: Annotated[
         list[str] | None,
@@ -30,11 +30,10 @@ def coverage(
     take_device(needed=False)
     from kernels_ext_npu.coverage import tables
     from kernels_ext_npu.coverage.markdown import page
-    from kernels_ext_npu.coverage.model_types import UnknownModelTypeError, find
+    from kernels_ext_npu.coverage.model_types import find
     from kernels_ext_npu.coverage.survey import survey
 
-    with refusing(UnknownModelTypeError):
-        folders = find(model_types) if model_types else None
+    folders = find(model_types) if model_types else None
     with progress() as shown:
         rows = survey(folders, lambda found: shown.track(found, description="reading transformers"))
     if as_json:

@@ -37,7 +37,7 @@ def doctor(
     from kernels_ext_npu.machine.privacy import hide
 
     with Console(stderr=True).status("examining this machine"):
-        report = hide(examine(source).to_dict())
+        report = hide(examine(source))
     display.show(console(stderr=as_json, least=60), report)
     if as_json:
         print_json(report)

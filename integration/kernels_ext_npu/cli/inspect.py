@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import RefusedError, check_picture, refusing, take_device
+from kernels_ext_npu.cli.refusals import check_picture, take_device
 from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.environment import RefusedError
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-@refusing()
 def inspect(
     model: Annotated[
         str,
@@ -75,10 +75,9 @@ def inspect(
     take_device(needed=True)
     import torch
 
-    from kernels_ext_npu import UnsupportedEnvironmentError
     from kernels_ext_npu.inspection import inspecting, printing
     from kernels_ext_npu.inspection.mesh import Mesh, check
-    from kernels_ext_npu.inspection.subject import CannotInspectError, find
+    from kernels_ext_npu.inspection.subject import find
     from kernels_ext_npu.measuring.roofline import SOCS
 
     if soc not in SOCS:
@@ -86,7 +85,7 @@ def inspect(
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
     if decode and (checkpointing or update or plot is not None):
         raise RefusedError("--decode: a step of decoding has no backward and no update, and is not drawn")
-    with refusing(CannotInspectError, UnsupportedEnvironmentError), progress() as shown:
+    with progress() as shown:
         check_picture(plot)
         mesh = Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         check(mesh)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kernels_ext_npu.cli import terminal
+from kernels_ext_npu.environment import RefusedError
 
 
 class Commands(TyperGroup):
@@ -25,41 +26,29 @@ class Commands(TyperGroup):
         return super().main(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; what it did not expect ends it with 2.
+        """Run a command; what it refuses ends it with a sentence, and what it did not expect with 2.
 
         No exception leaves it: torch_npu's hook for these prints to standard output when the process ends.
         """
         try:
-            found = super().invoke(ctx)
-            sys.stdout.flush()
-            return found
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
         except (typer.Abort, BrokenPipeError):  # whoever read what was printed has read enough
             raise
+        except RefusedError as error:
+            typer.echo(f"kernels-ext-npu: {error}", err=True)
+            raise typer.Exit(error.code) from error
         except OSError as error:
             typer.echo(f"kernels-ext-npu: {error}", err=True)
+            with suppress(OSError):  # what could not be written is not tried again when Python ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own
                 raise
             traceback.print_exc()
         raise typer.Exit(2)
-
-
-class RefusedError(Exception):
-    """What was asked for cannot be done. The message says what can."""
-
-
-@contextmanager
-def refusing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
-    """End the program with the message of any of these errors, or of a RefusedError, and with a code.
-
-    A context, and a decorator of a whole command.
-    """
-    caught: tuple[type[Exception], ...] = (RefusedError, *errors)
-    try:
-        yield
-    except caught as error:
-        typer.echo(f"kernels-ext-npu: {error}", err=True)
-        raise typer.Exit(code) from error
 
 
 def take_device(needed: bool) -> None:

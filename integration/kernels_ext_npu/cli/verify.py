@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kernels_ext_npu.cli.refusals import refusing, take_device
+from kernels_ext_npu.cli.refusals import take_device
 from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
+from kernels_ext_npu.environment import RefusedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kernels_ext_npu.distribution.verification import Verified
 
 
-@refusing()
 def verify(
     target: Annotated[str, typer.Argument(help="A repository id such as kernels-ext-npu/RMSNorm, or a path.")] = ".",
     version: Annotated[int, typer.Option(help="Of a repository on the Hub: the branch v<N>.")] = 1,
@@ -47,12 +47,14 @@ def verify(
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with refusing(ValueError, LookupError, *published.FAILURES):
+    try:
         machine = variant_choice.describe(torch, cann, arch)
         with _found(target, version, signed_by) as repositories:
             report = [_report(name, commit, found, machine) for name, commit, found in repositories]
             if not Path(target).expanduser().is_dir() and not constants.HF_HUB_OFFLINE:
                 report[0]["refusal"] = published.refusal(target, version)
+    except (ValueError, LookupError, *published.FAILURES) as error:
+        raise RefusedError(str(error)) from error
     shown = console(stderr=as_json)
     for entry in report:
         _show(shown, entry)
@@ -75,9 +77,7 @@ def _found(target: str, version: int, signers: list[str] | None) -> Iterator[lis
     if path.is_dir():
         yield [(found.name, None, found.verify(signers)) for found in targets.find(path)]
     elif target.count("/") != 1 or target.startswith((".", "/", "~")):
-        raise targets.NothingToVerifyError(
-            f"{target} is neither a folder nor a repository id such as organisation/name"
-        )
+        raise RefusedError(f"{target} is neither a folder nor a repository id such as organisation/name")
     elif constants.HF_HUB_OFFLINE:
         yield [(target, *targets.verify_cached(target, version, signers))]
     else:

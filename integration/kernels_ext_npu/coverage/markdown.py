@@ -12,13 +12,13 @@ from kernels_ext_npu.coverage.tables import (
     cell,
     columns,
     counted,
-    kept_by_reason,
     name_of,
     not_empty,
     nothing_to_serve,
     sums,
+    unsupported_by_reason,
 )
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching.classification import text_of
 
 _INTRODUCTION = """\
 # What of transformers {version} is served
@@ -28,8 +28,8 @@ Written by `make docs`: what `kernels-ext-npu coverage` finds in the modeling fi
 those of the transformers that is installed.
 
 **Served** means that a kernel computes what the class or function computes; the syntax tree decides, not the name.
-**Kept** ones keep their forward, for the reasons below. What can stand in the way of an instance, such as an activation
-that a kernel does not have, is in `report(model)`.
+What is **not served** keeps its forward, for the reasons below. What can stand in the way of an instance, such as an
+activation that a kernel does not have, is in `report(model)`.
 
 **Model types** are what `model_type` in a `config.json` says. transformers has a folder for those of a family and says
 which it is: a row is a folder, and its numbers are about the classes and functions that its modeling files define. A
@@ -40,19 +40,19 @@ Activations are in the sums only: all but Bloom's are in `activations.py` of tra
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the whole page: sums, a row for each folder of transformers, and what is kept and why."""
+    """Return the whole page: sums, a row for each folder of transformers, and what is not served and why."""
     kernels = [kernel.name for kernel in columns(rows)]
     by_type = [[_name(row), *cells(rows, row)] for row in not_empty(rows)]
     parts = [
         _INTRODUCTION.format(version=transformers.__version__),
         f"## {counted(rows)}\n",
         "Cells are served of all; `–` where there is nothing of the kind.\n",
-        table(["kernel", "for", "served", "kept"], sums(rows), right=2),
+        table(["kernel", "for", "served", "not served"], sums(rows), right=2),
         "## By model type\n",
         table(["model types", *kernels], by_type, right=len(kernels)),
         f"{nothing_to_serve(rows, quote='`')}\n",
-        "## What is kept, and why\n",
-        *(_kept(rows, kind) for kind in KINDS),
+        "## What is not served, and why\n",
+        *(_unsupported(rows, kind) for kind in KINDS),
     ]
     return "\n".join(parts)
 
@@ -75,15 +75,10 @@ def _name(row: Row) -> str:
     return name + "".join(f"<br>`{file}` {why}" for file, why in row.missing.items())
 
 
-def _kept(rows: Sequence[Row], kind: Kind) -> str:
-    """Return the table of what is kept of a kind; where reasons say of which sort they are, sort by sort."""
-    kept = [
-        [*kinds.why(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
-        for reason, entries in kept_by_reason(rows, kind).items()
+def _unsupported(rows: Sequence[Row], kind: Kind) -> str:
+    """Return the table of what is not served of a kind, by the codes of the reasons."""
+    found = [
+        [reason.code, text_of(reason), ", ".join(f"`{name}`" for name in sorted(map(name_of, entries)))]
+        for reason, entries in unsupported_by_reason(rows, kind).items()
     ]
-    headers = ["why", "reason", "which"]
-    if any(not why for why, *_ in kept):
-        headers, kept = headers[1:], [rest for _, *rest in kept]
-    else:
-        kept.sort(key=lambda row: kinds.WHY.index(row[0]))
-    return f"### {kind.name.capitalize()}\n\n{table(headers, kept, right=0)}"
+    return f"### {kind.name.capitalize()}\n\n{table(['why', 'reason', 'which'], found, right=0)}"

@@ -21,11 +21,9 @@ import transformers.models
 from transformers.models.auto import AutoConfig, modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
+from kernels_ext_npu.environment import RefusedError
+
 UNNAMED = "what its config names"  # for parts that have no default
-
-
-class UnknownModelTypeError(ValueError):
-    """transformers has no such model type."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def find(model_types: Iterable[str]) -> list[Folder]:
     """Find the folders of these model types, in their order.
 
     Raises:
-        UnknownModelTypeError: one of them is none. It says which are called nearly so.
+        RefusedError: one of them is none. It says which are called nearly so.
     """
     found: dict[Folder, None] = {}
     for model_type in model_types:
@@ -67,7 +65,7 @@ def find(model_types: Iterable[str]) -> list[Folder]:
         if folder is None:
             near = difflib.get_close_matches(model_type.lower().replace("-", "_"), CONFIG_MAPPING_NAMES, n=4)
             hint = f"did you mean {' or '.join(near)}?" if near else "`kernels-ext-npu coverage` lists all."
-            raise UnknownModelTypeError(
+            raise RefusedError(
                 f"transformers {transformers.__version__} has no model type {model_type}, which is the model_type of a "
                 f"config.json: {hint}"
             )

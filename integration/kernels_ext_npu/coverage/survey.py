@@ -15,9 +15,10 @@ from torch import nn
 from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, ROTARY, Kind, Repository
 from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage.model_types import Folder
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import find_function_reference, find_reference
-from kernels_ext_npu.references.fingerprints import original_function
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.reasons import Reason
 
 Track = Callable[[Sequence[Folder]], Iterable[Folder]]
 SHARED = Folder("activations", (), ("transformers.activations",))  # what models of every type may have
@@ -40,7 +41,7 @@ class Entry:
     name: str
     file: str
     layer: str | None
-    reason: str | None
+    reason: Reason | None
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,20 @@ def entries(module: ModuleType) -> Iterator[Entry]:
     """Find what a modeling file defines that is counted."""
     file = _short(module)
     for cls in classes_of(module):
-        kind, reference = kinds.of_class(cls), find_reference(cls)
+        kind, reference = classification.of_class(cls), find_pattern(cls)
         if kind is ATTENTION:
-            refusal = kinds.attention_refusal(cls)
+            refusal = classification.attention_refusal(cls)
             yield Entry(kind.name, cls.__name__, file, None if refusal else IMPLEMENTATION, refusal)
         elif kind is not None:
             layer = " or ".join(reference.layers) if reference else None
-            yield Entry(kind.name, cls.__name__, file, layer, None if layer else kinds.reason(kind, cls.__name__))
-        for method in kinds.rotary_methods(cls):
+            reason = None if layer else classification.reason(kind, cls.__name__)
+            yield Entry(kind.name, cls.__name__, file, layer, reason)
+        for method in classification.rotary_methods(cls):
             name = f"{cls.__name__}.{method}"
-            yield Entry(ROTARY.name, name, file, None, kinds.reason(ROTARY, f"{file}:{name}"))
+            yield Entry(ROTARY.name, name, file, None, classification.reason(ROTARY, f"{file}:{name}"))
     for name, function, kind in functions_of(module):
-        found = find_function_reference(function)
-        reason = None if found else kinds.reason(kind, f"{file}:{name}")
+        found = find_function_pattern(function)
+        reason = None if found else classification.reason(kind, f"{file}:{name}")
         yield Entry(kind.name, name, file, found.layer if found else None, reason)
 
 
@@ -117,11 +119,11 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
     them.
     """
     named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
-    served = {name for name, value in named.items() if find_function_reference(value) is not None}
-    inside = set().union(*(kinds.names(original_function(named[name])) for name in served))
+    served = {name for name, value in named.items() if find_function_pattern(value) is not None}
+    inside = set().union(*(classification.names(original_function(named[name])) for name in served))
     for name, value in named.items():
-        kind = kinds.of_function(name, value)
-        if kind is not None and (name in served or (name not in inside and not kinds.is_helper(name))):
+        kind = classification.of_function(name, value)
+        if kind is not None and (name in served or (name not in inside and not classification.is_helper(name))):
             yield name, value, kind
 
 

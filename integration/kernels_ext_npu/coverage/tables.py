@@ -14,7 +14,8 @@ from rich.text import Text
 from kernels_ext_npu.catalogue import ACTIVATIONS, KINDS, SERVING, Kind, Repository
 from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
 from kernels_ext_npu.coverage.survey import Entry, Row
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.reasons import Reason
 
 NOTHING = "–"
 _BREAK = re.compile("(?<=.)(?=[A-Z][a-z])")  # before a word of a name: the header of a column has them in lines
@@ -28,7 +29,7 @@ MEANING = (
 
 
 def whole(rows: Sequence[Row]) -> RenderableType:
-    """Lay out all rows, what is kept and why, and the sums, for a terminal."""
+    """Lay out all rows, what is not served and why, and the sums, for a terminal."""
     kernels = columns(rows)
     cells = _table(f"transformers {transformers.__version__}", "model types")
     cells.show_edge = cells.pad_edge = False  # so that the longest names have room on a terminal of 80 columns
@@ -38,7 +39,7 @@ def whole(rows: Sequence[Row]) -> RenderableType:
     for row in not_empty(rows):
         cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in kernels))
     nothing = Text(f"\n{nothing_to_serve(rows)}\n", style="dim")
-    return Group(cells, "", *_kept(rows), nothing, _sums(rows), Text(MEANING, style="dim"))
+    return Group(cells, "", *_unsupported(rows), nothing, _sums(rows), Text(MEANING, style="dim"))
 
 
 def detailed(rows: Sequence[Row]) -> RenderableType:
@@ -108,7 +109,7 @@ def counted(rows: Sequence[Row]) -> str:
 
 
 def sums(rows: Sequence[Row]) -> list[list[str]]:
-    """Return a row of kernel, kind, served and kept for every kind."""
+    """Return a row of kernel, kind, served and not served for every kind."""
     kinds_of = [(kernel, kind, _count(entries_of(rows, kind))) for kernel in SERVING for kind in kernel.kinds]
     return [[kernel.name, kind.name, str(n["served"]), str(n["kept"])] for kernel, kind, n in kinds_of]
 
@@ -118,19 +119,15 @@ def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
     return [entry for row in rows for entry in row.entries if entry.kind == kind.name]
 
 
-def kept_by_reason(rows: Iterable[Row], kind: Kind) -> dict[str, list[Entry]]:
-    """Return what is kept of a kind by its reason, by the sort of reason, and those first that keep most."""
-    found: dict[str, list[Entry]] = {}
+def unsupported_by_reason(rows: Iterable[Row], kind: Kind) -> dict[Reason, list[Entry]]:
+    """Return what is not served of a kind by its reason, by the code of the reason, and those of most entries first."""
+    found: dict[Reason, list[Entry]] = {}
     for entry in entries_of(rows, kind):
         if entry.reason is not None:
             found.setdefault(entry.reason, []).append(entry)
-    return dict(sorted(found.items(), key=lambda item: (_sort(item[0]), -len(item[1]), item[0])))
-
-
-def _sort(reason: str) -> int:
-    """Return where a reason stands among the sorts that there are; last what is of none."""
-    sort, _ = kinds.why(reason)
-    return kinds.WHY.index(sort) if sort else len(kinds.WHY)
+    return dict(
+        sorted(found.items(), key=lambda item: (classification.CODES.index(item[0].code), -len(item[1]), item[0]))
+    )
 
 
 def name_of(entry: Entry) -> str:
@@ -172,10 +169,10 @@ def _cell(found: Sequence[Entry]) -> Text:
     return Text(cell(found), style=style)
 
 
-def _kept(rows: Sequence[Row]) -> Iterator[RenderableType]:
+def _unsupported(rows: Sequence[Row]) -> Iterator[RenderableType]:
     for kind in KINDS:
-        reasons = kept_by_reason(rows, kind)
-        yield Text(f"{kind.name}, kept: {sum(map(len, reasons.values()))}", style="bold")
+        reasons = unsupported_by_reason(rows, kind)
+        yield Text(f"{kind.name}, not served: {sum(map(len, reasons.values()))}", style="bold")
         shown = Table.grid(padding=(0, 1))
         shown.add_column(justify="right", min_width=4)
         for reason, found in reasons.items():
@@ -187,7 +184,7 @@ def _kept(rows: Sequence[Row]) -> Iterator[RenderableType]:
 def _sums(rows: Sequence[Row]) -> Table:
     shown = _table(counted(rows), "kernel", "")
     shown.add_column("served", justify="right")
-    shown.add_column("kept", justify="right")
+    shown.add_column("not served", justify="right")
     before = ""
     for kernel, kind, *numbers in sums(rows):
         shown.add_row(kernel if kernel != before else "", kind, *numbers)
@@ -199,7 +196,8 @@ def _details(row: Row) -> RenderableType:
     shown = _table(f"{', '.join(row.folder.model_types)}: models/{row.folder.name}", "", "class or function", "layer")
     for kernel in SERVING:
         for entry in row.of(kernel):
-            served = Text(entry.layer, style="green") if entry.layer else Text(f"kept: {entry.reason}", style="yellow")
+            reason = Text(f"not served: {entry.reason}", style="yellow")
+            served = Text(entry.layer, style="green") if entry.layer else reason
             shown.add_row(entry.kind, Text(entry.name, overflow="fold"), served)
     notes = [f"{file} {why}" for file, why in row.missing.items()]
     if not row.folder.files:

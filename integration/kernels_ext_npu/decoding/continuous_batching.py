@@ -18,7 +18,9 @@ from transformers.generation.continuous_batching.cache_allocators import SLIDING
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from kernels_ext_npu.decoding.capturing import GRAPHS, CaptureError, place
-from kernels_ext_npu.swapping import attention_interface, attention_names, attention_serving, state
+from kernels_ext_npu.swapping import state
+from kernels_ext_npu.swapping.attention.serving import stands_for
+from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swapping.patches import Patches
 
 
@@ -47,8 +49,8 @@ def _is_installed() -> bool:
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
     """Switch to a flash attention as transformers does by itself: to ours, which takes lengths and makes no masks."""
     before = model.config._attn_implementation
-    if auto_switch_to_flash and model.device.type == "npu" and attention_serving.stands_for(model.config):
-        model.set_attn_implementation(attention_names.NAME)
+    if auto_switch_to_flash and model.device.type == "npu" and stands_for(model.config):
+        model.set_attn_implementation(NPU_FLASH_ATTENTION.name)
         manager._original_attn_impl = before
     original(manager, model, auto_switch_to_flash)
 
@@ -73,7 +75,7 @@ def _with_masks(original: Callable, runner: ModelRunner, model: Any, batch_data:
     needs_masks = runner.use_cuda_graph_varlen and batch_data["block_table"] is None
     if needs_masks and batch_data["attention_mask"] is None:
         config = model.config.get_text_config()
-        if attention_names.names_it(config):
+        if NPU_FLASH_ATTENTION.is_named_by(config):
             batch_data = {**batch_data, "attention_mask": _masks(config, batch_data)}
     original(runner, model, batch_data, *args)
 
@@ -86,7 +88,7 @@ def _masks(config: Any, batch: dict) -> Any:
         keys = batch["read_index"][allocator.index].shape[0] or queries
         window = config.sliding_window if layer_type == SLIDING_ATTENTION else None
         seen = _seen(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][layer_type], queries, window)
-        made[layer_type] = state.package(attention_interface.REPOSITORY).attention_mask(
+        made[layer_type] = state.package(NPU_FLASH_ATTENTION.repository).attention_mask(
             1, queries, keys, mask_function=seen, device=batch["input_ids"].device
         )
     return made if len(made) > 1 else next(iter(made.values()))

@@ -64,8 +64,8 @@ def _update_window(
 @functools.cache
 def _does(method: Callable, reference: str) -> bool:
     """Tell whether a method of the installed release is what was read. It is looked at once, with the first token."""
-    from kernels_ext_npu.references import static_caches  # register() need not wait for references
-    from kernels_ext_npu.references.fingerprints import function_fingerprint
+    from kernels_ext_npu.matching.fingerprint import function_fingerprint
+    from kernels_ext_npu.patterns import static_caches  # register() need not wait for patterns
 
     return function_fingerprint(method) == function_fingerprint(getattr(static_caches, reference))
 

@@ -18,8 +18,9 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 import kernels_ext_npu
-from kernels_ext_npu.demo import tables, tiny_models
-from kernels_ext_npu.demo.comparison import CannotRunError, compare
+from kernels_ext_npu.demo import result_tables, tiny_models
+from kernels_ext_npu.demo.model_comparison import compare
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.model_configs import TINY
 
@@ -30,12 +31,12 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
     """Show the tiny models, or a checkpoint, and return whether everything agreed.
 
     Raises:
-        CannotRunError: the checkpoint cannot be loaded, or generates no text.
+        RefusedError: the checkpoint cannot be loaded, or generates no text.
         UnsupportedEnvironmentError: kernels cannot be swapped in on this machine.
     """
     logging.disable_progress_bar()
     kernels_ext_npu.register()
-    console.print(tables.machine(description.describe()))
+    console.print(result_tables.machine(description.describe()))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         if checkpoint is not None:
@@ -48,12 +49,12 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
         console.print(f"\n[bold]{name}[/]")
         console.print(result.report)
     console.print("\nSwapped:")
-    console.print(tables.swaps(results))
+    console.print(result_tables.swaps(results))
     if softnpu.is_software():
         console.print("\nCalls of a forward, and before the swap; host waits in it and in a training step:")
-        console.print(tables.calls(results))
+        console.print(result_tables.calls(results))
     console.print("\nLargest differences from the original on the CPU in float32, and of ten losses:")
-    console.print(tables.agreement(results))
+    console.print(result_tables.agreement(results))
     if softnpu.is_software():
         console.print("\nThe software device computed this, no card.")
     return all(result.agrees() for result in results.values())
@@ -61,12 +62,12 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
 
 def _check(checkpoint: Path) -> None:
     if not (checkpoint / "config.json").is_file():
-        raise CannotRunError(f"{checkpoint} is no checkpoint: a folder with config.json and weights is expected")
+        raise RefusedError(f"{checkpoint} is no checkpoint: a folder with config.json and weights is expected")
     try:
         config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CannotRunError(f"{checkpoint}: {error}") from error
+        raise RefusedError(f"{checkpoint}: {error}") from error
     if tiny_models.loader(config) is None:
-        raise CannotRunError(
+        raise RefusedError(
             f"{checkpoint} holds a {config.model_type}: the demo runs models that generate text, with or without images"
         )

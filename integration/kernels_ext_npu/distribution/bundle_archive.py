@@ -19,6 +19,8 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from kernels_ext_npu.environment import RefusedError
+
 FORMAT = 2
 FORMATS = (1, FORMAT)  # that are read
 MANIFEST = "manifest.json"
@@ -29,8 +31,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, OSError, struct.error)
 
 
-class BundleError(Exception):
+class BundleError(RefusedError):
     """A bundle was not made or not installed. The message gives every reason, a line each."""
+
+    code = 1
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,9 @@ from huggingface_hub.utils.sha import git_hash
 from kernels_ext_npu.distribution import published
 from kernels_ext_npu.distribution.variants import METADATA
 from kernels_ext_npu.distribution.verification import Verified, verify_build, verify_variant
+from kernels_ext_npu.environment import RefusedError
 
 CACHED = re.compile(r"(?:kernels|models)--(.+)--(.+)")
-
-
-class NothingToVerifyError(ValueError):
-    """There is no variant of a kernel at a path. The message says what may be there."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def find(path: Path) -> list[Target]:
         return snapshots
     clone = [Target(child.name, child) for child in sorted(path.iterdir()) if _is_build(child / "build")]
     if not clone:
-        raise NothingToVerifyError(
+        raise RefusedError(
             f"{path} holds no variants of a kernel: expected is a clone of the project, a kernel repository, its build "
             "folder, one variant, or a cache with folders such as kernels--kernels-ext-npu--RMSNorm"
         )

@@ -13,7 +13,7 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checke
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
-    """Print a report, as `Diagnosis.to_dict` gives it."""
+    """Print a report, as `examine` gives it."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kernels_ext_npu import __version__
@@ -21,7 +21,7 @@ from kernels_ext_npu.doctor.checks import (
     register_effect,
     torch_npu,
 )
-from kernels_ext_npu.doctor.findings import Diagnosis, Finding, warning
+from kernels_ext_npu.doctor.findings import Finding, Verdict, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations
 from kernels_ext_npu.doctor.outcomes import Outcome, run
 from kernels_ext_npu.doctor.probes import disk, hub, imports, kernel_copies, tiny_model
@@ -63,15 +63,20 @@ CHECKS = {
 }
 
 
-def examine(source: str = "bundled") -> Diagnosis:
+def examine(source: str = "bundled") -> dict[str, Any]:
     """Run all probes on this machine, and conclude from them what is wrong and what to do.
 
     Args:
         source: where the kernels are to come from, as register() takes it.
+
+    Returns:
+        what JSON has: version, source, whether it is healthy, which warnings leave it, and a dictionary for each check.
     """
     seen = observe(source)
-    findings = [finding for name, check in CHECKS.items() for finding in _conclude(name, check, seen)]
-    return Diagnosis(__version__, source, findings)
+    found = [finding for name, check in CHECKS.items() for finding in _conclude(name, check, seen)]
+    healthy = not any(finding.verdict is Verdict.PROBLEM for finding in found)
+    checks = [{"check": each.check} | asdict(each) | {"verdict": each.verdict.value} for each in found]
+    return {"version": __version__, "source": source, "healthy": healthy, "checks": checks}
 
 
 def observe(source: str) -> Observations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -46,24 +46,3 @@ ok = partial(Finding, Verdict.OK)
 warning = partial(Finding, Verdict.WARNING)
 problem = partial(Finding, Verdict.PROBLEM)
 not_checked = partial(Finding, Verdict.NOT_CHECKED)
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """All findings of a machine, in the order in which they are best read."""
-
-    version: str
-    source: str
-    findings: list[Finding]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether there is no problem; warnings are none."""
-        return not any(finding.verdict is Verdict.PROBLEM for finding in self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON has it: version, source, healthy, and a dictionary for each check."""
-        checks = [
-            {"check": finding.check} | asdict(finding) | {"verdict": finding.verdict.value} for finding in self.findings
-        ]
-        return {"version": self.version, "source": self.source, "healthy": self.healthy, "checks": checks}

@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from kernels_ext_npu import model_configs
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.remarks import first_line
 from kernels_ext_npu.swapping.patches import Patches
@@ -37,7 +38,7 @@ _MAPPINGS = (
 )
 
 
-class CannotInspectError(Exception):
+class CannotInspectError(RefusedError):
     """There is nothing to inspect. The message says why, and what to give."""
 
 

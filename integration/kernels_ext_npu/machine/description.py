@@ -36,7 +36,7 @@ def describe() -> dict[str, Any]:
         "kernels-ext-npu": __version__,
         **{package: installed(package) for package in PACKAGES},
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",  # what follows names a build
         "processor": platform.machine(),
     }
 

@@ -1,33 +1,32 @@
-"""Which classes and functions compute what: their fingerprints against those of the references."""
+"""Which classes and functions compute what: their fingerprints against those of the patterns."""
 
 from __future__ import annotations
 
 from functools import cache
 from types import FunctionType
 
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, FunctionReference, Reference
-from kernels_ext_npu.references.fingerprints import (
-    fingerprint,
-    function_fingerprint,
-    function_words,
-    original_function,
-    words,
-)
+from torch import nn
 
-_found: dict[tuple[type, object], Reference | None] = {}  # by class and forward: other libraries replace forwards
-_found_functions: dict[FunctionType, FunctionReference | None] = {}
+from kernels_ext_npu.matching.decorated import original_function, package_function
+from kernels_ext_npu.matching.fingerprint import computes_as, function_fingerprint, function_words, words
+from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
+
+_found: dict[tuple[type, object], Pattern | None] = {}  # by class and forward: other libraries replace forwards
+_found_functions: dict[FunctionType, FunctionPattern | None] = {}
 
 
-def find_reference(cls: type) -> Reference | None:
-    """Find the reference that computes what ``cls`` computes; None if there is none."""
+def find_pattern(cls: type) -> Pattern | None:
+    """Find the pattern that computes what ``cls`` computes; None if there is none."""
     key = cls, getattr(cls, "forward", None)
     if key not in _found:
-        _found[key] = _patterns().get(fingerprint(cls)) if words(cls) in _words_of_references() else None
+        alike = _by_words().get((Pattern, words(cls)), ())
+        _found[key] = next((pattern for pattern in alike if computes_as(cls, pattern.module)), None)
     return _found[key]
 
 
-def find_function_reference(function: object) -> FunctionReference | None:
-    """Find the reference that computes what a function computes; None if there is none.
+def find_function_pattern(function: object) -> FunctionPattern | None:
+    """Find the pattern that computes what a function computes; None if there is none.
 
     Args:
         function: a function, or the module that `kernels` made of one. Anything else matches nothing.
@@ -36,31 +35,39 @@ def find_function_reference(function: object) -> FunctionReference | None:
     if original is None:
         return None
     if original not in _found_functions:
-        known = function_words(original) in _words_of_function_references()
-        found = _function_patterns().get(function_fingerprint(function), ()) if known else ()
-        _found_functions[original] = next((reference for reference in found if reference.fits(original)), None)
+        alike = [p for p in _by_words().get((FunctionPattern, function_words(original)), ()) if _is_beside(original, p)]
+        own = function_fingerprint(function) if alike else None
+        found = (pattern for pattern in alike if function_fingerprint(pattern.function) == own is not None)
+        _found_functions[original] = next(found, None)
     return _found_functions[original]
 
 
-@cache
-def _words_of_references() -> frozenset[tuple[str, ...]]:
-    return frozenset(words(reference.module) for reference in REFERENCES)
+def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
+    """Return why no layer serves an instance of what a pattern computes; None if one does."""
+    for part in pattern.parts:
+        member = getattr(module, part.name)
+        for cls in {type(each): None for each in (member if isinstance(member, nn.ModuleList) else [member])}:
+            if not computes_as(cls, *part.classes):
+                return part.reason.format(cls.__name__)
+        if not part.is_called and has_hooks(member):
+            return f"hooks watch its {part.name}, which the kernel does not call"
+    return pattern.limits(module)
+
+
+def _is_beside(function: FunctionType, pattern: FunctionPattern) -> bool:
+    """Tell whether what a pattern asks for is in the file of a function."""
+    beside = [function.__globals__[name] for name in pattern.beside if name in function.__globals__]
+    return not pattern.beside or any(package_function(neighbour) is None for neighbour in beside)
 
 
 @cache
-def _words_of_function_references() -> frozenset[tuple[str, ...]]:
-    originals = (original_function(reference.function) for reference in FUNCTION_REFERENCES)
-    return frozenset(function_words(original) for original in originals if original is not None)
+def _by_words() -> dict[tuple, list]:
+    """Return the patterns by whether they are of classes and the words that they are in."""
+    from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS  # register() need not wait for them
 
-
-@cache
-def _patterns() -> dict[str | None, Reference]:
-    return {fingerprint(reference.module): reference for reference in REFERENCES}
-
-
-@cache
-def _function_patterns() -> dict[str | None, list[FunctionReference]]:
-    found: dict[str | None, list[FunctionReference]] = {}
-    for reference in FUNCTION_REFERENCES:
-        found.setdefault(function_fingerprint(reference.function), []).append(reference)
+    found: dict[tuple, list] = {}
+    for pattern in PATTERNS:
+        found.setdefault((Pattern, words(pattern.module)), []).append(pattern)
+    for function_pattern in FUNCTION_PATTERNS:
+        found.setdefault((FunctionPattern, function_words(function_pattern.function)), []).append(function_pattern)
     return found

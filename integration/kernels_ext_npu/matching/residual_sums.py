@@ -19,13 +19,12 @@ scales what it adds, or norms before it adds, has no such lines.
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 
 from kernels_ext_npu.matching.rewriting import maker
+from kernels_ext_npu.matching.source_tree import function_tree
 
 _NORMED, _ADD_NORM, _ADDED = "_kernels_normed", "_kernels_add_norm", "_kernels_added"
 
@@ -61,11 +60,8 @@ def sums_of(forward: object) -> Sums | None:
 def _look(forward: FunctionType) -> Sums | None:
     if hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
         return None
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # no source file, or not one function
-        return None
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or len(tree.args.args) < 2:
+    tree = function_tree(forward)
+    if tree is None or tree.decorator_list or len(tree.args.args) < 2:
         return None
     rewriting = _Rewriting(tree.args.args[0].arg, tree.args.args[1].arg)
     tree.body = rewriting.body(tree.body)

@@ -19,9 +19,9 @@ READING = frozenset(
 
 
 class Waits:
-    """How often the host waited within a context; None before its end."""
+    """How often the host waited within a context; 0 before its end."""
 
-    number: int | None = None
+    number: int = 0
 
 
 @contextmanager

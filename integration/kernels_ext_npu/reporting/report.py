@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from collections import Counter
@@ -18,19 +19,10 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
-from kernels_ext_npu.swapping import (
-    attention_rows,
-    forwards,
-    functions,
-    layers,
-    refusals,
-    residuals,
-    waiting,
-)
+from kernels_ext_npu.swapping import forwards, functions, refusals, residuals, waiting
 from kernels_ext_npu.swapping.devices import on_its_way
-from kernels_ext_npu.swapping.linear import lora
-from kernels_ext_npu.swapping.loss import lm_head_loss
 from kernels_ext_npu.swapping.protocol import Row
+from kernels_ext_npu.swapping.swaps import LINEAR, SWAPS
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
@@ -153,18 +145,12 @@ def report(model: nn.Module) -> Report:
         lm_head -> linear_cross_entropy
     """
     with on_its_way(model):
-        found = [[_passed_by(row, model) for row in part] for part in (_rows(model), lora.rows(model))]
+        others = itertools.chain.from_iterable(swap.rows(model) for swap in SWAPS if swap is not LINEAR)
+        found = [[_passed_by(row, model) for row in part] for part in (others, LINEAR.rows(model))]
         if any(map(waiting.waits, model.modules())):
             found = [[_at_first_call(row, model) for row in part] for part in found]
         modules, linear_layers = found
         return Report(modules, linear_layers, residuals.remark(model))
-
-
-def _rows(model: nn.Module) -> Iterator[Row]:
-    yield from layers.rows(model)
-    yield from functions.rows(model)
-    yield from attention_rows.rows(model)
-    yield from lm_head_loss.rows(model)
 
 
 def _passed_by(row: Row, model: nn.Module) -> Row:

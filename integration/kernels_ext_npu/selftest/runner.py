@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.machine.processes import Child
 
 START = 180.0  # seconds for imports and the first call of a device, on slow disks
@@ -14,10 +15,6 @@ LIMIT = 60.0  # seconds for a piece: those of operators take milliseconds, those
 MOST_ENDS = 25  # of processes; a device that ends each of them will end the next
 
 Tell = Callable[[int, int, str], None]
-
-
-class CannotTestError(Exception):
-    """Nothing could be tested. The message says why."""
 
 
 @dataclass
@@ -74,7 +71,7 @@ def run(
         tell: called with how much is done, of how much, and what begins.
 
     Raises:
-        CannotTestError: no process came as far as the first piece.
+        RefusedError: no process came as far as the first piece.
     """
     outcome = Outcome(quick, tuple(only))
     for _ in range(MOST_ENDS):
@@ -83,7 +80,7 @@ def run(
             if _follow(child, outcome, limit, tell):
                 break
     if not outcome.ids:
-        raise CannotTestError(f"there is no test whose name has {' or '.join(only)} in it")
+        raise RefusedError(f"there is no test whose name has {' or '.join(only)} in it")
     for identity in outcome.ids:
         if identity not in outcome.rows:
             outcome.fail(identity, "not run: too many processes ended before it")
@@ -98,7 +95,7 @@ def _follow(child: Child, outcome: Outcome, limit: float, tell: Tell) -> bool:
             said = child.hear(limit if running else START)
         except queue.Empty:
             if running is None:
-                raise CannotTestError(f"Python, torch and the device did not start within {START:.0f} s") from None
+                raise RefusedError(f"Python, torch and the device did not start within {START:.0f} s") from None
             outcome.fail(running, f"did not end within {limit:.0f} s")
             return False
         if said is None:
@@ -107,12 +104,10 @@ def _follow(child: Child, outcome: Outcome, limit: float, tell: Tell) -> bool:
             if running is not None:
                 outcome.fail(running, f"its process {how}")
             elif not outcome.ids:
-                raise CannotTestError(
-                    f"the process {how} before the first test: {child.printed().rpartition(chr(10))[2]}"
-                )
+                raise RefusedError(f"the process {how} before the first test: {child.printed().rpartition(chr(10))[2]}")
             return False
         if "failed" in said or "errors" in said:
-            raise CannotTestError(said.get("failed") or said["errors"][0])
+            raise RefusedError(said.get("failed") or said["errors"][0])
         outcome.machine = said.get("machine", outcome.machine)
         outcome.ids = said.get("ids", outcome.ids)
         if "begins" in said:

@@ -7,6 +7,9 @@ import traceback
 
 import httpx2
 
+from kernels_ext_npu import environment, sources
+from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.machine.processes import say
 
 
@@ -24,16 +27,14 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         import softnpu  # noqa: F401  before torch; changes nothing where there is a card
 
         # isort: split
-        from kernels_ext_npu import environment, sources
-        from kernels_ext_npu.catalogue import REPOSITORIES
         from kernels_ext_npu.machine import description
 
         environment.check()
         sources.check(source, REPOSITORIES)
         say(machine=description.describe())
-        if source == "hub":  # without one every piece would wait for it
-            sources.load_package(source, REPOSITORIES[0])
-    except (RuntimeError, ImportError, OSError, httpx2.HTTPError) as error:  # these say what is wrong
+        if source == "hub":
+            _ask_hub()
+    except (RuntimeError, ImportError, FileNotFoundError, RefusedError) as error:  # these say what to do
         say(failed=str(error))
         return
     from kernels_ext_npu.selftest import pieces
@@ -55,6 +56,14 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         else:
             say(ends=identity, **found)
     say(done=True)
+
+
+def _ask_hub() -> None:
+    """Load a kernel from the Hub: without one every piece would wait for it."""
+    try:
+        sources.load_package("hub", REPOSITORIES[0])
+    except (OSError, httpx2.HTTPError) as error:
+        raise RefusedError(f"the kernels cannot be loaded from the Hub: {error}") from error
 
 
 def _is_wanted(identity: str, only: list[str]) -> bool:

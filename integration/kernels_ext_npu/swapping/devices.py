@@ -40,7 +40,7 @@ def device_of(module: nn.Module) -> str | None:
 
     accelerate moves what is offloaded when it is called.
     """
-    return "npu" if awaits_weights() else _where(module)
+    return "npu" if _without_weights.get() else _where(module)
 
 
 def is_elsewhere(module: nn.Module) -> bool:

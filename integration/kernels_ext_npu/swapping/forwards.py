@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.swapping.loaded import MATCHED, OWNER, is_marked, kernel_name, layer_name
+from kernels_ext_npu.swapping.loaded import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
 from kernels_ext_npu.swapping.patches import Patches
 
 _EMPTY = CellType()
@@ -153,6 +153,18 @@ def layer_of(module: nn.Module) -> str | None:
     return layer_name(own_forward(module)) if owner is None else owner if owner in LAYERS else None
 
 
+def with_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the modules of a model that layers of ours compute, each with its layer, and the package of its kernel."""
+    swapped = [module for module in model.modules() if "forward" in vars(module)]
+    placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
+    return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
+
+
+def package_of(module: nn.Module) -> Any:
+    """Return the package of the kernel of ours that computes a module; None if none does."""
+    return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
+
+
 def install(patches: Patches) -> None:
     """Let `kernels` put forwards below wrappers, too, and let pickles of swapped modules leave no forward behind."""
     _install_replacing(patches)
@@ -172,6 +184,12 @@ def _install_replacing(patches: Patches) -> None:
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
         from kernels_ext_npu.swapping import aside  # what reads forwards is not imported by register()
 
+        bound = getattr(vars(module).get("forward"), "__func__", None)
+        if (
+            getattr(bound, "__wrapped__", None) is layer.forward
+            and getattr(bound, MATCHED, None) is type(module).forward
+        ):
+            return  # it is in place
         if layer_name(layer.forward) is not None:
             put(module, aside.stepping(layer.forward, _below_wrappers(module)))  # type: ignore[arg-type]
         elif wrapper(module) is not None:

@@ -20,13 +20,13 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS, ROTARY
-from kernels_ext_npu.matching import kinds
-from kernels_ext_npu.matching.lookup import find_function_reference
-from kernels_ext_npu.references import FunctionReference
-from kernels_ext_npu.references.fingerprints import is_kernel_function, original_function, package_function
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
+from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.patterns.pattern import FunctionPattern
 from kernels_ext_npu.swapping import forwards, kernel_mapping, kernel_marks, loaded, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
-from kernels_ext_npu.swapping.function_uses import Use, uses
 from kernels_ext_npu.swapping.protocol import Row, Swapping
 
 SHARED = (
@@ -35,17 +35,13 @@ SHARED = (
 )
 
 
-def install(registration: state.Registration) -> None:
-    """Change nothing: functions are marked when a model calls them."""
-
-
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others."""
     registration = swapping.registration
     served: dict[nn.Module, None] = {}
     for cls, modules in swapping.by_class.items():
         for use in uses(cls):
-            reference = find_function_reference(use.function)
+            reference = find_function_pattern(use.function)
             if reference is None or not _is_ours(use):
                 if is_kernel_function(use.function) and _may_be_served(use, reference):
                     _leave_npu_out(registration, use.function)
@@ -60,16 +56,18 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 
 @contextmanager
-def shared(model: nn.Module) -> Iterator[None]:
+def shared(model: nn.Module, swapping: Swapping) -> Iterator[None]:
     """Let functions keep the kernels of models on the NPU while a model on another device is swapped."""
-    functions = {use.function for module in model.modules() for use in uses(type(module))}
+    if not is_elsewhere(model):
+        yield
+        return
+    functions = {use.function for cls in swapping.by_class for use in uses(cls)}
     bound = {f: vars(f)["forward"] for f in functions if is_kernel_function(f) and "forward" in vars(f)}
     try:
         yield
     finally:
-        if is_elsewhere(model):
-            for function, forward in bound.items():
-                function.forward = forward
+        for function, forward in bound.items():
+            function.forward = forward
 
 
 def revert(model: nn.Module) -> None:
@@ -95,7 +93,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
         for use in uses(type(module)):
-            reference, reason = find_function_reference(use.function), refusal(module, use)
+            reference, reason = find_function_pattern(use.function), refusal(module, use)
             yield Row(
                 path=f"{path}.{use.name}".lstrip("."),
                 class_name=getattr(original_function(use.function), "__qualname__", use.name),
@@ -114,10 +112,10 @@ def refusal(module: nn.Module, use: Use) -> str | None:
     if loaded.kernel_name(forward) is not None and loaded.layer_name(forward) is None:
         assert forward is not None
         return refusals.served_by(forward)
-    reference = find_function_reference(use.function)
+    reference = find_function_pattern(use.function)
     if reference is None:
         if use.kind is not ROTARY and original_function(use.function) is not None:
-            return kinds.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
+            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         original = original_function(use.function)
         stranger = forwards.foreign(original, use.file) if original else None
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
@@ -135,7 +133,7 @@ def refusal(module: nn.Module, use: Use) -> str | None:
 
 def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
-    if (reference := find_function_reference(use.function)) is None:
+    if (reference := find_function_pattern(use.function)) is None:
         return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
     return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
 
@@ -147,7 +145,7 @@ def _is_ours(use: Use) -> bool:
     return state.current is not None and state.current.over_packages
 
 
-def _may_be_served(use: Use, reference: FunctionReference | None) -> bool:
+def _may_be_served(use: Use, reference: FunctionPattern | None) -> bool:
     """Tell whether a function could get a kernel for the NPU for which it is not meant."""
     if reference is not None:
         return True

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.references import Reference
-from kernels_ext_npu.swapping import experts_choice, forwards, kernel_mapping, refusals, state
+from kernels_ext_npu.swapping import forwards, kernel_mapping, refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.experts.implementation import other_than_ours
+from kernels_ext_npu.swapping.experts.serving import is_experts
 from kernels_ext_npu.swapping.protocol import Swapping
 from kernels_ext_npu.swapping.state import Registration
 
@@ -71,36 +73,36 @@ def take_as(module: nn.Module, layer: str, mode: Mode) -> None:
 
 def layer_for(module: nn.Module) -> str | None:
     """Return the layer that serves a module on the NPU; None if none does."""
-    reference = find_reference(type(module))
-    return None if reference is None or refusal(module) is not None else reference.layer(module)
+    reference = find_pattern(type(module))
+    return None if reference is None or refusal(module) is not None else reference.layer_for(module)
 
 
 def refusal(module: nn.Module) -> str | None:
     """Return why no kernel can take the place of a module's forward; None if one can."""
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if reference is None:
         stranger = forwards.stranger(module)
         return refusals.FORWARD_UNKNOWN if stranger is None else refusals.replaced(stranger)
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    return forwards.refuse_wrapper(module) or unwanted(module, reference) or reference.refuse(module)
+    return forwards.refuse_wrapper(module) or unwanted(module, reference) or why_not_served(module, reference)
 
 
-def unwanted(module: nn.Module, reference: Reference) -> Reason | None:
+def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
     """Return why somebody does not want the kernel for an instance; None if nobody said so."""
     if module in state.restored:
         return refusals.RESTORED
     if (left_out := refusals.left_out(reference.repository)) is not None:
         return left_out
-    asked_for = experts_choice.named(module.config) if experts_choice.is_experts(module) else None
+    asked_for = other_than_ours(module.config) if is_experts(module) else None
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
 def _mark(registration: Registration, module: nn.Module) -> None:
     cls, marked = type(module), _marked(type(module))
-    reference = find_reference(cls)
+    reference = find_pattern(cls)
     if reference is not None:
-        layer = reference.layer(module)
+        layer = reference.layer_for(module)
         if marked is not None and marked != layer:
             kernel_mapping.move_mark(registration, marked, layer)
         registration.patches.attribute(cls, "kernel_layer_name", layer)

@@ -14,47 +14,39 @@ from collections.abc import Iterator
 from torch import nn
 
 from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, KIND_OF_LAYER, LAYER_NORMS, MLPS, ROUTERS, TABLES, Kind
-from kernels_ext_npu.matching.kinds import has_gated_projections, of_module
-from kernels_ext_npu.matching.lookup import find_reference
-from kernels_ext_npu.references import Reference
+from kernels_ext_npu.matching.classification import has_gated_projections, of_module
+from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swapping import (
-    experts,
     forwards,
     functions,
-    kernel_mapping,
     kernel_marks,
     packing,
     refusals,
     state,
 )
 from kernels_ext_npu.swapping.devices import is_elsewhere
+from kernels_ext_npu.swapping.experts import serving as experts
 from kernels_ext_npu.swapping.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swapping.linear import lora
 from kernels_ext_npu.swapping.protocol import Row, Swapping
-from kernels_ext_npu.swapping.state import Registration
 
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
 
-def install(registration: Registration) -> None:
-    """Enter the layers into transformers' table."""
-    kernel_mapping.install(registration)
-
-
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
-    experts.look_again(model)
     layers: dict[nn.Module, str] = {}
     for cls, modules in swapping.by_class.items():
-        reference = find_reference(cls)
+        reference = find_pattern(cls)
         for module in modules:
             if reference is not None and (layer := _meet(module, reference)) is not None:
                 layers[module] = layer
             elif reference is None and forwards.layer_of(module) is not None:
                 forwards.take_out(module)
     with kernel_marks.decided(swapping, layers) as otherwise_served:
-        with functions.shared(model):
+        with functions.shared(model, swapping):
             swapping.take(swapping.mode)
         for module, layer in otherwise_served:
             kernel_marks.take_as(module, layer, swapping.mode)
@@ -73,26 +65,26 @@ def since_swapped(module: nn.Module) -> str | None:
     layer = forwards.layer_of(module)
     if layer is None:
         return None
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if reference is None:
         return refusals.FORWARD_UNKNOWN
-    if reference.sees_changes:
+    if reference.rechecks_every_call:
         return unwanted(module, reference)
-    reason = unwanted(module, reference) or reference.refuse(module)
-    if reason is None and reference.layer(module) != layer:
-        return f"it is for {reference.layer(module)} now, and has {layer}"
+    reason = unwanted(module, reference) or why_not_served(module, reference)
+    if reason is None and reference.layer_for(module) != layer:
+        return f"it is for {reference.layer_for(module)} now, and has {layer}"
     return reason
 
 
-def _meet(module: nn.Module, reference: Reference) -> str | None:
+def _meet(module: nn.Module, reference: Pattern) -> str | None:
     """Return the layer that serves a module, and take out the one in its place if that no longer fits."""
     placed, reason = forwards.layer_of(module), unwanted(module, reference)
-    unfit = reference.refuse(module)
-    layer = None if unfit is not None else reference.layer(module)
-    is_stale = not reference.sees_changes and layer != placed
+    unfit = why_not_served(module, reference)
+    layer = None if unfit is not None else reference.layer_for(module)
+    is_stale = not reference.rechecks_every_call and layer != placed
     if placed is not None and (reason is not None or is_stale):
         forwards.take_out(module)
-    if reason is not None or is_elsewhere(module) or forwards.refuse_wrapper(module) is not None:
+    if reason is not None or is_elsewhere(module) or (placed is None and forwards.refuse_wrapper(module) is not None):
         return None
     return layer
 
@@ -115,12 +107,12 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
     candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
     if (forward := forwards.kernel_forward(module)) is not None:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if isinstance(module, _OTHER_NORMS) and reference is None:
         reason = refusals.NO_RMS_NORM
     else:
         reason = refusal(module) or refusals.not_swapped()
-    return Row(path, name, reference.layer(module) if reference else None, False, reason, candidate, counted_as)
+    return Row(path, name, reference.layer_for(module) if reference else None, False, reason, candidate, counted_as)
 
 
 def _remark(module: nn.Module) -> str | None:
@@ -136,11 +128,11 @@ def _is_other(module: nn.Module, kind: Kind) -> bool:
     It makes cos and sin, or routes, in another way, or no kernel was wanted for it. Of MLPs it is so for those that are
     only called so: what they multiply with is no pair of projections.
     """
-    reference = find_reference(type(module))
+    reference = find_pattern(type(module))
     if module in state.restored or (reference is not None and refusals.left_out(reference.repository) is not None):
         return True
     if kind in (ROUTERS, ACTIVATIONS):
         return reference is None
     if kind is MLPS:
         return reference is None and not has_gated_projections(module)
-    return kind in (TABLES, LAYER_NORMS) and (reference is None or reference.refuse(module) is not None)
+    return kind in (TABLES, LAYER_NORMS) and (reference is None or why_not_served(module, reference) is not None)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from kernels_ext_npu.catalogue import MLPS
-from kernels_ext_npu.swapping import loaded
 from kernels_ext_npu.swapping.devices import awaits_weights
-from kernels_ext_npu.swapping.forwards import kernel_forward
+from kernels_ext_npu.swapping.forwards import layer_of, package_of, with_layers
 from kernels_ext_npu.swapping.loaded import owner_of
+from kernels_ext_npu.swapping.protocol import Swapping
 
 # those that multiply with gate and up, each a projection
 WITH_GATE_AND_UP = (
@@ -42,19 +42,18 @@ class Pair(NamedTuple):
     up: nn.Module
 
 
-def pack(model: nn.Module) -> None:
+def apply(model: nn.Module, swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
-    for kernel, gate, up in pairs(model):
-        kernel.pack(gate, up)
-    for module in model.modules():
-        forward = kernel_forward(module)
-        if forward is not None and loaded.layer_name(forward) in MLPS.layers:
-            loaded.package(forward).packing.meet(module)
+    for module, layer, package in with_layers(model):
+        if (pair := _pair_of(module, layer, package)) is not None:
+            pair.kernel.pack(pair.gate, pair.up)
+        if layer in MLPS.layers:
+            package.packing.meet(module)
 
 
 def separate(module: nn.Module) -> str | None:
     """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
-    pair = _pair(module)
+    pair = _pair_of(module, layer_of(module), package_of(module))
     if pair is None:
         return None
     kernel, gate, up = pair
@@ -68,37 +67,28 @@ def separate(module: nn.Module) -> str | None:
 
 def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return gate and up of a swapped MLP as it calls them, with their adapters; None if it has no such pair."""
-    forward = kernel_forward(module)
-    if forward is None or loaded.layer_name(forward) not in WITH_GATE_AND_UP:
+    if layer_of(module) not in WITH_GATE_AND_UP:
         return None
-    gate, up, _ = loaded.package(forward).packing.projections(module)
+    gate, up, _ = package_of(module).packing.projections(module)
     return gate, up
 
 
 def unaligned(module: nn.Module) -> str | None:
     """Return why a swapped MLP that is trained computes in torch; None if it does not, or is no MLP."""
-    forward = kernel_forward(module)
-    if forward is None or not module.training or loaded.layer_name(forward) not in MLPS.layers:
+    if not module.training or layer_of(module) not in MLPS.layers:
         return None
-    return loaded.package(forward).alignment.unaligned(module)
+    return package_of(module).alignment.unaligned(module)
 
 
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """Find the projections of the swapped MLPs of a model."""
-    return (pair for module in model.modules() if (pair := _pair(module)) is not None)
+    return (pair for placed in with_layers(model) if (pair := _pair_of(*placed)) is not None)
 
 
-def _pair(module: nn.Module) -> Pair | None:
-    forward = kernel_forward(module)
-    if forward is None or loaded.layer_name(forward) not in WITH_GATE_AND_UP:
+def _pair_of(module: nn.Module, layer: str | None, package: Any) -> Pair | None:
+    if layer not in WITH_GATE_AND_UP:
         return None
-    kernel = loaded.package(forward).packing
-    gate, up, _ = kernel.projections(module)
-    if loaded.layer_name(forward) in JOINING and all(_is_adapted(layer) for layer in (gate, up)):
+    gate, up, _ = package.packing.projections(module)
+    if layer in JOINING and owner_of(gate) == owner_of(up) == "lora":
         gate, up = gate.base_layer, up.base_layer
-    return Pair(kernel, gate, up)
-
-
-def _is_adapted(layer: nn.Module) -> bool:
-    """Tell whether a kernel computes a layer with adapters, which it may do together with another one."""
-    return owner_of(layer) == "lora"
+    return Pair(package.packing, gate, up)

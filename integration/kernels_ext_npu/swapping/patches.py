@@ -97,6 +97,10 @@ class Patches:
         for change in reversed(found):
             change.undo()
 
+    def knows(self, owner: Any, name: str) -> bool:
+        """Tell whether an attribute of an object was changed or noted."""
+        return any(isinstance(c, _Attribute) and c.name == name and c.owner() is owner for c in self._changes)
+
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
         """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""
         self.items(mapping, {key: new})

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear
 
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import refusals, state
 from kernels_ext_npu.swapping.devices import is_elsewhere
 from kernels_ext_npu.swapping.loaded import owner_of

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -71,20 +71,24 @@ def modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]
     return found
 
 
-class Swap(Protocol):
-    """A kind of kernel: layers, functions, attention, experts, linear layers, the loss, gate and up as one product.
+def _nothing(_: object) -> None:
+    """Change nothing."""
 
-    A module of Python with these functions is one.
+
+@dataclass(frozen=True)
+class Swap:
+    """One kind of kernel, and how it gets into a model, out of it, and into the report.
+
+    Attributes:
+        name: of the kind.
+        apply: swaps into a model; what is in place and as it should be is left alone.
+        install: changes transformers when kernels are registered, through `registration.patches`.
+        revert: undoes exactly what `apply` did to a model or a part of one.
+        rows: says what was swapped in a model, and what was not, and why.
     """
 
-    def install(self, registration: Registration) -> None:
-        """Change transformers, through `registration.patches`."""
-
-    def apply(self, model: nn.Module, swapping: Swapping) -> None:
-        """Swap into a model; what is in place and as it should be is left alone."""
-
-    def revert(self, model: nn.Module) -> None:
-        """Undo exactly what `apply` did to a model or a part of one."""
-
-    def rows(self, model: nn.Module) -> Iterator[Row]:
-        """Say what was swapped in a model, and what was not, and why."""
+    name: str
+    apply: Callable[[nn.Module, Swapping], None]
+    install: Callable[[Registration], None] = _nothing
+    revert: Callable[[nn.Module], None] = _nothing
+    rows: Callable[[nn.Module], Iterable[Row]] = lambda _: ()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.matching.residual_sums import Sums, sums_of
-from kernels_ext_npu.references.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swapping import aside, loaded, state
 from kernels_ext_npu.swapping.forwards import kernel_forward, layer_of
 from kernels_ext_npu.swapping.protocol import Swapping

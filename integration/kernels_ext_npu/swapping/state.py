@@ -31,7 +31,6 @@ class Registration:
         patches: the changes to transformers, `kernels` and what belongs to models.
         marked: the classes that were looked at.
         functions: the modules that `kernels` made of functions, by function.
-        experts_named: the configs whose owner named an implementation of experts, by id.
         packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
         waiting: the models that were not called on the NPU yet.
         sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
@@ -45,7 +44,6 @@ class Registration:
     patches: Patches = field(default_factory=Patches)
     marked: set[type] = field(default_factory=set)
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
-    experts_named: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)

@@ -20,7 +20,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, IMPLEMENTATION, NORMS, TABLES
 from kernels_ext_npu.swapping import forwards
-from kernels_ext_npu.swapping.experts_interface import npu_grouped_mm
+from kernels_ext_npu.swapping.experts.implementation import npu_grouped_mm
 from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.side import Side
 

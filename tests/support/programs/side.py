@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from kernels_ext_npu.matching.function_scan import uses
 from kernels_ext_npu.swapping import state
-from kernels_ext_npu.swapping.function_uses import uses
 from tests.support.programs import variants
 
 

@@ -67,7 +67,7 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
     """Look for a repository as `kernels` does without a network: it wants a note of the commit and all files of it."""
     from kernels_ext_npu import sources
     from kernels_ext_npu.distribution import hub_cache, targets
-    from kernels_ext_npu.distribution.bundle_archive import BundleError
+    from kernels_ext_npu.environment import RefusedError
 
     try:
         folder = hub_cache.folder()
@@ -80,7 +80,7 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
             return {"state": "incomplete", "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         found = _verified([entry for target in targets.find(snapshot) for entry in target.verify()], name, machine)
         return {"state": "damaged" if found["problems"] else "complete", "commit": snapshot.name} | found
-    except (OSError, ValueError, BundleError) as error:
+    except (OSError, ValueError, RefusedError) as error:
         return {"state": "unreadable", "reason": f"{type(error).__name__}: {error}"}
 
 

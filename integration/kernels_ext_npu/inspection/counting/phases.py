@@ -23,7 +23,8 @@ from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.measuring.roofline import Soc
-from kernels_ext_npu.swapping import attention_interface
+from kernels_ext_npu.swapping.attention import calls
+from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
 
 Inputs = dict[str, Any]
 
@@ -70,8 +71,8 @@ def count_layers(
 ) -> Counts:
     """Count two layers of each kind, and once more three of one kind, for what each further one costs."""
     kinds = [kind for kind in find_kinds(model) if kind.layers not in apart]
-    if attention_interface.is_installed():
-        attention_interface.make_ready()  # which is no cost of a forward
+    if NPU_FLASH_ATTENTION.is_registered():
+        calls.make_ready()  # which is no cost of a forward
 
     def count(one_more: Kind | None = None) -> Counts:
         costs = counting()

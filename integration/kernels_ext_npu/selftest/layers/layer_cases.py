@@ -18,19 +18,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
-from kernels_ext_npu.references import FUNCTION_REFERENCES, REFERENCES, FunctionReference, Reference, mlp_forms
-from kernels_ext_npu.references.expert_lists import (
-    MixtralSparseMoeBlock,
-    OlmoeSparseMoeBlock,
-    Qwen2MoeSparseMoeBlock,
-    Qwen3MoeSparseMoeBlock,
-)
-from kernels_ext_npu.references.expert_lists_gated import DeepseekV2MoE, DeepseekV3MoE
-from kernels_ext_npu.references.gated_recurrence import RecurrentGemmaRglru
-from kernels_ext_npu.references.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
-from kernels_ext_npu.references.mlps import LlamaMLP, Phi3MLP
-from kernels_ext_npu.references.rotary_composed import COMPOSED_ROTARY_EMBEDDINGS
-from kernels_ext_npu.references.rotary_embedding import ROTARY_EMBEDDINGS
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
+from kernels_ext_npu.patterns.mlps import mlp_variants
+from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
+from kernels_ext_npu.patterns.moe import moe_blocks_v4
+from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
+from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
+from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.comparing import Results
@@ -39,15 +34,11 @@ from kernels_ext_npu.swapping.packing import WITH_GATE_AND_UP
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 EXPERTS = {Qwen3MoeExperts: "qwen3_moe", GptOssExperts: "gpt_oss"}
-BLOCKS = {
-    "SparseMoEBlock": (Qwen3MoeSparseMoeBlock, Qwen2MoeSparseMoeBlock, OlmoeSparseMoeBlock, MixtralSparseMoeBlock),
-    "GatedMoEBlock": (DeepseekV3MoE, DeepseekV2MoE),
-}
 
 
 def _reference(layer: str) -> type[nn.Module]:
     """Return the class that transformers has of what a layer computes."""
-    return next(reference.module for reference in REFERENCES if layer in reference.layers)
+    return next(reference.module for reference in PATTERNS if layer in reference.layers)
 
 
 def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.Module:
@@ -74,7 +65,7 @@ def _mlp(cls: type[nn.Module], activation: str) -> Made:
 
 def _normed_mlp() -> Made:
     """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
-    module, (x,) = _mlp(mlp_forms.BitNetMLP, "silu")
+    module, (x,) = _mlp(mlp_variants.BitNetMLP, "silu")
     return module, (4 * x,)
 
 
@@ -139,15 +130,15 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "FusedGeGLUMLP": [partial(_mlp, Phi3MLP, "gelu_pytorch_tanh")],
     "ExactGeGLUMLP": [partial(_mlp, LlamaMLP, "gelu")],
     "FusedExactGeGLUMLP": [partial(_mlp, Phi3MLP, "gelu")],
-    "ClampedSwiGLUMLP": [partial(_mlp, mlp_forms.DeepseekV4MLP, "silu")],
-    "ScaledSwiGLUMLP": [partial(_mlp, mlp_forms.FalconH1MLP, "silu")],
-    "DropoutMLP": [partial(_mlp, mlp_forms.T5DenseGatedActDense, "gelu_new")],
-    "FusedDropoutMLP": [partial(_mlp, mlp_forms.ModernBertMLP, "gelu")],
-    "DroppedMLP": [partial(_mlp, mlp_forms.SeedOssMLP, "silu")],
-    "GloballyScaledMLP": [partial(_mlp, mlp_forms.InklingMLP, "silu")],
+    "ClampedSwiGLUMLP": [partial(_mlp, mlp_variants.DeepseekV4MLP, "silu")],
+    "ScaledSwiGLUMLP": [partial(_mlp, mlp_variants.FalconH1MLP, "silu")],
+    "DropoutMLP": [partial(_mlp, mlp_variants.T5DenseGatedActDense, "gelu_new")],
+    "FusedDropoutMLP": [partial(_mlp, mlp_variants.ModernBertMLP, "gelu")],
+    "DroppedMLP": [partial(_mlp, mlp_variants.SeedOssMLP, "silu")],
+    "GloballyScaledMLP": [partial(_mlp, mlp_variants.InklingMLP, "silu")],
     "NormedMLP": [_normed_mlp],
-    "FusedMLPByLayer": [partial(_mlp, mlp_forms.MoshiGatingMLP, "silu")],
-    "FusedAdaptedMLP": [partial(_mlp, mlp_forms.Zamba2MLP, "gelu")],
+    "FusedMLPByLayer": [partial(_mlp, mlp_variants.MoshiGatingMLP, "silu")],
+    "FusedAdaptedMLP": [partial(_mlp, mlp_variants.Zamba2MLP, "gelu")],
     "FastGELU": [partial(_activation, FastGELUActivation)],
     "NewGELU": [partial(_activation, NewGELUActivation)],
     "QuickGELU": [partial(_activation, QuickGELUActivation)],
@@ -158,7 +149,10 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
         layer: [partial(_without_interface, layer)]
         for layer in ("ClampedExperts", "FlatExperts", "ScaledTokensMoEBlock")
     },
-    **{layer: [partial(_block, cls) for cls in classes] for layer, classes in BLOCKS.items()},
+    **{
+        layer: [partial(_block, pattern.module) for pattern in moe_blocks_v4.PATTERNS if layer in pattern.layers]
+        for layer in ("SparseMoEBlock", "GatedMoEBlock")
+    },
 }
 
 
@@ -183,7 +177,7 @@ LINEAR: dict[str, Callable[[], list[Tensor]]] = {
         *(torch.randn(2, 4, 40), torch.randn(2, 4, 40)),
     ],
 }
-TABLES: tuple[Reference, ...] = (*ROTARY_EMBEDDINGS, *COMPOSED_ROTARY_EMBEDDINGS)
+TABLES: tuple[Pattern, ...] = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
 
 
 def _of_module(
@@ -203,7 +197,7 @@ def _of_module(
     return found, comparing.exact(truth, arguments, truth.parameters())
 
 
-def _of_rotation(reference: FunctionReference, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _of_rotation(reference: FunctionPattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     """Compare what is rotated, and its gradients; cos and sin have none."""
     inputs = rotary_arguments.arguments(reference.function.__name__, dtype, dtype)
     fixed = {name: inputs.pop(name) for name in [*inputs] if name in rotary_arguments.FIXED}
@@ -227,14 +221,14 @@ def _called(function: Callable, layer: str, *tensors: Tensor) -> Any:
     return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
-def _of_linear(reference: FunctionReference, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _of_linear(reference: FunctionPattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     torch.manual_seed(0)
     inputs = tuple(tensor.to(dtype) for tensor in LINEAR[reference.layer]())
     found = comparing.results(partial(_called, layer(), reference.layer), comparing.moved(inputs))
     return found, comparing.exact(partial(_called, reference.function, reference.layer), inputs)
 
 
-def _of_table(reference: Reference, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _of_table(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     """Compare with the host: there is no gradient, and the angles are of float32 on both sides, far ones too."""
     by_type = "ByType" in reference.layers[0]
     original = rotary_arguments.embedding(reference.module, by_type)
@@ -249,14 +243,14 @@ def _of_table(reference: Reference, layer: type[nn.Module], dtype: torch.dtype) 
     return Results(found, []), Results(expected, [])
 
 
-def _positions(reference: Reference) -> Tensor:
+def _positions(reference: Pattern) -> Tensor:
     """Make positions of the dimensions that a table has, far ones too: rows of them, or two numbers for each patch."""
     layer = reference.layers[0]
     if "OfPatches" in layer:
         patches = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
         return patches.expand(2, -1, -1) if reference.module.__name__ == "Gemma4VisionRotaryEmbedding" else patches
     rows = torch.stack((torch.arange(7), torch.arange(7) * 19937))
-    if reference not in COMPOSED_ROTARY_EMBEDDINGS:
+    if reference not in mrope_tables.PATTERNS:
         return rows
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}.get(layer, 3)
     return torch.stack([rows // (1 + dimension) for dimension in range(dimensions)])
@@ -269,7 +263,7 @@ def _cases() -> Iterator[Layer]:
             yield Layer(LAYERS[layer], layer, partial(_of_module, make), of)
             if layer in WITH_GATE_AND_UP:
                 yield Layer(LAYERS[layer], layer, partial(_of_module, make, packed=True), "gate and up packed")
-    for function in FUNCTION_REFERENCES:
+    for function in FUNCTION_PATTERNS:
         if function.repository == "RoPE":
             yield Layer("RoPE", function.layer, partial(_of_rotation, function), function.function.__name__)
         else:

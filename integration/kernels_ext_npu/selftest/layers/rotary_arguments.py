@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.lookup import find_reference
+from kernels_ext_npu.matching.lookup import find_pattern
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")
@@ -63,7 +63,7 @@ def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", s
     module: Any = cls.__new__(cls)
     nn.Module.__init__(module)
     frequencies = 1e4 ** -(torch.arange(12) / 12)
-    reference = find_reference(cls)
+    reference = find_pattern(cls)
     assert reference is not None
     section = getattr(reference.module, "mrope_section", (4, 4, 4))
     module.mrope_section = dict.fromkeys(LAYER_TYPES, section) if by_type else section

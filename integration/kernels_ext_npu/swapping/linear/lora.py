@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.catalogue import PROJECTIONS
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.references.hooks import has_hooks
 from kernels_ext_npu.swapping import packing, refusals
 from kernels_ext_npu.swapping.instance_forward import put, take_out
 from kernels_ext_npu.swapping.linear import linear_groups

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.catalogue import HEADS
-from kernels_ext_npu.matching import kinds
+from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swapping import refusals
 from kernels_ext_npu.swapping.instance_forward import put, take_out
 from kernels_ext_npu.swapping.loaded import owner_of
@@ -181,4 +181,4 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
 def _names(model: nn.Module) -> AbstractSet[str]:
     """Return the names that the forward of a model uses, those of its parameters among them."""
     forward: Any = inspect.unwrap(type(model).forward)
-    return kinds.names(forward) | inspect.signature(forward).parameters.keys()
+    return classification.names(forward) | inspect.signature(forward).parameters.keys()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.references.fingerprints import original_function
+from kernels_ext_npu.matching.decorated import original_function
 from tests.support.programs import variants
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side

@@ -1,0 +1,161 @@
+"""Runs every call of the models, by each who can compute it, and collects what was found."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch_npu
+from transformers import PreTrainedModel
+
+import softnpu
+from kernels_ext_npu.benchmarking import agreement, call_costs, timing, whole_model_calls
+from kernels_ext_npu.benchmarking.agreement import Distances
+from kernels_ext_npu.benchmarking.call_costs import Work
+from kernels_ext_npu.benchmarking.options import DTYPES, Asked
+from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
+from kernels_ext_npu.benchmarking.recorded_calls import Call, Phase, phases, record
+from kernels_ext_npu.benchmarking.shrunk_models import Model
+from kernels_ext_npu.benchmarking.timing import Before, Run
+from kernels_ext_npu.measuring.distance import DisagreementError, distances
+
+CallsOf = Callable[[Model, PreTrainedModel, Phase], list[Call]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One call in one direction by one provider: figures, or why there are none.
+
+    Attributes:
+        distance: the distance of its worst output or gradient from float32, relative; by norm.
+        figures: launches, bytes and so on, by name; on a card times too.
+        refused: why there are no figures.
+        wrong: whether that is because it disagrees, or raised.
+    """
+
+    model: str
+    dtype: str
+    phase: str
+    kernel: str
+    name: str
+    path: str
+    shapes: list[list[int]]
+    provider: str
+    direction: str
+    distance: float | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    wrong: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that have a value and the figures in one dictionary, for JSON."""
+        fields = asdict(self)
+        figures = fields.pop("figures")
+        return {key: value for key, value in (fields | figures).items() if value is not None}
+
+
+def run(model: Model, dtype: str, asked: Asked, found: list[Provider]) -> Iterator[Result]:
+    """Measure a model by everybody who can compute it, one phase after the other, and give each result.
+
+    Args:
+        dtype: bf16 or fp16.
+        asked: what is measured of it.
+        found: who computes it, the original first: the others are compared with what it differs.
+
+    Raises:
+        RefusedError: the model cannot be built.
+    """
+    parts = [kernel for kernel in asked.kernels if kernel not in whole_model_calls.KERNELS]
+    for phase in phases(asked.tokens):
+        if parts:
+            yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, asked.repeats)
+        if whole := whole_model_calls.wanted(asked.kernels, phase):
+            calls_of = partial(whole_model_calls.calls, kernels=whole)
+            yield from _run_phase(model.whole(), dtype, phase, calls_of, found, asked.repeats)
+
+
+def _run_phase(
+    source: Model, dtype_name: str, phase: Phase, calls_of: CallsOf, found: list[Provider], repeats: int
+) -> Iterator[Result]:
+    gc.collect()
+    torch_npu.npu.empty_cache()
+    dtype: torch.dtype = getattr(torch, DTYPES[dtype_name])
+    model = source.build(dtype).train(phase.training)
+    plain = copy.deepcopy(model)
+    # one expert after the other, as they are written in their model: what has the fewest parts that could be missing
+    plain.set_experts_implementation("eager")
+    try:
+        calls = calls_of(source, plain, phase)
+    except Exception as error:
+        refused = f"{_sentence(error)}. If --shrink divided what has to fit, try another one, or 1"
+        whole = (source.name, dtype_name, str(phase), "layer", "the whole model", "")
+        yield Result(*whole, [], ORIGINAL, "forward", refused=refused, wrong=True)
+        return
+    exact = [_exact(Work(call, plain.float(), torch.float32, phase.training), dtype) for call in calls]
+    del plain
+    originals: dict[Call, Distances] = {}
+    for provider in found:
+        candidate = model if provider.name == ORIGINAL else copy.deepcopy(model)
+        with provider.applied(candidate) as refuse:
+            for call, reference in zip(calls, exact):
+                work = Work(call, candidate, dtype, phase.training, reference.gradients)
+                identity = (source.name, dtype_name, str(phase), call.kernel, call.name, call.path, call.shapes())
+                result = Result(*identity, provider.name, "both" if work.gradients else "forward")
+                if reason := refuse(call):
+                    yield replace(result, refused=reason)
+                else:
+                    yield from _compared(result, work, reference, originals, repeats)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The original in float32: its outputs and gradients, and the gradients of outputs that gave them."""
+
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    failed: str | None = None
+
+
+def _exact(work: Work, dtype: torch.dtype) -> Exact:
+    try:
+        results = work.results()
+    except Exception as error:
+        return Exact(failed=f"there is nothing to compare with: in float32 the original {_sentence(error)}")
+    return Exact(results, [gradient.to(dtype) for gradient in work.gradients])
+
+
+def _compared(
+    result: Result, work: Work, exact: Exact, originals: dict[Call, Distances], repeats: int
+) -> Iterator[Result]:
+    """Compare what a provider makes of a call, then count and time it; give the result of each direction."""
+    if exact.failed or (work.call not in originals and result.provider != ORIGINAL):
+        yield replace(result, refused=exact.failed or "there is nothing to compare with: the original failed")
+        return
+    try:
+        measured = distances(work.results(), exact.results)
+        agreement.check(measured, originals.get(work.call, measured), work.dtype)
+        distance = max((each.norm for each in measured.values()), default=0.0)
+        for direction, (before, timed) in work.directions().items():
+            yield replace(result, direction=direction, distance=distance, figures=_figures(before, timed, repeats))
+    except DisagreementError as error:
+        yield replace(result, refused=f"disagrees: {error}", wrong=True)
+    except Exception as error:  # whatever an operator raises: the others go on
+        yield replace(result, refused=_sentence(error), wrong=True)
+    else:
+        originals.setdefault(work.call, measured)
+
+
+def _sentence(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0]}"
+
+
+def _figures(before: Before, measured: Run, repeats: int) -> dict[str, Any]:
+    figures: dict[str, Any] = call_costs.count(before, measured)
+    if not softnpu.is_software():
+        figures |= timing.spread(timing.times(timing.DeviceClock(), before, measured, timing.WARM_UP, repeats))
+    return figures

@@ -1,0 +1,153 @@
+"""Lays out the results of a benchmark: as a table, and as the lines of a report that can be attached to an issue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kernels_ext_npu.benchmarking.measured_calls import Result
+from kernels_ext_npu.benchmarking.options import KERNELS
+from kernels_ext_npu.machine.privacy import report_text
+
+TIME = "median_ms"
+# column -> the figure, what it is divided by, and its format
+COLUMNS = {
+    "median ms": (TIME, 1, "{:.3f}"),
+    "launches": ("launches", 1, "{:.0f}"),
+    "MB moved": ("bytes", 1e6, "{:.2f}"),
+    "peak MB": ("peak_memory_bytes", 1e6, "{:.2f}"),
+    "waits": ("host_waits", 1, "{:.0f}"),
+}
+NONE = "–"
+FORMAT = 1  # of the JSON of a report
+FACTS = ("distance", "refused")  # of a result, beside its figures
+
+Comparison = dict[str, Result]  # by provider
+
+
+def comparisons(results: Iterable[Result]) -> list[Comparison]:
+    """Group the results of one call in one direction, by all who compute it.
+
+    Who was refused is in every direction.
+    """
+    found: dict[tuple, Comparison] = {}
+    refused: list[Result] = []
+    for result in results:
+        if result.refused is not None:
+            refused.append(result)
+        found.setdefault((*_call(result), result.direction), {})[result.provider] = result
+    for result in refused:
+        for key, comparison in found.items():
+            if key[:-1] == _call(result):
+                comparison.setdefault(result.provider, result)
+    return list(found.values())
+
+
+def _call(result: Result) -> tuple:
+    return result.model, result.dtype, result.phase, result.path, str(result.shapes)
+
+
+def show(console: Console, results: list[Result], names: list[str]) -> None:
+    """Print a table of one model in one dtype.
+
+    Providers stand side by side in each column, in the order of the names.
+    """
+    first = results[0]
+    title = f"{first.model}, {first.dtype}: {' / '.join(names)}"
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("call", overflow="fold")
+    table.add_column("direction")
+    columns = {name: c for name, c in COLUMNS.items() if any(c[0] in result.figures for result in results)}
+    for name in columns:
+        table.add_column(name, justify="right")
+        if name == "median ms":
+            table.add_column("quartiles", justify="right")
+    phase = None
+    for comparison in sorted(comparisons(results), key=_order):
+        one = next(iter(comparison.values()))
+        if one.phase != phase:
+            phase = one.phase
+            table.add_section()
+            table.add_row(Text(phase, style="bold"))
+        cells = []
+        for name, column in columns.items():
+            cells.append(" / ".join(_cell(comparison.get(n), *column) for n in names))
+            if name == "median ms":
+                cells.append(" / ".join(_quartiles(comparison.get(n)) for n in names))
+        shape = "×".join(map(str, one.shapes[0])) if one.shapes else ""
+        table.add_row(Text(f"  {one.name} {shape}"), one.direction, *cells)
+    console.print(table)
+    for line in _refusals(results):
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+
+
+def _order(comparison: Comparison) -> tuple:
+    """Return what sorts the rows of a table.
+
+    Phases stand as they were run, in them kernels, then layers, and a call's directions in a row.
+    """
+    one = next(iter(comparison.values()))
+    phases = ("prefill", "decode", "training")
+    directions = ("forward", "backward", "both")
+    phase = phases.index(one.phase.split(",")[0])
+    return phase, KERNELS.index(one.kernel), one.path, str(one.shapes), directions.index(one.direction)
+
+
+def _cell(result: Result | None, figure: str, unit: float, form: str) -> str:
+    return form.format(result.figures[figure] / unit) if result and figure in result.figures else NONE
+
+
+def _quartiles(result: Result | None) -> str:
+    if result is None or TIME not in result.figures:
+        return NONE
+    return f"{result.figures['lower_quartile_ms']:.3f}–{result.figures['upper_quartile_ms']:.3f}"
+
+
+def _refusals(results: list[Result]) -> list[str]:
+    """Write a line a provider, class and reason, with the phases that it is true of."""
+    phases: dict[tuple[str, str, str], list[str]] = {}
+    for result in results:
+        if result.refused is not None:
+            found = phases.setdefault((result.provider, result.name, result.refused), [])
+            found.append(result.phase.split(",")[0])
+    return [
+        f"{NONE} {provider}, {name}, {', '.join(dict.fromkeys(found))}: {reason}"
+        for (provider, name, reason), found in phases.items()
+    ]
+
+
+def report_lines(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """Return a line for each call in each direction, with the figures of everybody who computed it."""
+    found = []
+    for comparison in comparisons(results):
+        one = next(iter(comparison.values()))
+        line: dict[str, Any] = {
+            "of": one.model,
+            "what": f"{one.kernel}, {one.phase.partition(',')[0]}, {one.direction}",
+            "dtype": one.dtype,
+            "call": one.name,
+            "module": one.path,
+            "shapes": one.shapes,
+            "phase": one.phase,
+        }
+        for name, result in comparison.items():
+            line[name] = {fact: value for fact in FACTS if (value := getattr(result, fact)) is not None}
+            line[name] |= result.figures
+        found.append(line)
+    return found
+
+
+def report(head: dict[str, Any], results: Iterable[Result]) -> str:
+    """Return JSON, a call a line, with nothing that tells whose machine it was: no path, name, token or address.
+
+    Args:
+        head: what a selftest says of the machine, and how was measured; ``format`` is added.
+    """
+    return report_text({"format": FORMAT} | head, report_lines(results))

@@ -1,0 +1,243 @@
+"""What a class, a module or a function of transformers is, which decides what it is counted among.
+
+One classifier for the coverage, which sees classes, and for the report of a model, which sees modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from types import CodeType, FunctionType
+
+from torch import nn
+
+from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
+    EXPERTS,
+    KIND_OF_LAYER,
+    LINEAR_ATTENTION,
+    MLPS,
+    NORMS,
+    ROTARY,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
+from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
+from kernels_ext_npu.matching.fingerprint import computes_as
+from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.reasons import Reason
+
+COUNTED = "5.22.2"  # the release of transformers that unsupported.json is about
+# of reasons why nothing serves what looks as if it could be served
+CODES = ("device limit", "no operator", "needs a value on the host", "changes semantics", "unknown")
+
+
+def _reason(code: str, text: str) -> Reason:
+    return Reason(code, f"{code}: {text}")
+
+
+UNNAMED = _reason("changes semantics", "it does not call its attention by a name, in whose place another could be put")
+BIASED = _reason("no operator", "biases of positions are added to scores")
+UNKNOWN = Reason("unknown", "is not in the release that unsupported.json is about")
+# kind -> name -> reason; functions and attention as "file:name", methods as "file:Class.name"
+UNSUPPORTED = {
+    kind: {name: _reason(code, text) for code, texts in codes.items() for text in texts for name in texts[text]}
+    for kind, codes in json.loads(Path(__file__).with_name("unsupported.json").read_text()).items()
+}
+
+_MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
+_ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$")
+_GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
+_EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
+_TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
+_ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
+_ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
+_METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
+_ROTATING_NAMES = re.compile("rotary|rope|rotate")
+_HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+# what transformers calls the functions of linear attention and state space models in its table of kernels
+_LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_recurrent)_(gated_delta_rule|kda)")
+_ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
+_ATTENTION_NAMES = re.compile("Attention")
+_OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
+_SOFTMAX = {"softmax", "scaled_dot_product_attention"}
+# the projections of gated MLPs, as transformers names them
+_GATED = (
+    {"gate_proj", "up_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+    {"wi_0", "wi_1"},
+    {"input_linear", "output_linear"},
+)
+
+
+def of_class(cls: type[nn.Module]) -> Kind | None:
+    """Return what a class is: by what it computes where a kernel serves it, and otherwise by its mark and its name.
+
+    What is called an MLP also has to have a gate in its forward.
+    """
+    pattern, name = find_pattern(cls), cls.__name__
+    if pattern is not None:
+        return pattern.kind
+    if (kind := KIND_OF_LAYER.get(getattr(cls, "kernel_layer_name", ""))) is not None:
+        return kind
+    if "rmsnorm" in name.lower():
+        return NORMS
+    if cls.__module__ == _ACTIVATIONS_FILE and reason(ACTIVATIONS, name) != UNKNOWN:
+        return ACTIVATIONS
+    if _TABLE_NAMES.search(name):
+        return TABLES
+    if _ROUTER_NAMES.search(name):
+        return ROUTERS
+    if _MLP_NAMES.search(name) and _looks_gated(cls):
+        return MLPS
+    if _EXPERTS_NAMES.search(name):
+        return EXPERTS
+    return ATTENTION if attends(cls) else None
+
+
+def of_module(module: nn.Module) -> Kind | None:
+    """Return what a module is: what its class is, or what its members show.
+
+    Norms of any other sort count among the norms, so that nothing that is called one goes unmentioned.
+    """
+    kind = of_class(type(module))
+    if kind is not None:
+        return kind
+    name = type(module).__name__
+    if "norm" in name.lower() and not any(module.children()):
+        return NORMS
+    if _GATE_NAMES.search(name) and hasattr(module, "top_k"):
+        return ROUTERS
+    return MLPS if has_gated_projections(module) else None
+
+
+def has_gated_projections(module: nn.Module) -> bool:
+    """Tell whether a module has the projections of a gated MLP, by the names that transformers gives them."""
+    children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    return any(names <= children for names in _GATED)
+
+
+def calls_attention_by_name(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class calls the attention that its config names."""
+    forward = inspect.unwrap(cls.forward)
+    return inspect.isfunction(forward) and names(forward) >= _ATTENTION_BY_NAME
+
+
+def attends(cls: type[nn.Module]) -> bool:
+    """Tell whether a class computes attention: by the name in its config, or by its own name and a softmax."""
+    if calls_attention_by_name(cls):
+        return True
+    if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
+        return False
+    used = names(inspect.unwrap(cls.forward)) if inspect.isfunction(inspect.unwrap(cls.forward)) else frozenset()
+    methods = (inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value))
+    helpers = (names(method) for method in methods if inspect.isfunction(method))
+    return any(used & _SOFTMAX for used in (used, *helpers))
+
+
+def attends_by_itself(cls: type[nn.Module]) -> bool:
+    """Tell whether a class takes the mask that a model made, and computes attention without asking any config."""
+    if not _ATTENTION_NAMES.search(cls.__name__) or calls_attention_by_name(cls) or not attends(cls):
+        return False
+    return any("mask" in name for name in inspect.signature(cls.forward).parameters)
+
+
+def attention_refusal(cls: type[nn.Module]) -> Reason | None:
+    """Return why our attention does not take the place of that of a class; None where it does."""
+    if not calls_attention_by_name(cls):
+        return UNNAMED
+    if adds_biases(cls):
+        return BIASED
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    for name, reason in UNSUPPORTED[ATTENTION.name].items():
+        file, _, listed = name.partition(":")
+        if owner.__name__ == listed:
+            own = getattr(importlib.import_module(f"transformers.models.{file}.modeling_{file}"), listed, None)
+            return reason if own is not None and (owner is own or computes_as(owner, own)) else None
+    return None
+
+
+def adds_biases(cls: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class gives biases of positions to attention: such names are a tuple in code."""
+    constants = inspect.unwrap(cls.forward).__code__.co_consts
+    return any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants)
+
+
+def of_function(name: str, function: object) -> Kind | None:
+    """Return what a function is: by what it computes, by what transformers decorated it for, or whether it rotates.
+
+    Args:
+        name: what its file calls it.
+        function: the function, or what `kernels` made of it.
+    """
+    original = original_function(function)
+    if original is None:
+        return None
+    if (pattern := find_function_pattern(function)) is not None:
+        return pattern.kind
+    if is_kernel_function(function):
+        layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
+        return ROTARY if "rotary" in layer.lower() else LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
+    return ROTARY if _rotates(name, original) else None
+
+
+def _rotates(name: str, function: FunctionType) -> bool:
+    """Tell by its name, or by a helper that it calls, whether a function rotates queries and keys.
+
+    One that leaves the rotation to a function that has a kernel does not.
+    """
+    used = names(function)
+    if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
+        return False
+    return not any(find_function_pattern(function.__globals__.get(callee)) for callee in used)
+
+
+def is_helper(name: str) -> bool:
+    """Tell by its name whether a function is part of those that rotate, and not one that a model calls."""
+    return name.startswith(_HELPERS)
+
+
+def names(function: FunctionType | None) -> AbstractSet[str]:
+    """Return the attributes and global names that a function uses."""
+    return _names(function.__code__) if function else frozenset()
+
+
+def rotary_methods(cls: type[nn.Module]) -> list[str]:
+    """Return the methods of a class itself that rotate, by their names. `kernels` has no way to replace them."""
+    named = {name: value for name, value in vars(cls).items() if _METHOD_NAMES.match(name)}
+    return [name for name, value in named.items() if isinstance(value, (FunctionType, staticmethod))]
+
+
+def reason(kind: Kind, name: str) -> Reason:
+    """Return why no kernel serves what is called so."""
+    return UNSUPPORTED.get(kind.name, {}).get(name, UNKNOWN)
+
+
+def text_of(reason: Reason) -> str:
+    """Return the sentence of one of these reasons without its code."""
+    return reason.removeprefix(f"{reason.code}: ")
+
+
+def _looks_gated(cls: type[nn.Module]) -> bool:
+    """Tell whether a forward activates, and multiplies."""
+    forward = inspect.unwrap(cls.forward)
+    tree = function_tree(forward) if isinstance(forward, FunctionType) else None
+    if tree is None or not _ACTIVATIONS.search(ast.unparse(tree)):
+        return False
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for node in ast.walk(tree))
+
+
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)

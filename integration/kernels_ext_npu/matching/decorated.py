@@ -1,0 +1,82 @@
+"""What stands under the decorators of transformers, and under the modules that `kernels` makes of functions."""
+
+from __future__ import annotations
+
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations import hub_kernels
+from transformers.modeling_rope_utils import dynamic_rope_update
+
+_KERNEL, _FALLBACK = "use_kernel_forward_from_hub", "use_kernel_func_from_hub_with_fallback"
+
+
+def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
+    """Return the function under torch.no_grad, and under dynamic_rope_update below that, and the names of these.
+
+    Anything else comes back as it is. torch's wrapper is told by its code, and by what it enters: that of enable_grad
+    has the same code.
+    """
+    if function.__code__ is not torch.no_grad()(_nothing).__code__:
+        return function, ()
+    held = cells(function)
+    inner = held.get("func")
+    is_no_grad = type(getattr(held.get("ctx_factory"), "__self__", None)) is torch.no_grad
+    if not is_no_grad or not isinstance(inner, FunctionType):
+        return function, ()
+    if inner.__code__ is not dynamic_rope_update(_nothing).__code__:
+        return inner, ("torch.no_grad",)
+    innermost = cells(inner).get("rope_forward")
+    if not isinstance(innermost, FunctionType):
+        return function, ()
+    return innermost, ("torch.no_grad", "dynamic_rope_update")
+
+
+def is_kernel_function(function: object) -> bool:
+    """Tell whether an object is a module that `kernels` made of a function."""
+    return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
+
+
+def original_function(function: object) -> FunctionType | None:
+    """Return the function itself, also where `kernels` made a module of it; None for what is neither."""
+    held = _held(function)
+    original = held.get("torch_function", held.get("func", function))
+    return original if isinstance(original, FunctionType) else None
+
+
+def package_function(function: object) -> Any:
+    """Return what transformers calls of an installed package in place of a function; None where it calls its own."""
+    held = _held(function)
+    return held["implementation"] if held.get("is_new_implementation") else None
+
+
+def decorators_of(function: object) -> tuple[str, ...]:
+    """Return the decorators that may stand above a function in its source."""
+    if not is_kernel_function(function):
+        return ("staticmethod",)  # those of a torch.autograd.Function are
+    return (_FALLBACK,) if "torch_function" in _held(function) else (_KERNEL,)
+
+
+def _held(function: object) -> dict[str, object]:
+    """Return what a module holds that `kernels` made of a function, and the wrapper that may call a package's.
+
+    That wrapper is told by its code.
+    """
+    if not is_kernel_function(function):
+        return {}
+    held = cells(vars(type(function))["forward"])
+    wrapped, decorator = held.get("func"), getattr(hub_kernels, _FALLBACK, None)  # not every release has it
+    wrappers = [code for code in decorator.__code__.co_consts if isinstance(code, CodeType)] if decorator else []
+    is_wrapper = isinstance(wrapped, FunctionType) and any(wrapped.__code__ in code.co_consts for code in wrappers)
+    return held | cells(wrapped) if is_wrapper else held  # type: ignore[arg-type]
+
+
+def cells(function: FunctionType) -> dict[str, object]:
+    """Return what a function has in its closure, by name."""
+    return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+
+
+def _nothing() -> None:
+    """Do nothing: the decorators show their code on what they decorate, and that is this."""

@@ -1,0 +1,170 @@
+"""What a forward or a function computes, as a text that is equal where the syntax trees are.
+
+Compared is the function together with the methods of its class and the functions of its file that it calls, without
+docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
+Attributes, constants, the order of operations and the objects behind global names all count; of a
+torch.autograd.Function its forward and backward do. So do the names of the parameters, by which callers may give them,
+but for those of a forward. What a decorator does is not in the tree: only functions under those that decorated.py sees
+through match, where both sides have them. transformers' decorator of experts says itself what a class computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from kernels_ext_npu.matching.decorated import cells, decorators_of, original_function, undecorated
+from kernels_ext_npu.matching.source_tree import function_tree
+
+
+def fingerprint(cls: type) -> str | None:
+    """Return a text that is equal for classes whose forwards do the same in the same words.
+
+    It is None if the source cannot be read.
+    """
+    if is_experts_class(cls):
+        return "use_experts_implementation"
+    forward = getattr(cls, "forward", None)
+    return _fingerprint(forward, cls=cls) if isinstance(forward, FunctionType) else None
+
+
+def function_fingerprint(function: object) -> str | None:
+    """Return a text that is equal for functions that do the same in the same words.
+
+    It is None if the source cannot be read.
+    """
+    original = original_function(function)
+    return None if original is None else _fingerprint(original, decorators_of(function))
+
+
+def computes_as(cls: type, *others: type) -> bool:
+    """Tell whether the forward of a class does what that of one of the others does.
+
+    Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
+    """
+    alike = [other for other in others if words(other) == words(cls)]
+    return any(fingerprint(other) == fingerprint(cls) is not None for other in alike)
+
+
+def is_experts_class(cls: type) -> bool:
+    """Tell whether the forward of a class calls the experts implementation that the config names.
+
+    It has to take it out of transformers' own table of them.
+    """
+    from kernels_ext_npu.patterns.moe.experts import Experts  # register() need not wait for patterns
+
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
+        return False
+    return cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+
+
+def words(cls: type) -> tuple[str, ...]:
+    """Return the attributes and global names in the byte code of a forward.
+
+    They are equal where the trees are, and known without reading the source, which takes far longer.
+    """
+    forward = getattr(cls, "forward", None)
+    return function_words(undecorated(forward)[0]) if isinstance(forward, FunctionType) else ()
+
+
+def function_words(function: Any) -> tuple[str, ...]:
+    """Return the same for a function. The names of functions of its file, which do not count, are not among them."""
+    known = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
+    return tuple([n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__])
+
+
+@cache
+def _fingerprint(function: FunctionType, decorators: tuple[str, ...] = (), cls: type | None = None) -> str | None:
+    texts = []
+    functions = [function]
+    by_name = set() if cls else {function}  # what is called with the names of its parameters
+    for each in functions:  # grows while it runs
+        inner, under = undecorated(each)
+        tree = function_tree(inner)
+        if tree is None or set(inner.__code__.co_freevars) - {"__class__"}:
+            return None
+        found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
+        if found not in ((), under, decorators if each is function else ()):
+            return None
+        texts.append(f"{under} {_normalised(tree, inner, cls, functions, by_name)}")
+    texts += [str(list(inspect.signature(each).parameters)) if each in by_name else "" for each in functions]
+    return "\n".join(texts)
+
+
+def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None, functions: list, by_name: set) -> str:
+    """Return a tree with numbers for local variables and for functions, to which those that it calls are added."""
+    _Simplified().visit(tree)
+    tree.name, tree.decorator_list = "_", []
+    receiver = tree.args.args[0].arg if cls is not None and tree.args.args else None
+    local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+    def callee(node: ast.AST) -> object:
+        """Return the function of the file, or the method of the class, that an expression names."""
+        value = None
+        if isinstance(node, ast.Name) and node.id not in local:
+            value = function.__globals__.get(node.id)
+            value = value if getattr(value, "__module__", None) == function.__module__ else None
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
+            value = None if node.attr in vars(nn.Module) else inspect.getattr_static(cls, node.attr, None)
+        return value if isinstance(value, FunctionType) else None
+
+    numbers: dict[str, str] = {}
+    objects = set()
+    for node in ast.walk(tree):  # a parent before its children
+        if isinstance(node, ast.Call) and node.keywords:
+            by_name.add(callee(node.func))
+        elif isinstance(node, ast.arg):
+            node.arg = numbers.setdefault(node.arg, str(len(numbers)))
+        elif isinstance(node, ast.Name) and node.id in local:
+            node.id = numbers.setdefault(node.id, str(len(numbers)))
+        elif isinstance(node, (ast.Name, ast.Attribute)) and (called := callee(node)) is not None:
+            if called not in functions:
+                functions.append(called)
+            if isinstance(node, ast.Name):
+                node.id = f"function {functions.index(called)}"
+        elif isinstance(node, ast.Name) and node.id in function.__globals__:
+            objects.add(f"{node.id}={_describe(function.__globals__[node.id])}")
+    return f"{ast.dump(tree)} {sorted(objects)}"
+
+
+def _describe(value: object) -> str:
+    """Describe an object so that those differ that go by the same name in two files."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return f"{function_fingerprint(value.forward)} {function_fingerprint(value.backward)}"
+    if isinstance(value, (int, float, str)):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+class _Simplified(ast.NodeTransformer):
+    """The removal of docstrings, annotations, and names for what could be returned at once."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        if ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+        self.generic_visit(node)
+        match node.body[-2:]:
+            case [ast.Assign([ast.Name(name)], value), ast.Return(ast.Name(returned))] if name == returned:
+                node.body[-2:] = [ast.Return(value)]
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        return node.value and ast.Assign([node.target], node.value)

@@ -1,0 +1,75 @@
+"""Which functions that kernels may serve the methods of a class call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kernels_ext_npu.catalogue import Kind
+from kernels_ext_npu.matching.classification import names, of_function
+from kernels_ext_npu.matching.decorated import original_function
+
+_NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
+
+_uses: dict[type, tuple[Use, ...]] = {}
+
+
+class Use(NamedTuple):
+    """A function under the name by which a modeling file calls it, and what it is counted among."""
+
+    file: str
+    name: str
+    kind: Kind
+
+    @property
+    def function(self) -> Any:
+        """What stands in the file under the name: the function, or the module that `kernels` made of it."""
+        return vars(sys.modules[self.file]).get(self.name)
+
+
+def uses(cls: type[nn.Module]) -> tuple[Use, ...]:
+    """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
+    if cls not in _uses:
+        _uses[cls] = _find_uses(cls)
+    return _uses[cls]
+
+
+def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
+    found: dict[Use, None] = {}
+    bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
+    waiting = list(dict.fromkeys([function for base in bases for function in _functions(vars(base).values())]))
+    for function in waiting:  # grows while it runs
+        module = sys.modules.get(function.__module__)
+        if _NOT_MODELS.match(function.__module__) or vars(module or object) is not function.__globals__:
+            continue
+        for name in sorted(names(function) & function.__globals__.keys()):
+            value = function.__globals__[name]
+            original = original_function(value)
+            if original is None:
+                continue
+            if (kind := of_function(name, value)) is not None:
+                found[Use(function.__module__, name, kind)] = None
+            elif original.__module__ == function.__module__ and original not in waiting:
+                waiting.append(original)
+    return tuple(found)
+
+
+def _functions(values: Any) -> Iterator[FunctionType]:
+    """Find the functions in the values of a class, also below decorators."""
+    for value in values:
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        while isinstance(value, FunctionType):
+            yield value
+            for inner in inspect.getclosurevars(value).nonlocals.values() if value.__closure__ else ():
+                if isinstance(inner, FunctionType):
+                    yield inner
+            value = getattr(value, "__wrapped__", None)

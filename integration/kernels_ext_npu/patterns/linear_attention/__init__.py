@@ -1,0 +1,1 @@
+"""Delta rules, recurrences, scans, and the convolutions before them."""

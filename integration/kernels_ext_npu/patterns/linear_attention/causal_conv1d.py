@@ -1,0 +1,45 @@
+"""The causal convolutions of transformers that come before its linear attention and its state space models.
+
+hidden_states are ``[B, C, T]``, weights ``[C, K]``, the state ``[B, C, W]``.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from kernels_ext_npu.patterns.pattern import FunctionPattern
+
+# of transformers: they keep no packed sequences apart, as those of mamba-ssm may
+_SCANS = ("mamba2_chunk_scan", "mamba_selective_scan")
+
+
+def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
+    """Convolve new tokens behind the state, which takes them in."""
+    _, hidden_size, seq_len = hidden_states.shape
+    state_len = conv_state.shape[-1]
+    hidden_states_new = torch.cat([conv_state, hidden_states], dim=-1).to(weight.dtype)
+    conv_state.copy_(hidden_states_new[:, :, -state_len:])
+    out = F.conv1d(hidden_states_new, weight.unsqueeze(1), bias, padding=0, groups=hidden_size)
+    out = out[:, :, -seq_len:]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+    """Convolve each channel with the tokens before."""
+    _, hidden_size, seq_len = hidden_states.shape
+    padding = weight.shape[-1] - 1
+    out = F.conv1d(
+        hidden_states.to(weight.dtype), weight=weight.unsqueeze(1), bias=bias, padding=padding, groups=hidden_size
+    )[:, :, :seq_len]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+PATTERNS = (
+    FunctionPattern(causal_conv1d_fn, "CausalConv1dBeforeScan", beside=_SCANS),
+    FunctionPattern(causal_conv1d_fn, "CausalConv1d"),
+    FunctionPattern(causal_conv1d_update, "CausalConv1dUpdate"),
+)

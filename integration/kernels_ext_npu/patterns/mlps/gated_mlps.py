@@ -1,0 +1,200 @@
+"""The gated MLPs of transformers, and on which instances the kernels serve them: the activation of one decides."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.activations import ACT2FN
+
+from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.patterns.pattern import Pattern
+
+ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
+    "SwiGLUMLP": F.silu,
+    "GeGLUMLP": partial(F.gelu, approximate="tanh"),
+    "ExactGeGLUMLP": F.gelu,
+}
+GATED = tuple(ACTIVATED_BY)
+FUSED = tuple(f"Fused{layer}" for layer in GATED)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.act_fn = ACT2FN[hidden_act]
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RecurrentGemmaMlp(LlamaMLP):
+    def forward(self, hidden_states):
+        gate = self.act_fn(self.gate_proj(hidden_states))
+        return self.down_proj(gate * self.up_proj(hidden_states))
+
+
+class Gemma3nTextMLP(LlamaMLP):
+    """The MLP that in some layers sets all but the largest gates to zero, which the kernel does not."""
+
+    def forward(self, hidden_states):
+        gate_proj = self.gate_proj(hidden_states)
+        if self.activation_sparsity > 0.0:
+            gate_proj = self._gaussian_topk(gate_proj)
+        activations = self.act_fn(gate_proj)
+        up_proj = self.up_proj(hidden_states)
+        return self.down_proj(activations * up_proj)
+
+    def _gaussian_topk(self, inputs):
+        target_sparsity_tensor = torch.tensor(self.activation_sparsity, dtype=torch.float32, device=inputs.device)
+        normal_dist = torch.distributions.normal.Normal(0, 1)
+        std_multiplier = normal_dist.icdf(target_sparsity_tensor)
+        std_multiplier = std_multiplier.type(inputs.dtype)
+        inputs_mean = torch.mean(inputs, dim=-1, keepdim=True)
+        inputs_std = torch.std(inputs, dim=-1, keepdim=True, unbiased=False)
+        cutoff_x = inputs_mean + inputs_std * std_multiplier
+        return nn.functional.relu(inputs - cutoff_x)
+
+
+class BeamMLP(LlamaMLP):
+    """The MLP that multiplies in float32, as the kernel does for all of them."""
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
+        activated = (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
+        return self.down_proj(activated)
+
+
+class Llama4TextMLP(nn.Module):
+    def forward(self, x):
+        down_proj = self.activation_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(down_proj)
+
+
+class Lfm2MLP(nn.Module):
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class MixtralBlockSparseTop2MLP(nn.Module):
+    """The expert of Mixtral in transformers 4, where each is a module of its own."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.w2 = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.w3 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.act_fn = ACT2FN[hidden_act]
+
+    def forward(self, hidden_states):
+        current_hidden_states = self.act_fn(self.w1(hidden_states)) * self.w3(hidden_states)
+        return self.w2(current_hidden_states)
+
+
+class Phi3MLP(nn.Module):
+    """The MLP with gate and up in one projection, the gate first."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.activation_fn = ACT2FN[hidden_act]
+
+    def forward(self, hidden_states):
+        up_states = self.gate_up_proj(hidden_states)
+        gate, up_states = up_states.chunk(2, dim=-1)
+        up_states = up_states * self.activation_fn(gate)
+        return self.down_proj(up_states)
+
+
+class GraniteMoeSharedMLP(nn.Module):
+    def forward(self, hidden_states):
+        hidden_states = self.input_linear(hidden_states)
+        chunked_hidden_states = hidden_states.chunk(2, dim=-1)
+        hidden_states = self.activation(chunked_hidden_states[0]) * chunked_hidden_states[1]
+        return self.output_linear(hidden_states)
+
+
+def activation_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the activation of an instance, which transformers sets from the config.
+
+    Lfm2 has none: its forward says silu.
+    """
+    names = [name for name in ("act_fn", "activation_fn", "activation", "act") if hasattr(module, name)]
+    return getattr(module, names[0]) if names else F.silu
+
+
+def activated_layer(module: nn.Module) -> str | None:
+    """Return the layer with the activation of an instance; None if no layer has it.
+
+    It is told by its values: many classes have one formula.
+    """
+    activation = activation_of(module)
+    if isinstance(activation, nn.Module) and any(True for _ in (*activation.parameters(), *activation.buffers())):
+        return None
+    with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
+        grid = torch.linspace(-9, 9, 181, device="cpu")
+        try:
+            values = getattr(activation, "forward", activation)(grid.clone())  # not its hooks
+        except Exception:  # it wants something else than one tensor on the CPU
+            return None
+        for layer, kernel in ACTIVATED_BY.items():
+            # float32 leaves 1e-6 between two ways to compute tanh; GELU and its form with tanh are 4e-4 apart
+            if isinstance(values, Tensor) and torch.allclose(values, kernel(grid), rtol=0, atol=1e-5):
+                return layer
+    return None
+
+
+def gated_layer(module: nn.Module) -> str:
+    """Return which of GATED serves an instance, or would if it had its activation."""
+    return activated_layer(module) or GATED[0]
+
+
+def fused_layer(module: nn.Module) -> str:
+    """Return which of FUSED serves an instance, or would if it had its activation."""
+    return f"Fused{gated_layer(module)}"
+
+
+def refuse_activation(module: nn.Module) -> str | None:
+    activation = activation_of(module)
+    if has_hooks(activation):
+        return "hooks watch its activation, which the kernel does not call"
+    if activated_layer(module) is None:
+        name = getattr(activation, "__name__", type(activation).__name__)
+        return f"its activation is {name}, the kernels have silu and gelu"
+    return None
+
+
+def refuse_gated(module: nn.Module) -> str | None:
+    pairs = (("w1", "w3"), ("wi_0", "wi_1"), ("gate_proj", "up_proj"))
+    names = next(names for names in pairs if hasattr(module, names[0]))
+    sizes = [getattr(getattr(module, name), "out_features", None) for name in names]
+    if sizes[0] != sizes[1]:
+        return f"{names[0]} gives {sizes[0]} values and {names[1]} {sizes[1]}"
+    return refuse_activation(module)
+
+
+def _refuse_sparse(module: Any) -> str | None:
+    if module.activation_sparsity > 0:
+        return f"it keeps the largest gates only (activation_sparsity is {module.activation_sparsity})"
+    return refuse_gated(module)
+
+
+PATTERNS = (
+    Pattern(LlamaMLP, GATED, refuse_gated, gated_layer),
+    Pattern(RecurrentGemmaMlp, GATED, refuse_gated, gated_layer),
+    Pattern(Gemma3nTextMLP, GATED, _refuse_sparse, gated_layer),
+    Pattern(BeamMLP, GATED, refuse_gated, gated_layer),
+    Pattern(Llama4TextMLP, GATED, refuse_gated, gated_layer),
+    Pattern(Lfm2MLP, GATED, refuse_gated, gated_layer),
+    Pattern(MixtralBlockSparseTop2MLP, GATED, refuse_gated, gated_layer),
+    Pattern(Phi3MLP, FUSED, refuse_activation, fused_layer),
+    Pattern(GraniteMoeSharedMLP, FUSED, refuse_activation, fused_layer),
+)

@@ -1,0 +1,218 @@
+"""The gated MLPs of transformers that do more than multiply: they drop out, clamp, scale, norm, or choose weights."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from kernels_ext_npu.patterns.mlps.gated_mlps import (
+    GATED,
+    LlamaMLP,
+    activated_layer,
+    gated_layer,
+    refuse_activation,
+    refuse_gated,
+)
+from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.variant import variant
+
+
+class T5GemmaMLP(LlamaMLP):
+    def forward(self, x):
+        hidden_states = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        hidden_states = self.dropout(hidden_states)
+        return self.down_proj(hidden_states)
+
+
+class LongT5DenseGatedActDense(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu_new", p: float = 0.1) -> None:
+        super().__init__()
+        self.wi_0 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.wi_1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.wo = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.dropout = nn.Dropout(p)
+        self.act = ACT2FN[hidden_act]
+
+    def forward(self, hidden_states):
+        hidden_gelu = self.act(self.wi_0(hidden_states))
+        hidden_linear = self.wi_1(hidden_states)
+        hidden_states = hidden_gelu * hidden_linear
+        hidden_states = self.dropout(hidden_states)
+        return self.wo(hidden_states)
+
+
+@variant(
+    {
+        "    return": """
+    if (
+        isinstance(self.wo.weight, torch.Tensor)
+        and hidden_states.dtype != self.wo.weight.dtype
+        and self.wo.weight.dtype != torch.int8
+    ):
+        hidden_states = hidden_states.to(self.wo.weight.dtype)
+    return"""
+    }
+)
+class T5DenseGatedActDense(LongT5DenseGatedActDense):
+    """The MLP whose last projection may stay in float32."""
+
+
+class ModernBertMLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu", p: float = 0.1) -> None:
+        super().__init__()
+        self.Wi = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.act = ACT2FN[hidden_act]
+        self.drop = nn.Dropout(p)
+        self.Wo = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, hidden_states):
+        input, gate = self.Wi(hidden_states).chunk(2, dim=-1)
+        return self.Wo(self.drop(self.act(input) * gate))
+
+
+class SeedOssMLP(LlamaMLP):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", p: float = 0.1) -> None:
+        super().__init__(hidden_size, intermediate_size, hidden_act)
+        self.residual_dropout = p
+
+    def forward(self, x):
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return nn.functional.dropout(down_proj, p=self.residual_dropout, training=self.training)
+
+
+class InklingMLP(LlamaMLP):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__(hidden_size, intermediate_size, hidden_act)
+        self.global_scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden_states):
+        hidden_states = self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        return hidden_states * self.global_scale
+
+
+class BitNetMLP(LlamaMLP):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__(hidden_size, intermediate_size, hidden_act)
+        self.ffn_sub_norm = nn.RMSNorm(intermediate_size)
+
+    def forward(self, x):
+        return self.down_proj(self.ffn_sub_norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class DeepseekV4MLP(LlamaMLP):
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", limit: float = 1.0) -> None:
+        super().__init__(hidden_size, intermediate_size, hidden_act)
+        self.limit = limit
+
+    def forward(self, x):
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Glm5NextMLP(LlamaMLP):
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
+        gate = gate.clamp(min=None, max=self.swiglu_limit)
+        up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Step3p7MLP(LlamaMLP):
+    """The MLP that clamps what its activation gives. No operator does that: it is served where the limit is none."""
+
+    def forward(self, x):
+        gate = self.act_fn(self.gate_proj(x)).clamp(max=self.limit)
+        up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
+        return self.down_proj(gate * up)
+
+
+class FalconH1MLP(LlamaMLP):
+    gate_multiplier, down_multiplier = 0.875, 0.625
+
+    def forward(self, x):
+        y = self.up_proj(x) * self.act_fn(self.gate_proj(x) * self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
+
+
+class MoshiGatingMLP(nn.Module):
+    """The MLP whose projections may have weights for each layer: these are chosen by number then."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
+        super().__init__()
+        self.activation_fn = ACT2FN[hidden_act]
+        self.fc1 = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, hidden_states, layer_idx=None):
+        hidden_states = self.fc1(hidden_states) if layer_idx is None else self.fc1(hidden_states, layer_idx)
+        batch_size, sequence_length, _ = hidden_states.shape
+        hidden_states = hidden_states.view(batch_size, sequence_length, 2, -1)
+        hidden_states = self.activation_fn(hidden_states[..., 0, :]) * hidden_states[..., 1, :]
+        return self.fc2(hidden_states) if layer_idx is None else self.fc2(hidden_states, layer_idx)
+
+
+class Zamba2MLP(nn.Module):
+    """The MLP of blocks that share their weights, with an adapter for each layer."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu") -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act_fn = ACT2FN[hidden_act]
+        self.gate_up_proj_adapter_list = nn.ModuleList([nn.Linear(hidden_size, 2 * intermediate_size, bias=False)])
+        self.layer_dic = {None: 0}
+
+    def forward(self, hidden_state, layer_idx=None):
+        gate_up_state = self.gate_up_proj(hidden_state)
+        layer_idx = self.layer_dic[layer_idx]
+        gate_up_state = gate_up_state + self.gate_up_proj_adapter_list[layer_idx](hidden_state)
+        gate_up_state = torch.chunk(gate_up_state, 2, dim=-1)
+        hidden_state = self.act_fn(gate_up_state[0]) * gate_up_state[1]
+        return self.down_proj(hidden_state)
+
+
+def _refuse_all_but_silu(module: nn.Module) -> str | None:
+    reason = refuse_gated(module)
+    if reason is None and activated_layer(module) != "SwiGLUMLP":
+        return "its activation is not silu, the only one of which the kernel takes a clamped or scaled gate"
+    return reason
+
+
+def _refuse_limit(module: nn.Module) -> str | None:
+    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    if not isinstance(limit, (float, int)) or limit <= 0:
+        return f"its limit is {limit!r}, not a positive number"
+    return _refuse_all_but_silu(module)
+
+
+def _refuse_multipliers(module: Any) -> str | None:
+    factors = module.gate_multiplier, module.down_multiplier
+    if not all(isinstance(factor, (float, int)) for factor in factors) or not factors[0]:
+        return f"its multipliers are {factors}, not numbers of which the first is not zero"
+    return _refuse_all_but_silu(module)
+
+
+def _refuse_clamped(module: Any) -> str | None:
+    if module.limit != float("inf"):
+        return f"it clamps what its activation gives (limit is {module.limit}), which no operator does"
+    return refuse_gated(module)
+
+
+PATTERNS = (
+    Pattern(T5GemmaMLP, ("DropoutMLP",), refuse_gated),
+    Pattern(LongT5DenseGatedActDense, ("DropoutMLP",), refuse_gated),
+    Pattern(T5DenseGatedActDense, ("DropoutMLP",), refuse_gated),
+    Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_activation),
+    Pattern(SeedOssMLP, ("DroppedMLP",), refuse_gated),
+    Pattern(InklingMLP, ("GloballyScaledMLP",), refuse_gated),
+    Pattern(BitNetMLP, ("NormedMLP",), refuse_gated),
+    Pattern(DeepseekV4MLP, ("ClampedSwiGLUMLP",), _refuse_limit),
+    Pattern(Glm5NextMLP, ("ClampedSwiGLUMLP",), _refuse_limit),
+    Pattern(Step3p7MLP, GATED, _refuse_clamped, gated_layer),
+    Pattern(FalconH1MLP, ("ScaledSwiGLUMLP",), _refuse_multipliers),
+    Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_activation),
+    Pattern(Zamba2MLP, ("FusedAdaptedMLP",), refuse_activation),
+)

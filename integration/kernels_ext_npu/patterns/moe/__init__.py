@@ -1,0 +1,1 @@
+"""Routers, experts, and blocks of both."""

@@ -1,0 +1,1 @@
+"""RMS norms, gated RMS norms and layer norms."""

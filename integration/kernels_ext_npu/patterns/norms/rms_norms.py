@@ -1,0 +1,276 @@
+"""The RMS norms of transformers, and on which instances the kernels serve them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from kernels_ext_npu.patterns.hooks import all_have_hooks
+from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
+from kernels_ext_npu.patterns.variant import variant
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+@variant({"self.weight * hidden_states.to(input_dtype)": "(self.weight * hidden_states).to(input_dtype)"})
+class Olmo2RMSNorm(LlamaRMSNorm):
+    """The norm that rounds once, at its end."""
+
+
+@variant({"self.weight * hidden_states": "self.weight.to(torch.float32) * hidden_states"})
+class HeliumRMSNorm(Olmo2RMSNorm):
+    """The same, with its weight in float32."""
+
+
+class T5LayerNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class TimestepRMSNorm(LlamaRMSNorm):
+    """The norm of Gradium's text to speech, in the dtype of its arguments; the kernel computes in float32."""
+
+    def forward(self, hidden_states):
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+
+class NanoChatRMSNorm(nn.Module):
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return self._norm(x.float()).type_as(x)
+
+
+class DeepseekV4UnweightedRMSNorm(NanoChatRMSNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+class MoshiRMSNorm(NanoChatRMSNorm):
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__(eps)
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        output = output * self.weight.float()
+        return output.type_as(x)
+
+
+class Llama4TextRMSNorm(MoshiRMSNorm):
+    def forward(self, x):
+        output = self._norm(x.float()).type_as(x)
+        return output * self.weight
+
+
+@variant({"self.weight.float()": "(1.0 + self.weight.float())"})
+class GemmaRMSNorm(MoshiRMSNorm):
+    """The zero-centred norm: the scale is 1 + weight, and the sum is in float32."""
+
+
+@variant({"self.weight.float()": "(1.0 + self.weight).float()"})
+class MuseSparkTextCenteredRMSNorm(MoshiRMSNorm):
+    """The zero-centred norm that adds 1 in the dtype of the weight; the kernel adds it in float32."""
+
+
+class Qwen4ExpTextRMSNorm(GemmaRMSNorm):
+    group_size: int | None = None
+
+    def _norm(self, x):
+        if self.group_size is not None:
+            x = x.reshape(*x.shape[:-1], -1, self.group_size)
+        output = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return output.flatten(-2) if self.group_size is not None else output
+
+
+class Gemma4RMSNorm(MoshiRMSNorm):
+    """The norm that may have no weight."""
+
+    with_scale = True
+
+    def _norm(self, hidden_states):
+        mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps
+        return hidden_states * torch.pow(mean_squared, -0.5)
+
+    def forward(self, hidden_states):
+        normed_output = self._norm(hidden_states.float())
+        if self.with_scale:
+            normed_output = normed_output * self.weight.float()
+        return normed_output.type_as(hidden_states)
+
+
+class CpmAntLayerNorm(MoshiRMSNorm):
+    def forward(self, hidden_states):
+        if hidden_states.size(-1) != self.dim_norm:
+            raise AssertionError("hidden_states.size(-1) != self.dim_norm")
+        old_dtype = hidden_states.dtype
+        variance = hidden_states.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+        return (hidden_states * torch.rsqrt(variance + self.eps)).to(old_dtype) * self.weight
+
+
+class TorchRMSNorm(nn.RMSNorm):
+    """The RMS norm that torch has itself."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class XLSTMRMSNorm(MoshiRMSNorm):
+    """The norm that may have a weight and a bias, and may square in the dtype of its input."""
+
+    bias, force_float32_reductions = None, True
+
+    def _apply_weight_bias(self, x):
+        if self.weight is not None:
+            x = x * self.weight
+        if self.bias is not None:
+            x = x + self.bias
+        return x
+
+    def _rms_normalize(self, x):
+        in_dtype = x.dtype
+        if self.force_float32_reductions:
+            x = x.float()
+        x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.eps)
+        return x.to(in_dtype)
+
+    def forward(self, x):
+        x = self._rms_normalize(x)
+        return self._apply_weight_bias(x)
+
+
+class Qwen3NextRMSNormGated(LlamaRMSNorm):
+    """The gated norm that norms first and then multiplies by the gate."""
+
+    activation = "silu"
+
+    def forward(self, hidden_states, gate):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight * hidden_states.to(input_dtype)
+        hidden_states = hidden_states * ACT2FN[self.activation](gate.to(torch.float32))
+        return hidden_states.to(input_dtype)
+
+
+@variant(
+    {
+        "hidden_states, gate": "hidden_states, gate=None",
+        "self.weight * hidden_states.to(input_dtype)": "self.weight.to(torch.float32) * hidden_states",
+    }
+)
+class KimiLinearRMSNormGated(Qwen3NextRMSNormGated):
+    """The same, rounded once."""
+
+
+class MambaRMSNormGated(LlamaRMSNorm):
+    """The gated norm that multiplies by the gate first and then norms."""
+
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+def refuse_eps(module: Any) -> str | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return None if isinstance(eps, (float, int)) else f"its eps is {eps!r}, not a number"
+
+
+def refuse_weighted(module: nn.Module) -> str | None:
+    weight = static_getattr(module, "weight")
+    if weight is None:
+        return "it has no weight"
+    if weight is not COMPUTED and (weight.dim() != 1 or not weight.is_floating_point()):
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, not a vector of floats"
+    return refuse_eps(module)
+
+
+def _refuse_optional_weight(module: nn.Module) -> str | None:
+    return refuse_eps(module) if static_getattr(module, "weight") is None else refuse_weighted(module)
+
+
+def _refuse_gemma4(module: Any) -> str | None:
+    if module.with_scale != (static_getattr(module, "weight") is not None):
+        return f"with_scale is {module.with_scale}, which its weight contradicts"
+    return _refuse_optional_weight(module)
+
+
+def _refuse_torch(module: nn.Module) -> str | None:
+    dimensions = len(vars(module)["normalized_shape"])
+    if dimensions != 1:
+        return f"it norms over {dimensions} dimensions, the kernel over one"
+    return _refuse_optional_weight(module)
+
+
+def _refuse_grouped(module: Any) -> str | None:
+    return "it norms groups of the last dimension" if module.group_size is not None else refuse_weighted(module)
+
+
+def _refuse_xlstm(module: Any) -> str | None:
+    if module.bias is not None:
+        return "it adds a bias"
+    if not module.force_float32_reductions:
+        return "it squares in the dtype of its input, the kernel in float32"
+    return refuse_weighted(module)
+
+
+def _refuse_gated(module: Any) -> str | None:
+    if module.activation not in ("silu", "swish", "sigmoid"):
+        return f"its activation is {module.activation!r}, the kernel has silu and sigmoid"
+    if all_have_hooks():
+        return "hooks watch its activation, which the kernel does not call"
+    return refuse_weighted(module)
+
+
+PATTERNS = (
+    Pattern(LlamaRMSNorm, ("RMSNorm",), refuse_weighted),
+    Pattern(Llama4TextRMSNorm, ("RMSNorm",), refuse_weighted),
+    Pattern(CpmAntLayerNorm, ("RMSNorm",), refuse_weighted),
+    Pattern(TimestepRMSNorm, ("RMSNorm",), refuse_weighted),
+    Pattern(Olmo2RMSNorm, ("RMSNormCastLast",), refuse_weighted),
+    Pattern(HeliumRMSNorm, ("RMSNormCastLast",), refuse_weighted),
+    Pattern(MoshiRMSNorm, ("RMSNormCastLast",), refuse_weighted),
+    Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _refuse_gemma4),
+    Pattern(TorchRMSNorm, ("RMSNormCastLast",), _refuse_torch),
+    Pattern(XLSTMRMSNorm, ("RMSNorm",), _refuse_xlstm),
+    Pattern(GemmaRMSNorm, ("RMSNormZeroCentered",), refuse_weighted),
+    Pattern(MuseSparkTextCenteredRMSNorm, ("RMSNormZeroCentered",), refuse_weighted),
+    Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _refuse_grouped),
+    Pattern(NanoChatRMSNorm, ("RMSNormWeightless",), refuse_eps),
+    Pattern(DeepseekV4UnweightedRMSNorm, ("RMSNormWeightless",), refuse_eps),
+    Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
+    Pattern(Qwen3NextRMSNormGated, ("RMSNormGated",), _refuse_gated),
+    Pattern(KimiLinearRMSNormGated, ("RMSNormGated",), _refuse_gated),
+    Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), refuse_weighted),
+)

@@ -1,0 +1,89 @@
+"""What a pattern says: what is compared, and which layer takes its place on which instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
+
+
+@dataclass(frozen=True)
+class Part:
+    """A member of a module whose class a layer relies on, mostly since it computes it itself.
+
+    Attributes:
+        name: the attribute; of a list each element counts.
+        classes: those whose forwards are known.
+        reason: what to say of a member of another class, whose name takes the place of ``{}``.
+        is_called: whether the layer calls it all the same, so that its hooks run.
+    """
+
+    name: str
+    classes: tuple[type[nn.Module], ...]
+    reason: str
+    is_called: bool = False
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A forward that a kernel can take the place of.
+
+    Attributes:
+        module: the class whose forward is compared.
+        layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
+        limits: returns why no layer serves an instance, or None: what the syntax tree does not show.
+        choose: returns which of several layers serves an instance within the limits.
+        parts: the members whose classes count too.
+        rechecks_every_call: whether the layer looks in every forward at what `limits` looks at, and computes what is
+            right.
+    """
+
+    module: type[nn.Module]
+    layers: tuple[str, ...]
+    limits: Callable[[nn.Module], str | None] = lambda _: None
+    choose: Callable[[nn.Module], str] | None = None
+    parts: tuple[Part, ...] = ()
+    rechecks_every_call: bool = False
+
+    @property
+    def repository(self) -> str:
+        """The kernel repository that holds the layers."""
+        return LAYERS[self.layers[0]]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind that its modules are counted among."""
+        return KIND_OF_LAYER[self.layers[0]]
+
+    def layer_for(self, module: nn.Module) -> str:
+        """Return the layer that serves an instance, or would if nothing stood against it."""
+        return self.choose(module) if self.choose else self.layers[0]
+
+
+@dataclass(frozen=True)
+class FunctionPattern:
+    """A function that a kernel can take the place of.
+
+    Attributes:
+        function: the function that is compared, by its body and the names of its parameters.
+        layer: the layer of the kernel repository, and its entry in transformers' mapping.
+        beside: the names of functions, one of which has to be in its file and computed by transformers itself, not by
+            an installed package; none if it does not matter.
+    """
+
+    function: Callable
+    layer: str
+    beside: tuple[str, ...] = ()
+
+    @property
+    def repository(self) -> str:
+        """The kernel repository that holds the layer."""
+        return LAYERS[self.layer]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind that its functions are counted among."""
+        return KIND_OF_LAYER[self.layer]

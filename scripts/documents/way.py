@@ -1,0 +1,110 @@
+"""Write the way of a model from ``register()`` to ``restore()``, with the functions that it passes in the code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """A step of the way.
+
+    Attributes:
+        name: in a word or two, as in the picture of `docs/design.md`.
+        does: what happens, in a sentence.
+        functions: where, each as ``module:function`` in the integration.
+    """
+
+    name: str
+    does: str
+    functions: tuple[str, ...]
+
+
+WAY = (
+    Step(
+        "register",
+        "Our kernels go into transformers' mapping of layers, and methods that models call are wrapped. `Patches` "
+        "remembers all of it, and `unregister()` undoes it.",
+        ("api.register:register", "swapping.table:install", "swapping.patches:Patches"),
+    ),
+    Step(
+        "enter",
+        "`from_pretrained(use_kernels=True)`, `kernelize(model)` and, with `everywhere=True`, the first call of a "
+        "model go through one sequence.",
+        ("api.use_kernels:install", "api.kernelize:kernelize", "api.pipeline:run"),
+    ),
+    Step(
+        "mark",
+        "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
+        "A class that equals one gets the name of the layer that serves it.",
+        ("swapping.classes:mark", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
+    ),
+    Step(
+        "layers",
+        "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of each "
+        "layer to the modules that are marked for it.",
+        ("api.pipeline:take_for_npu",),
+    ),
+    Step(
+        "functions",
+        "Functions that modules call, such as rotary ones and scans, are found in the globals of their forwards, and "
+        "compared and swapped alike. One function serves all models of the process.",
+        ("swapping.functions:mark", "matching.function_scan:uses"),
+    ),
+    Step(
+        "loss",
+        "The head of a language model hands its loss hidden states: the logits of a training step are not computed, "
+        "until somebody looks at them.",
+        ("swapping.heads:take", "swapping.deferred_logits:DeferredLogits"),
+    ),
+    Step(
+        "linear",
+        "Each plain linear layer that is trained gets a forward of its own, and each one with adapters of peft, too.",
+        ("swapping.projections:projections_of", "swapping.adapters:adapted_of"),
+    ),
+    Step(
+        "gate and up",
+        "The two weights of an MLP are laid side by side, so that one product gives both.",
+        ("swapping.packing:pack",),
+    ),
+    Step(
+        "experts",
+        "A mixture that would take transformers' default takes the kernel, by the name of an implementation in its "
+        "config.",
+        ("swapping.experts:choose", "swapping.experts_interface:npu_grouped_mm"),
+    ),
+    Step(
+        "attention",
+        "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
+        ("swapping.attention_interface:install", "swapping.attention_interface:npu_flash_attention"),
+    ),
+    Step(
+        "call",
+        "The model runs: each forward of ours asks a predicate, call by call, whether the operator takes these "
+        "tensors, and computes in torch where it does not.",
+        (),
+    ),
+    Step(
+        "report",
+        "Every module and function that a kernel might serve has a row: swapped, or why not.",
+        ("reporting.report:report",),
+    ),
+    Step(
+        "restore",
+        "What was put into the model is taken out, in all of these places.",
+        ("api.kernelize:restore", "api.register:unregister"),
+    ),
+)
+
+
+def table(_: str) -> str:
+    """Write a row for each step, with links to the files; `docs/design.md` is in English."""
+    lines = ["| step | what happens | in the code |", "|---|---|---|"]
+    for number, step in enumerate(WAY, 1):
+        links = " ".join(_link(place) for place in step.functions)
+        lines.append(f"| {number} {step.name} | {step.does} | {links} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _link(place: str) -> str:
+    module, _, name = place.partition(":")
+    return f"[`{module}.{name}`](../integration/kernels_ext_npu/{module.replace('.', '/')}.py)"

@@ -1,0 +1,81 @@
+"""`docs/design.md`: the way of a model and the worth of each mechanism are those of the code.
+
+Its figures stand in ``tests/data/rent.json``; some of them are counted anew here.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+
+import pytest
+
+import kernels_ext_npu
+from documents import rent
+from documents.mechanisms import ACTS, LISTS, MECHANISMS, MODELS, STEP, TOKEN, Mechanism
+from documents.way import WAY
+
+BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
+RECORD = json.loads(rent.RECORD.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("step", WAY, ids=lambda step: step.name)
+def test_the_functions_of_each_step_are_there(step) -> None:
+    for place in step.functions:
+        module, _, name = place.partition(":")
+        assert callable(getattr(import_module(f"kernels_ext_npu.{module}"), name))
+
+
+def test_the_picture_of_the_way_has_its_steps() -> None:
+    picture = (rent.ROOT / "docs" / "design.md").read_text("utf-8").split("```")[1]
+    assert not [step.name for step in WAY if step.name not in picture and step.name != "enter"]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda mechanism: mechanism.name)
+def test_a_mechanism_is_made_of_files_and_can_be_left_out(mechanism: Mechanism) -> None:
+    assert all(path.is_file() for path in mechanism.paths)
+    assert bool(mechanism.off or mechanism.without) != mechanism.asked_for
+    before = [place_of(place) for place, _ in mechanism.off]
+    with mechanism.left_out():
+        assert not any(place_of(place) is found for (place, _), found in zip(mechanism.off, before))
+    assert [place_of(place) for place, _ in mechanism.off] == before
+
+
+def place_of(place: str) -> object:
+    from pkgutil import resolve_name
+
+    owner, _, name = place.rpartition(".")
+    return getattr(resolve_name(owner), name)
+
+
+def test_the_record_has_each_mechanism_of_each_model() -> None:
+    assert list(RECORD) == [*MODELS, LISTS]
+    for name, costs in RECORD.items():
+        assert list(costs) == ["", *(mechanism.name for mechanism in MECHANISMS if name in mechanism.models)]
+
+
+def test_the_table_says_the_most_of_all_models() -> None:
+    heading, _, *rows = rent.table("en").splitlines()
+    assert [cell.strip() for cell in heading.strip("|").split("|")] == ["without", "lines", *ACTS]
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.strip("|").split("|")] for row in rows}
+    name = "gate and up as one product"
+    found = [RECORD[model][name][STEP]["seconds"] / RECORD[model][""][STEP]["seconds"] - 1 for model in MODELS]
+    assert cells[name][2 + ACTS.index(STEP)].startswith(f"{max(found):+.1%}, peak")
+    lines = sum(len(path.read_text("utf-8").splitlines()) for path in BY_NAME[name].paths)
+    assert cells[name][1] == str(lines) != "0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        (None, STEP),
+        ("gate and up as one product", STEP),
+        pytest.param("the head without logits", STEP, marks=pytest.mark.long),
+        pytest.param("sums with the norm behind them", TOKEN, marks=pytest.mark.long),
+    ],
+)
+def test_figures_are_those_that_are_counted_now(name: str | None, act: str) -> None:
+    """Of the smallest model; `make docs` counts all where they are not, and docs/design.md has them."""
+    kernels_ext_npu.unregister()
+    assert rent.count("Qwen3-0.6B", act, BY_NAME.get(name)) == RECORD["Qwen3-0.6B"][name or ""][act]

@@ -173,7 +173,15 @@ def test_a_step_makes_no_tensor_of_tokens_times_words() -> None:
     assert rows == [given["input_ids"].numel(), 0]
 
 
+def before_a_change(outputs: Any) -> Tensor:
+    """Made of logits that are changed in place before anybody looks at it."""
+    halves = outputs.logits / 2
+    outputs.logits.mul_(3)
+    return halves
+
+
 LOOKS = {
+    "before a change": before_a_change,
     "argmax": lambda outputs: outputs.logits.argmax(-1),
     "by name": lambda outputs: outputs["logits"] + 0,
     "by number": lambda outputs: outputs[1] + 0,
@@ -211,7 +219,7 @@ def test_whoever_looks_at_logits_finds_them(name: str, when: str) -> None:
             outputs.loss.backward()
         results.append(LOOKS[name](outputs).detach().cpu())
         if when != "after the backward":
-            outputs.loss.backward() if name != "in place" else None
+            outputs.loss.backward() if name not in ("in place", "before a change") else None
     assert torch.equal(*results)
 
 

@@ -11,7 +11,6 @@ import ast
 import functools
 import inspect
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.catalogue import PROJECTIONS
+from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swapping import packing, refusals
@@ -31,7 +31,6 @@ from kernels_ext_npu.swapping.linear.linear_groups import LORA
 from kernels_ext_npu.swapping.loaded import owner_of
 from kernels_ext_npu.swapping.plain_linear import name_of, why_not_plain, why_not_wanted
 from kernels_ext_npu.swapping.protocol import Row, Swapping
-from kernels_ext_npu.swapping.state import Registration
 
 REPOSITORY = "Linear"
 NAME = "lora_linear"
@@ -62,10 +61,6 @@ class _Layer(NamedTuple):
     def has_one_that_keeps_all(self) -> bool:
         """Whether it has one adapter, which drops nothing."""
         return len(self.adapters) == 1 and self.adapters[0][3] == 0
-
-
-def install(registration: Registration) -> None:
-    """Change nothing of transformers or peft: each layer has a forward of its own."""
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -165,11 +160,9 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
 @functools.cache
 def _is_written(forward: FunctionType) -> bool:
     """Tell whether a forward computes adapters in the words that the kernel is for."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, SyntaxError, TypeError):
-        return False
-    return any(ast.unparse(node) == _WRITTEN for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    tree = function_tree(inspect.unwrap(forward))  # type: ignore[arg-type]
+    assignments = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    return any(ast.unparse(node) == _WRITTEN for node in assignments)
 
 
 def _called_together(model: nn.Module) -> dict[nn.Module, str]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from types import FunctionType
 
 from torch import nn
+
+from kernels_ext_npu.matching.source_tree import function_tree
 
 _PERHAPS = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -30,11 +31,8 @@ def layers_of_one_input(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 @functools.cache
 def _groups_in(forward: FunctionType) -> tuple[tuple[str, ...], ...]:
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, SyntaxError, TypeError, ValueError):
-        return ()
-    if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
+    tree = function_tree(forward)
+    if tree is None or not tree.args.args:
         return ()
     me = tree.args.args[0].arg
     names = [name for statement in tree.body for _, name in _calls(statement, me)]

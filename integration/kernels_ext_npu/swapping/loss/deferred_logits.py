@@ -123,7 +123,7 @@ def _follow(logits: DeferredLogits, step: Step) -> DeferredLogits:
 
 def _twin(logits: DeferredLogits) -> DeferredLogits:
     """Return the same logits for nodes of autograd, which hold them when nobody holds the others."""
-    made = Follow.apply(logits, lambda same: same, _maker(logits, logits.device), None)
+    made = Follow.apply(logits, Step(Tensor.contiguous, ()), _maker(logits, logits.device), None)
     made.call, made.product, made.steps = logits.call, logits.product, logits.steps
     return made
 

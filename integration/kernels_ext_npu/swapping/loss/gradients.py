@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels_ext_npu.swapping.loss.steps import Step
+
 HELD = "the output was still held when the backward began"
 _calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose logits may not be computed
 
@@ -75,26 +77,28 @@ class Head(torch.autograd.Function):
 
 
 class Follow(torch.autograd.Function):
-    """The node of what a function makes of logits: ``apply(logits, function, make, twin)`` returns ``make()``.
+    """The node of what a step makes of logits: ``apply(logits, step, make, twin)`` returns ``make()``.
 
     The twin has the values that the gradient depends on; it is None where that depends on none.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, function: Callable, make: Callable, twin: Tensor | None) -> Tensor:
+    def forward(ctx, logits: Tensor, step: Step, make: Callable, twin: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(twin)
-        ctx.function, ctx.shape, ctx.dtype = function, logits.shape, logits.dtype
+        ctx.step, ctx.shape, ctx.dtype = step, logits.shape, logits.dtype
         return make()
 
     @staticmethod
     def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
-        (twin,) = ctx.saved_tensors
-        if twin is None:
-            twin = grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape).requires_grad_()
-        return _gradient(ctx.function, twin, grad), None, None, None
+        if (found := ctx.step.adjoint(grad, ctx.shape, ctx.dtype)) is None:
+            (twin,) = ctx.saved_tensors
+            if twin is None:
+                twin = grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape).requires_grad_()
+            found = _gradient(ctx.step, twin, grad)
+        return found, None, None, None
 
 
 class PassBy(torch.autograd.Function):

@@ -32,7 +32,6 @@ from kernels_ext_npu.swapping.loss.gradients import Call
 from kernels_ext_npu.swapping.loss.steps import Product
 from kernels_ext_npu.swapping.plain_linear import why_not_plain, why_not_wanted
 from kernels_ext_npu.swapping.protocol import Row, Swapping
-from kernels_ext_npu.swapping.state import Registration
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
@@ -42,10 +41,6 @@ _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _FRAMES = 16  # of calls between the forward of the model with labels and that of a head
 
 _last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # of heads, with labels
-
-
-def install(registration: Registration) -> None:
-    """Change nothing of transformers: each head has a forward of its own."""
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:

@@ -51,6 +51,12 @@ class Step(NamedTuple):
         kinds = {type(leaf) for leaf in tree_leaves(self.args)}
         return self.name in _KNOWN and kinds <= ({torch.dtype} if self.name == "to" else _PLAIN)
 
+    def adjoint(self, grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return the gradient of logits of a shape and dtype from that of the result; None where torch finds it."""
+        if self.name in _PRODUCTS | _QUOTIENTS:
+            return self(grad)
+        return None if self.name in ("tanh", "__getitem__") else grad.reshape(shape).to(dtype)
+
     def on_meta(self, logits: Tensor) -> Tensor:
         """Return a tensor without memory that is like the result."""
         with _disable_current_modes():  # it is no launch

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.activations import GELUActivation
 
 from kernels_ext_npu.doctor import known_errors
-from kernels_ext_npu.swapping.linear import lora
+from kernels_ext_npu.swaps.linear import lora
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.api.kernelize import kernelize, restore
-    from kernels_ext_npu.api.register import register, unregister
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
+    from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
+    from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
     from kernels_ext_npu.sources import load
-    from kernels_ext_npu.swapping.experts.transposing import transpose_experts
-    from kernels_ext_npu.swapping.protocol import Row
+    from kernels_ext_npu.swaps.experts.transposing import transpose_experts
+    from kernels_ext_npu.swaps.protocol import Row
 
 __version__ = "0.1.0"
 
@@ -34,15 +34,15 @@ __all__ = [
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
 _MODULES = {
     "Report": "reporting.report",
-    "Row": "swapping.protocol",
+    "Row": "swaps.protocol",
     "UnsupportedEnvironmentError": "environment",
-    "kernelize": "api.kernelize",
+    "kernelize": "lifecycle.kernelize",
     "load": "sources",
-    "register": "api.register",
+    "register": "lifecycle.register",
     "report": "reporting.report",
-    "restore": "api.kernelize",
-    "transpose_experts": "swapping.experts.transposing",
-    "unregister": "api.register",
+    "restore": "lifecycle.kernelize",
+    "transpose_experts": "swaps.experts.transposing",
+    "unregister": "lifecycle.register",
 }
 
 

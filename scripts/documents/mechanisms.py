@@ -100,40 +100,40 @@ def _sum_and_norm(_: Any) -> Callable:
     return lambda x, weight, eps: torch.ops.npu.npu_rms_norm(x, 1.0 + weight.float(), eps)
 
 
-_SWAPPING = "kernels_ext_npu.swapping"
+_SWAPS = "kernels_ext_npu.swaps"
 
 MECHANISMS = (
     Mechanism(
         "gate and up as one product",
-        ("swapping/packing.py", "SwiGLU/torch-ext/swiglu/packing.py"),
+        ("swaps/gate_up_layout.py", "SwiGLU/torch-ext/swiglu/packing.py"),
         off=(
-            (f"{_SWAPPING}.packing._pair_of", lambda _: lambda *_: None),
-            (f"{_SWAPPING}.packing.JOINING", lambda _: ()),
+            (f"{_SWAPS}.gate_up_layout._pair_of", lambda _: lambda *_: None),
+            (f"{_SWAPS}.gate_up_layout.JOINING", lambda _: ()),
         ),
     ),
     Mechanism(
         "layers with one input computed together",
-        ("swapping/linear/linear_groups.py", "swapping/linear/shared_input_scan.py"),
+        ("swaps/linear/linear_groups.py", "swaps/linear/shared_input_scan.py"),
         acts=ADAPTED,
-        off=((f"{_SWAPPING}.linear.lora:_layers_of_several", _nothing),),
+        off=((f"{_SWAPS}.linear.lora:_layers_of_several", _nothing),),
     ),
     Mechanism(
         "the same for q, k and v alone",
         (),
         acts=ADAPTED,
-        off=((f"{_SWAPPING}.linear.linear_groups:groups_of", _none_of),),
+        off=((f"{_SWAPS}.linear.linear_groups:groups_of", _none_of),),
     ),
     Mechanism(
         "layers with adapters",
-        ("swapping/linear/lora.py",),
+        ("swaps/linear/lora.py",),
         acts=ADAPTED,
-        off=((f"{_SWAPPING}.linear.lora:_adapted_of", _none_of),),
+        off=((f"{_SWAPS}.linear.lora:_adapted_of", _none_of),),
     ),
     Mechanism(
         "sums with the norm behind them",
-        ("swapping/residuals.py", "matching/residual_sums.py"),
+        ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py"),
         acts=(TOKEN,),
-        off=((f"{_SWAPPING}.residuals.apply", _nothing),),
+        off=((f"{_SWAPS}.add_norm_fusion.apply", _nothing),),
     ),
     Mechanism(
         "writes into a static cache",
@@ -144,10 +144,10 @@ MECHANISMS = (
     Mechanism(
         "the head without logits",
         (
-            "swapping/loss/lm_head_loss.py",
-            "swapping/loss/deferred_logits.py",
-            "swapping/loss/gradients.py",
-            "swapping/loss/steps.py",
+            "swaps/loss/lm_head_loss.py",
+            "swaps/loss/deferred_logits.py",
+            "swaps/loss/gradients.py",
+            "swaps/loss/steps.py",
         ),
         acts=(STEP, *ADAPTED),
         without=("CrossEntropy",),
@@ -161,13 +161,13 @@ MECHANISMS = (
     ),
     Mechanism(
         "experts by the name of an implementation",
-        ("swapping/experts/implementation.py",),
-        off=((f"{_SWAPPING}.experts.install", _nothing),),
+        ("swaps/experts/implementation.py",),
+        off=((f"{_SWAPS}.experts.install", _nothing),),
         models=MIXTURES,
     ),
     Mechanism(
         "experts stored the other way around",
-        ("swapping/experts/saving.py", "swapping/experts/transposing.py"),
+        ("swaps/experts/saving.py", "swaps/experts/transposing.py"),
         acts=(FORWARD, LORA, TOKEN),
         models=MIXTURES,
         asked_for=True,

@@ -27,59 +27,59 @@ WAY = (
         "register",
         "Our kernels go into transformers' mapping of layers, and methods that models call are wrapped. `Patches` "
         "remembers all of it, and `unregister()` undoes it.",
-        ("api.register:register", "swapping.kernel_mapping:install", "swapping.patches:Patches"),
+        ("lifecycle.register:register", "swaps.kernel_mapping:install", "binding.patches:Patches"),
     ),
     Step(
         "enter",
         "`from_pretrained(use_kernels=True)`, `kernelize(model)` and, with `everywhere=True`, the first call of a "
         "model go through one sequence.",
-        ("api.use_kernels:install", "api.kernelize:kernelize", "api.pipeline:run"),
+        ("lifecycle.use_kernels:install", "lifecycle.kernelize:kernelize", "lifecycle.pipeline:run"),
     ),
     Step(
         "mark",
         "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
         "A class that equals one gets the name of the layer that serves it.",
-        ("swapping.layers:apply", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
+        ("swaps.layers:apply", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
     ),
     Step(
         "layers",
         "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of each "
         "layer to the modules that are marked for it.",
-        ("swapping.kernel_marks:decided", "api.pipeline:take_for_npu"),
+        ("swaps.kernel_marks:decided", "lifecycle.pipeline:take_for_npu"),
     ),
     Step(
         "functions",
         "Functions that modules call, such as rotary ones and scans, are found in the globals of their forwards, and "
         "compared and swapped alike. One function serves all models of the process.",
-        ("swapping.functions:apply", "matching.function_scan:uses"),
+        ("swaps.functions:apply", "matching.function_scan:uses"),
     ),
     Step(
         "loss",
         "The head of a language model hands its loss hidden states: the logits of a training step are not computed, "
-        "until somebody looks at them.",
-        ("swapping.loss.lm_head_loss:apply", "swapping.loss.deferred_logits:DeferredLogits"),
+        "unless somebody still holds the output when the loss runs backward.",
+        ("swaps.loss.lm_head_loss:apply", "swaps.loss.deferred_logits:DeferredLogits"),
     ),
     Step(
         "linear",
         "Each linear layer with adapters of peft is one node of autograd, and those that are called with one input are "
         "one.",
-        ("swapping.linear.lora:apply", "swapping.linear.linear_groups:called_next"),
+        ("swaps.linear.lora:apply", "swaps.linear.linear_groups:called_next"),
     ),
     Step(
         "gate and up",
         "The two weights of an MLP are laid side by side, so that one product gives both.",
-        ("swapping.packing:apply",),
+        ("swaps.gate_up_layout:apply",),
     ),
     Step(
         "experts",
         "A mixture that would take transformers' default takes the kernel, by the name of an implementation in its "
         "config.",
-        ("swapping.experts:install", "swapping.experts.implementation:npu_grouped_mm"),
+        ("swaps.experts:install", "swaps.experts.implementation:npu_grouped_mm"),
     ),
     Step(
         "attention",
         "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
-        ("swapping.attention:install", "swapping.attention.calls:npu_flash_attention"),
+        ("swaps.attention:install", "swaps.attention.calls:npu_flash_attention"),
     ),
     Step(
         "call",
@@ -95,7 +95,7 @@ WAY = (
     Step(
         "restore",
         "What was put into the model is taken out, in all of these places.",
-        ("api.kernelize:restore", "api.register:unregister"),
+        ("lifecycle.kernelize:restore", "lifecycle.register:unregister"),
     ),
 )
 

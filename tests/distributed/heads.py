@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kernels_ext_npu
-from kernels_ext_npu.swapping.loss.deferred_logits import DeferredLogits
+from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.distributed import engines, models
 from tests.distributed.models import Tensors
 

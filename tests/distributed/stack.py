@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.swapping import packing
+from kernels_ext_npu.swaps import gate_up_layout
 from tests.distributed.modules import SIZE, gelu_mlp, mlp, normal
 from tests.distributed.parallel import seeded
 
@@ -38,7 +38,7 @@ def batch() -> Tensor:
 
 def is_packed(model: nn.Module) -> list[bool]:
     """Whether gate and up of each MLP are one product."""
-    return [kernel.separate(gate, up) is None for kernel, gate, up in packing.pairs(model)]
+    return [kernel.separate(gate, up) is None for kernel, gate, up in gate_up_layout.pairs(model)]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

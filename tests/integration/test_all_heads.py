@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kernels_ext_npu
-from kernels_ext_npu.swapping.loss.deferred_logits import DeferredLogits
+from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
 
 pytestmark = pytest.mark.long

@@ -20,7 +20,7 @@ from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.roofline import SOCS
-from kernels_ext_npu.swapping.attention import calls
+from kernels_ext_npu.swaps.attention import calls
 from tests.support.costs import fake_model
 
 NAME = "npu_flash_attention"

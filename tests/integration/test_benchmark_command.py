@@ -11,7 +11,7 @@ from click.testing import Result
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.benchmarking import providers
-from kernels_ext_npu.swapping import state
+from kernels_ext_npu.binding import registration
 from tests.support.benchmark_runs import EXPERTS, HIDDEN, TOKENS, rows, run, write_config
 
 
@@ -99,7 +99,7 @@ def test_the_picture_is_drawn(mixture) -> None:
 def test_nothing_of_it_stays(mixture) -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    assert state.current is None
+    assert registration.current is None
     assert "forward" not in vars(modeling_qwen3_moe.apply_rotary_pos_emb)
 
 

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import kernels_ext_npu
+from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
-from kernels_ext_npu.swapping import forwards
 from tests.support import expert_modules, zoo
 from tests.support.agreement import TOLERANCE
 
@@ -215,7 +215,7 @@ def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None
 
     unchanged, found = results()
     assert_equal(found, unchanged)
-    assert forwards.kernel_forward(model["block"]) is not None
+    assert forward_binding.kernel_forward(model["block"]) is not None
     with change(type(original.experts[0]).__name__, original, model):
         expected, found = results()
         assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()

@@ -18,7 +18,7 @@ from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage import survey as surveying
 from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.swapping.loss import lm_head_loss
+from kernels_ext_npu.swaps.loss import lm_head_loss
 from tests.support import zoo
 from tests.support.counted import counted
 

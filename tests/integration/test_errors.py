@@ -45,7 +45,7 @@ def test_a_version_of_cann_that_kernels_cannot_read_is_explained_and_others_are_
             (folder / "ascend_toolkit_install.info").write_text(f"version={version}\n")
         codes.append(f"os.environ['ASCEND_HOME_PATH'] = {str(folder)!r}; kernels_ext_npu.register()")
     results = run_forks(
-        "import softnpu, os, kernels_ext_npu.api.register, transformers.modeling_utils", codes, check=False
+        "import softnpu, os, kernels_ext_npu.lifecycle.register, transformers.modeling_utils", codes, check=False
     )
     for (version, words), result in zip(CANN.items(), results, strict=True):
         assert bool(result.returncode) == bool(words), (version, result.stderr)
@@ -125,18 +125,18 @@ def test_a_source_that_holds_no_kernels_is_named(source: str, wrong: str) -> Non
     message = re.escape(f'source={source!r}: {wrong} A source is "bundled", "hub", or the path')
     with pytest.raises(FileNotFoundError, match=message):
         kernels_ext_npu.register(source=source)
-    from kernels_ext_npu.swapping import state
+    from kernels_ext_npu.binding import registration
 
-    assert state.current is None
+    assert registration.current is None
 
 
 def test_a_failed_registration_keeps_the_one_before(registered) -> None:
-    from kernels_ext_npu.swapping import state
+    from kernels_ext_npu.binding import registration
 
-    before = state.current
+    before = registration.current
     with pytest.raises(FileNotFoundError):
         kernels_ext_npu.register(source="/nowhere")
-    assert state.current is before
+    assert registration.current is before
 
 
 def test_unknown_attributes_are_attribute_errors() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import kernels_ext_npu
-from kernels_ext_npu.swapping.loss.steps import Product
+from kernels_ext_npu.swaps.loss.steps import Product
 from tests.support import checkpoints, pages, zoo
 
 ROOT = Path(__file__).resolve().parents[2]

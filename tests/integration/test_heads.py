@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.swapping.loss.deferred_logits import DeferredLogits
+from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
 
 # tied and untied heads, a softcap, scales, tanh, biases, a model with pictures, one inside another

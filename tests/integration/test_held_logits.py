@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, GPT2Config, PreTrainedModel
 
 import kernels_ext_npu
-from kernels_ext_npu.swapping.loss.deferred_logits import DeferredLogits
+from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
 
 TOLERANCE = 2**-16  # of the largest logit: sums of float32 in another order, over two layers

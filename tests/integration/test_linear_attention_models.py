@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.matching.decorated import is_kernel_function
-from kernels_ext_npu.swapping import functions
-from kernels_ext_npu.swapping.protocol import Row
+from kernels_ext_npu.swaps import functions
+from kernels_ext_npu.swaps.protocol import Row
 from tests.support import zoo
 from tests.support.agreement import TOLERANCE
 

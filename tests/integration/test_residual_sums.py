@@ -21,8 +21,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.matching.residual_sums import sums_of
-from kernels_ext_npu.swapping import state
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.matching.residual_norm_scan import sums_of
 from tests.support import zoo
 
 LAUNCH = "npu_add_rms_norm"
@@ -178,8 +178,8 @@ def test_training_and_prompts_are_as_they_were() -> None:
 def test_without_the_kernel_of_norms_nothing_is_exchanged() -> None:
     kernels_ext_npu.register(kernels=["RoPE", "SwiGLU"])
     model = kernels_ext_npu.kernelize(qwen3().to("npu"))
-    assert state.current is not None
-    assert not state.current.sums
+    assert registration.current is not None
+    assert not registration.current.sums
     assert LAUNCH not in step(model)[1]
 
 

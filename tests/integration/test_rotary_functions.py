@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.matching import function_scan
-from kernels_ext_npu.swapping import functions
+from kernels_ext_npu.swaps import functions
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.rotary_functions import calls, forward, kernelized

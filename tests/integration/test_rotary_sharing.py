@@ -14,7 +14,7 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 from kernels_ext_npu.matching.decorated import is_kernel_function
-from kernels_ext_npu.swapping import functions
+from kernels_ext_npu.swaps import functions
 from tests.support import zoo
 from tests.support.rotary_functions import calls, forward, kernelized, modeling
 

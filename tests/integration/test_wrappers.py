@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.swapping import forwards
+from kernels_ext_npu.binding import forward_binding
 from tests.support import zoo
 
 SIZE = 32
@@ -194,7 +194,7 @@ def test_the_kernel_goes_inside_and_comes_out_again(registered, way) -> None:
     assert launches(model, x) == 0
     assert torch.equal(model(x), expected)
     assert len(seen) == (0 if way is by_compiler else 4)
-    assert forwards.own_forward(model.first) is Qwen3RMSNorm.forward
+    assert forward_binding.own_forward(model.first) is Qwen3RMSNorm.forward
 
 
 @pytest.mark.parametrize("way", HIDDEN, ids=lambda way: way.__name__)
@@ -329,7 +329,7 @@ def test_offloaded_norms_are_served(registered) -> None:
     model, plain = accelerate.cpu_offload(norms().cpu(), execution_device=torch.device("npu", 0)), norms()
     kernels_ext_npu.register()
     for module in (model.first, model.second):
-        assert forwards.own_forward(module) is Qwen3RMSNorm.forward
+        assert forward_binding.own_forward(module) is Qwen3RMSNorm.forward
     x = torch.randn(3, SIZE)
     with_hooks = model(x.to("npu"))
     torch.testing.assert_close(with_hooks, plain(x.to("npu")))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
-from kernels_ext_npu.swapping.loss import lm_head_loss
+from kernels_ext_npu.swaps.loss import lm_head_loss
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 

@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from kernels_ext_npu.benchmarking.shrunk_models import Model
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swapping.patches import Patches
 
 SEQUENCES = 32  # in decoding
 REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel

@@ -17,11 +17,11 @@ from transformers.generation.continuous_batching import continuous_api, utils
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.capturing import GRAPHS, CaptureError, place
-from kernels_ext_npu.swapping import state
-from kernels_ext_npu.swapping.attention.serving import stands_for
-from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.swapping.patches import Patches
+from kernels_ext_npu.swaps.attention.serving import stands_for
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 
 def install(patches: Patches) -> None:
@@ -43,7 +43,7 @@ def install(patches: Patches) -> None:
 
 
 def _is_installed() -> bool:
-    return state.current is not None
+    return registration.current is not None
 
 
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -88,7 +88,7 @@ def _masks(config: Any, batch: dict) -> Any:
         keys = batch["read_index"][allocator.index].shape[0] or queries
         window = config.sliding_window if layer_type == SLIDING_ATTENTION else None
         seen = _seen(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][layer_type], queries, window)
-        made[layer_type] = state.package(NPU_FLASH_ATTENTION.repository).attention_mask(
+        made[layer_type] = registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(
             1, queries, keys, mask_function=seen, device=batch["input_ids"].device
         )
     return made if len(made) > 1 else next(iter(made.values()))

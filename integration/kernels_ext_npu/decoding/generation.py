@@ -10,10 +10,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import CompileConfig, GenerationConfig
 
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.capturing import GRAPHS
 from kernels_ext_npu.decoding.graphed_forward import GraphedForward
-from kernels_ext_npu.swapping import state
-from kernels_ext_npu.swapping.patches import Patches
 
 
 def install(patches: Patches) -> None:
@@ -23,7 +23,7 @@ def install(patches: Patches) -> None:
 
 
 def _is_installed() -> bool:
-    return state.current is not None
+    return registration.current is not None
 
 
 def _decides(

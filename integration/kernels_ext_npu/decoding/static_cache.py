@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from kernels_ext_npu.swapping import state
-from kernels_ext_npu.swapping.patches import Patches
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.patches import Patches
 
 
 def install(patches: Patches) -> None:
     """Let layers of static caches take one token anew."""
-    patches.method(StaticLayer, "update", _update, lambda: state.current is not None)
-    patches.method(StaticSlidingWindowLayer, "update", _update_window, lambda: state.current is not None)
+    patches.method(StaticLayer, "update", _update, lambda: registration.current is not None)
+    patches.method(StaticSlidingWindowLayer, "update", _update_window, lambda: registration.current is not None)
 
 
 def _update(

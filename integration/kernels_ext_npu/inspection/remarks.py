@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.measuring.products import is_unknown
-from kernels_ext_npu.swapping.patches import Patches
 
 _WORTH_IT = 0.01  # of all parameters
 

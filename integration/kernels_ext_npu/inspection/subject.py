@@ -21,10 +21,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from kernels_ext_npu import model_configs
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.remarks import first_line
-from kernels_ext_npu.swapping.patches import Patches
 
 # the classes of a configuration, the whole model before its parts
 _MAPPINGS = (

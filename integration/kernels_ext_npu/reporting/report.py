@@ -17,12 +17,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from kernels_ext_npu.binding import forward_binding, lazy_swap
+from kernels_ext_npu.binding.devices import on_its_way
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
-from kernels_ext_npu.swapping import forwards, functions, refusals, residuals, waiting
-from kernels_ext_npu.swapping.devices import on_its_way
-from kernels_ext_npu.swapping.protocol import Row
-from kernels_ext_npu.swapping.swaps import LINEAR, SWAPS
+from kernels_ext_npu.swaps import add_norm_fusion, functions, refusals
+from kernels_ext_npu.swaps.protocol import Row
+from kernels_ext_npu.swaps.sequence import LINEAR, SWAPS
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
@@ -147,10 +148,10 @@ def report(model: nn.Module) -> Report:
     with on_its_way(model):
         others = itertools.chain.from_iterable(swap.rows(model) for swap in SWAPS if swap is not LINEAR)
         found = [[_passed_by(row, model) for row in part] for part in (others, LINEAR.rows(model))]
-        if any(map(waiting.waits, model.modules())):
+        if any(map(lazy_swap.waits, model.modules())):
             found = [[_at_first_call(row, model) for row in part] for part in found]
         modules, linear_layers = found
-        return Report(modules, linear_layers, residuals.remark(model))
+        return Report(modules, linear_layers, add_norm_fusion.remark(model))
 
 
 def _passed_by(row: Row, model: nn.Module) -> Row:
@@ -158,7 +159,7 @@ def _passed_by(row: Row, model: nn.Module) -> Row:
     if not row.swapped or not row.path:
         return row
     around = model.get_submodule(row.path.rpartition(".")[0])
-    stranger = None if forwards.decorates_own(around) else forwards.stranger(around)
+    stranger = None if forward_binding.decorates_own(around) else forward_binding.stranger(around)
     return row if stranger is None else replace(row, reason=refusals.passed_by(stranger))
 
 

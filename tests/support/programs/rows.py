@@ -18,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, IMPLEMENTATION, NORMS, TABLES
-from kernels_ext_npu.swapping import forwards
-from kernels_ext_npu.swapping.experts.implementation import npu_grouped_mm
+from kernels_ext_npu.swaps.experts.implementation import npu_grouped_mm
 from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.side import Side
 
@@ -63,7 +63,7 @@ def assert_report_is_true(
         if row.swapped and row.kind != HEADS.in_models:  # the loss of the whole model shows what a head gives
             served.append((row, module))
         elif row.function is None and not (row.reason or "").startswith((CHANGED, "served by")):
-            assert forwards.kernel_forward(module) is None, row
+            assert forward_binding.kernel_forward(module) is None, row
     if not served:
         return
     row, module = Random(seed).choice(served)
@@ -100,7 +100,7 @@ def _forwards(row: Any, module: nn.Module) -> tuple[Any, Any]:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         ours = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
         return lambda *args: eager(module, *args, **options)[:1], lambda *args: ours(module, *args, **options)[:1]
-    own, kernel = inspect.unwrap(type(module).forward), forwards.kernel_forward(module) or npu_grouped_mm
+    own, kernel = inspect.unwrap(type(module).forward), forward_binding.kernel_forward(module) or npu_grouped_mm
     if row.kind == TABLES.in_models:
         own = type(module).forward  # what it wraps switches gradients off
     return partial(own, module), partial(kernel, module)

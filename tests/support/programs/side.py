@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.matching.function_scan import uses
-from kernels_ext_npu.swapping import state
 from tests.support.programs import variants
 
 
@@ -91,7 +91,7 @@ class Side:
     @property
     def is_registered(self) -> bool:
         """Whether kernels are registered in the process."""
-        return state.current is not None
+        return registration.current is not None
 
     @property
     def device(self) -> torch.device:

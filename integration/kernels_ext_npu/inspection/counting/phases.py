@@ -23,8 +23,8 @@ from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.measuring.roofline import Soc
-from kernels_ext_npu.swapping.attention import calls
-from kernels_ext_npu.swapping.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.swaps.attention import calls
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Inputs = dict[str, Any]
 

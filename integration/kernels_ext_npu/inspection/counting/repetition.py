@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
-from kernels_ext_npu.swapping import residuals
+from kernels_ext_npu.swaps import add_norm_fusion
 
 _INPUT = object()  # stands for the input in what a layer gives
 
@@ -78,7 +78,7 @@ class Kind:
         if not any(leaf is _INPUT for leaf in tree_leaves(self.output, is_leaf=_is_other)):
             raise NotRepeatableError(self)
         given = _first_tensor(args, kwargs)
-        residuals.hand_on(layer, given)
+        add_norm_fusion.hand_on(layer, given)
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, _Other):

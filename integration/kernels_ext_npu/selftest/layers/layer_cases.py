@@ -30,7 +30,7 @@ from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.comparing import Results
 from kernels_ext_npu.selftest.layers import rotary_arguments
-from kernels_ext_npu.swapping.packing import WITH_GATE_AND_UP
+from kernels_ext_npu.swaps.gate_up_layout import WITH_GATE_AND_UP
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 EXPERTS = {Qwen3MoeExperts: "qwen3_moe", GptOssExperts: "gpt_oss"}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels_ext_npu import sources
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
-from kernels_ext_npu.swapping import state
 from tests.support.programs import variants
 from tests.support.programs.acts.heads import show_loss
 from tests.support.programs.registry import act
@@ -28,7 +28,7 @@ OTHERS = ("eager", "sdpa")
 
 def can_name_ours(side: Side) -> bool:
     """Tell whether the implementation of ours is there to be named, and sees all that others do."""
-    return state.uses(REPOSITORY) and not side.is_altered
+    return registration.uses(REPOSITORY) and not side.is_altered
 
 
 def names_nothing(side: Side) -> bool:

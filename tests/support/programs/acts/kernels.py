@@ -8,8 +8,8 @@ import kernels
 import torch
 
 import kernels_ext_npu
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.swapping import state
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
@@ -67,7 +67,9 @@ def restore_a_part(side: Side, choice: Random) -> None:
         kernels_ext_npu.restore(module)
 
 
-@act(lambda side: on_npu(side) and state.current is not None)  # otherwise transformers takes its own, from the Hub
+@act(
+    lambda side: on_npu(side) and registration.current is not None
+)  # otherwise transformers takes its own, from the Hub
 def use_kernels(side: Side, choice: Random) -> None:
     side.asked = True
     if side.has_kernels:

@@ -1,0 +1,277 @@
+"""Puts a forward of ours on a module, below what other libraries have put over its own, and takes it out again.
+
+A wrapper calls what was there before it, and holds it in one of two ways. accelerate leaves
+
+    module._old_forward = module.forward           # a method of the module: what is looked for
+    module.forward = partial(new_forward, module)  # new_forward calls module._old_forward
+
+so that the name of the attribute stands in the code of the wrapper; transformers' tensor and expert parallelism, and
+most others, leave a closure
+
+    def wrapped(original):
+        def forward(*args): return original(*args)
+        return forward
+    module.forward = wrapped(module.forward)
+
+whose cell ``original`` holds the method: ``cell.cell_contents = other`` exchanges it. `kernels` would replace the
+wrapper, and with it what that did: gradients that nobody sums any more, or weights that nobody loads. A module whose
+wrapper holds its forward in any other way keeps what it has, and is reported as wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
+from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.catalogue import LAYERS
+
+_EMPTY = CellType()
+
+
+class Slot(NamedTuple):
+    """What holds a forward of a module, and what puts another one there."""
+
+    held: MethodType
+    put: Callable[[MethodType], None]
+
+
+def own_forward(module: nn.Module) -> FunctionType | None:
+    """Return the function that computes in the end when a module is called; None where wrappers do not show it.
+
+    It is the forward of its class, or that of a kernel.
+    """
+    forward = vars(module).get("forward")
+    if forward is None:
+        forward = type(module).forward
+        return forward if isinstance(forward, FunctionType) else None
+    if _is_own(forward, module):
+        return forward.__func__
+    functions = {slot.held.__func__ for slot in _slots(module)}
+    (function,) = functions if len(functions) == 1 else (None,)
+    return function  # type: ignore[return-value]
+
+
+def put(module: nn.Module, function: Callable) -> bool:
+    """Let a function compute what the forward of a module computed, below all that was put over it.
+
+    Returns:
+        Whether it could be put there; if not, nothing has changed.
+    """
+    if "forward" not in vars(module) or _is_own(vars(module)["forward"], module):
+        if function is type(module).forward:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = MethodType(function, module)  # type: ignore[method-assign]
+        return True
+    if own_forward(module) is None:
+        return False
+    _exchange(module, function)
+    return True
+
+
+def take_out(module: nn.Module) -> None:
+    """Put the forward of its class wherever a module holds that of a kernel.
+
+    `kernels` also binds the forward of the class itself, where it has no kernel: the module is left without that too.
+    """
+    forward = vars(module).get("forward")
+    if forward is None:
+        return
+    if _is_own(forward, module):
+        del module.forward
+        return
+    for slot in _slots(module):
+        if kernel_name(slot.held.__func__) is not None:
+            slot.put(MethodType(_below_wrappers(module), module))
+
+
+def wrapper(module: nn.Module) -> str | None:
+    """Return the name of what was put over a module's forward by somebody other than `kernels`.
+
+    It is None where nothing was.
+    """
+    forward = vars(module).get("forward")
+    if forward is None or _is_own(forward, module):
+        return None
+    return str(getattr(forward, "__qualname__", None) or getattr(forward, "__name__", type(forward).__name__))
+
+
+def refuse_wrapper(module: nn.Module) -> str | None:
+    """Return why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
+    name = wrapper(module)
+    if name is None or own_forward(module) is not None:
+        return None
+    reason = f"another library has wrapped its forward ({name}), and the wrapper must stay"
+    return f"{reason}: it holds both the module's own forward and a kernel" if list(_slots(module)) else reason
+
+
+def kernel_forward(module: nn.Module) -> FunctionType | None:
+    """Return the function of a loaded kernel that a module's forward is, or would be without wrappers.
+
+    It is None where the forward is another one.
+    """
+    function = own_forward(module) if "forward" in vars(module) else None
+    return function if kernel_name(function) is not None else None
+
+
+def stranger(module: nn.Module) -> str | None:
+    """Return the name of a forward that another library gave a module, or its class, in place of its own."""
+    bound = vars(module).get("forward")
+    forward = own_forward(module) or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
+    if not isinstance(forward, FunctionType) or is_marked(forward) or kernel_name(forward) is not None:
+        return None
+    return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+
+
+def foreign(function: FunctionType, *modules: str) -> str | None:
+    """Return the full name of a function from another library than all these modules; None if it is from one."""
+    libraries = {module.partition(".")[0] for module in modules}
+    if function.__module__.partition(".")[0] in libraries:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def decorates_own(module: nn.Module) -> bool:
+    """Tell whether the forward of an instance names that of its class as what it wraps, as accelerate's in autocast."""
+    bound, own = vars(module).get("forward"), type(module).forward
+    return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
+
+
+def layer_of(module: nn.Module) -> str | None:
+    """Return the layer of ours that computes a module, also below wrappers; None if none does."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return None
+    owner = getattr(getattr(forward, "__func__", None), OWNER, None)
+    return layer_name(own_forward(module)) if owner is None else owner if owner in LAYERS else None
+
+
+def with_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the modules of a model that layers of ours compute, each with its layer, and the package of its kernel."""
+    swapped = [module for module in model.modules() if "forward" in vars(module)]
+    placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
+    return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
+
+
+def package_of(module: nn.Module) -> Any:
+    """Return the package of the kernel of ours that computes a module; None if none does."""
+    return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
+
+
+def install(patches: Patches) -> None:
+    """Let `kernels` put forwards below wrappers, too, and let pickles of swapped modules leave no forward behind."""
+    _install_replacing(patches)
+    _install_unpickling(patches)
+
+
+def _install_replacing(patches: Patches) -> None:
+    """Change what everything that swaps kernels ends in.
+
+    That is ``use_kernels=True``, ``train()`` and ``eval()``, and whoever calls `kernels` directly.
+    """
+    from kernels.layer import layer
+
+    original: Any = layer._replace_forward
+
+    @functools.wraps(original)
+    def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
+        from kernels_ext_npu.binding import step_aside  # what reads forwards is not imported by register()
+
+        bound = getattr(vars(module).get("forward"), "__func__", None)
+        if (
+            getattr(bound, "__wrapped__", None) is layer.forward
+            and getattr(bound, MATCHED, None) is type(module).forward
+        ):
+            return  # it is in place
+        if layer_name(layer.forward) is not None:
+            put(module, step_aside.stepping(layer.forward, _below_wrappers(module)))  # type: ignore[arg-type]
+        elif wrapper(module) is not None:
+            put(module, _below_wrappers(module) if layer is type(module) else layer.forward)
+        else:
+            original(module, layer)
+            _leave_to_class(module)
+
+    patches.attribute(layer, "_replace_forward", _replace_forward)
+
+
+def _install_unpickling(patches: Patches) -> None:
+    """Take the forward of its class out of a module that was just unpickled.
+
+    A pickle knows a method by its name only: the kernel that was bound to a module comes back as what its class has
+    under the name ``forward``, and bound to the module it would hide what the class is given later.
+    """
+    original: Any = nn.Module.__setstate__
+
+    @functools.wraps(original)
+    def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
+        original(self, state)
+        _leave_to_class(self)
+
+    patches.attribute(nn.Module, "__setstate__", __setstate__)
+
+
+def _leave_to_class(module: nn.Module) -> None:
+    """Take the forward of its class out of a module, where it would hide what the class is given later.
+
+    `kernels` binds it where it has no kernel.
+    """
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
+        del module.forward
+
+
+def _is_own(value: Any, module: nn.Module) -> bool:
+    """Tell whether a value is the forward of a module's class, or of a kernel, bound to that very module."""
+    if not isinstance(value, MethodType) or value.__self__ is not module:
+        return False
+    function = value.__func__
+    return function is type(module).forward or is_marked(function) or kernel_name(function) is not None
+
+
+def _slots(module: nn.Module) -> Iterator[Slot]:
+    """Find what holds the forward of a module below its wrappers.
+
+    A copy of a model shares the wrappers of the original, which call the original: nothing is found for the copy.
+    """
+    waiting, seen = [vars(module)["forward"]], set()
+    for value in waiting:  # grows while it runs
+        for child, place in _held_by(value, module):
+            if _is_own(child, module):
+                yield Slot(child, place)
+            elif callable(child) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+
+
+def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:
+    """Give what a wrapper may call, each with what puts another one there."""
+    function = value.func if isinstance(value, functools.partial) else getattr(value, "__func__", value)
+    for cell in getattr(function, "__closure__", None) or ():
+        if cell != _EMPTY:
+            yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+    read = {*getattr(getattr(function, "__code__", None), "co_names", ())} & vars(module).keys() - {"forward"}
+    for name in read:
+        yield vars(module)[name], functools.partial(setattr, module, name)
+
+
+def _below_wrappers(module: nn.Module) -> Callable:
+    """Return what computes below the wrappers of a module's forward without a kernel.
+
+    A wrapper holds what the class of the module had then, whatever it is given later.
+    """
+    own = own_forward(module)
+    if wrapper(module) is None or own is None:
+        return type(module).forward
+    return getattr(own, MATCHED, type(module).forward if kernel_name(own) is not None else own)
+
+
+def _exchange(module: nn.Module, function: Callable) -> None:
+    for slot in list(_slots(module)):
+        slot.put(MethodType(function, module))

@@ -1,0 +1,90 @@
+"""The registration of this process: what register() was told, and what belongs to it until unregister()."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernels_ext_npu import sources
+from kernels_ext_npu.binding.patches import Patches
+
+if TYPE_CHECKING:
+    from types import FunctionType, ModuleType
+
+    from torch import nn
+
+
+@dataclass
+class Registration:
+    """What register() was told, and what was changed and found since.
+
+    Attributes:
+        source: where the kernels come from.
+        strict: whether a model must not keep what a kernel might serve.
+        kernels: the repositories that are used.
+        on_first_call: what swaps the kernels into a model that waited for its first call; None if models do not wait.
+        over_packages: whether kernels go before installed packages that transformers lets compute its functions.
+        patches: the changes to transformers, `kernels` and what belongs to models.
+        marked: the classes that were looked at.
+        functions: the modules that `kernels` made of functions, by function.
+        packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
+        waiting: the models that were not called on the NPU yet.
+        sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
+    """
+
+    source: str | Path
+    strict: bool
+    kernels: frozenset[str]
+    on_first_call: Callable[[nn.Module], None] | None = None
+    over_packages: bool = False
+    patches: Patches = field(default_factory=Patches)
+    marked: set[type] = field(default_factory=set)
+    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
+    packages: dict[str, ModuleType] = field(default_factory=dict)
+    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def package(self, repository: str) -> ModuleType:
+        """Return the package of a kernel repository, which is loaded when it is first asked for."""
+        if repository not in self.packages:
+            self.packages[repository] = sources.load_package(self.source, repository)
+        return self.packages[repository]
+
+    def try_package(self, repository: str) -> ModuleType | None:
+        """Return the package of a kernel repository; None if it cannot be loaded.
+
+        While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
+        """
+        with suppress(Exception):
+            return self.package(repository)
+        return None
+
+
+current: Registration | None = None
+# the modules of parts of a model that restore() was called for: they stay as they are while the rest is looked at again
+restored: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def package(repository: str) -> ModuleType:
+    """Return the package of a kernel repository of the registration."""
+    assert current is not None
+    return current.package(repository)
+
+
+def try_package(repository: str) -> ModuleType | None:
+    """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded."""
+    return None if current is None else current.try_package(repository)
+
+
+def loaded_package(repository: str) -> ModuleType | None:
+    """Return the package of a kernel repository of the registration, if it is there already."""
+    return None if current is None else current.packages.get(repository)
+
+
+def uses(repository: str) -> bool:
+    """Tell whether kernels are registered, among them those of a repository."""
+    return current is not None and repository in current.kernels

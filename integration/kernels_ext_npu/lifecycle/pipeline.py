@@ -1,0 +1,103 @@
+"""The one sequence by which kernels get into a model: mark, let `kernels` take what is marked, finish.
+
+`from_pretrained(use_kernels=True)`, `kernelize(model)` and the first call of a model that waited all go through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+
+import kernels
+from torch import nn
+from transformers import PreTrainedModel
+
+from kernels_ext_npu.binding import registration, use_kernels_flag
+from kernels_ext_npu.binding.devices import on_its_way
+from kernels_ext_npu.reporting.report import report
+from kernels_ext_npu.swaps.protocol import Swapping, modules_by_class
+from kernels_ext_npu.swaps.sequence import SWAPS
+
+logger = logging.getLogger("kernels_ext_npu")
+
+_AT_MOST = 20  # rows in an error
+
+
+def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mode], None]) -> None:
+    """Swap the registered kernels into a model.
+
+    Args:
+        model: one that computes on the NPU, or has no weights yet (devices.on_its_way), or is to take what other
+            devices have.
+        mode: by default training or inference, as the model is.
+        take: lets `kernels` take what is marked, from transformers' table.
+
+    Raises:
+        RuntimeError: register(strict=True) was called, and the model keeps what a kernel might serve.
+    """
+    active = registration.current
+    assert active is not None
+    if mode is None:
+        mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
+    swapping = Swapping(active, mode, take, modules_by_class(model))
+    for swap in SWAPS:
+        swap.apply(model, swapping)
+    if active.strict:
+        _check_strictly(model)
+
+
+def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
+    """Swap the registered kernels into a loaded model, which keeps them when its mode changes.
+
+    Raises:
+        RuntimeError: as `run` does.
+    """
+    registration.restored.difference_update(model.modules())
+
+    def take(mode: kernels.Mode) -> None:
+        take_for_npu(model, mode)
+        _swap_again_with_the_mode(model)
+
+    run(model, mode, take)
+
+
+def swap_in_at_first_call(model: nn.Module) -> None:
+    """Swap the registered kernels into a model that waited, and log the report, on one rank."""
+    with on_its_way(model):
+        swap_in(model)
+    level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
+    logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
+
+
+def swap_no_more(model: nn.Module) -> None:
+    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module leave them without kernels."""
+    for pretrained in _pretrained(model):
+        use_kernels_flag.forget(pretrained)
+
+
+def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
+    """Let `kernels` take what is marked, for the NPU."""
+    kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
+
+
+def _swap_again_with_the_mode(model: nn.Module) -> None:
+    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again."""
+    for pretrained in _pretrained(model):
+        use_kernels_flag.note(pretrained)
+
+
+def _check_strictly(model: nn.Module) -> None:
+    kept = [row for row in report(model) if not row.swapped and row.is_candidate]
+    if kept:
+        lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:_AT_MOST])
+        more = f"\n  and {len(kept) - _AT_MOST} more" if len(kept) > _AT_MOST else ""
+        raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")
+
+
+def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _pretrained(child)

@@ -1,0 +1,236 @@
+"""The functions and masks that transformers calls by the name of an attention implementation.
+
+The kernel FlashAttention is the implementation ``npu_flash_attention``, for who names it, and what ``sdpa`` means on
+the NPU while kernels are registered; so does ``eager`` for models that transformers gives nothing better. No config
+says so: what reads the name of an implementation, or wraps one, finds what it would without kernels. Where the kernel
+does not serve, and on other devices, the function computes that was in its place, from the mask that it would be given.
+
+A batch is known to be packed by its positions, which transformers reads from the device for every mask of a forward.
+Positions that nobody gave, which a model counts itself, are those of one sequence: here they are not looked at. Others
+are handed on as they are, and the kernel reads them once a forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.swaps.attention import flash_question, serving
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+_counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
+
+
+def npu_flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a module: transformers calls this by the name in the module's config.
+
+    The arguments are those of `attention_forward` of the kernel. ``output_attentions`` counts where nothing is packed.
+
+    Returns:
+        ``[B, S_q, N, D_v]``, and the weights ``[B, N, S_q, S_k]`` where they are asked for, otherwise None.
+
+    Raises:
+        ValueError: sequences are split between devices by torch's context parallelism.
+    """
+    if _splits_sequences():
+        raise ValueError(
+            f"{NPU_FLASH_ATTENTION.name}: context parallelism replaces torch's scaled_dot_product_attention, which is "
+            'not called here: choose attn_implementation="sdpa"'
+        )
+    result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
+    if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
+        return result, None
+    # values that are one for one key each make the weights the result
+    one_of_each = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
+    return result, _attend(module, query, key, one_of_each, attention_mask, *args, **kwargs).transpose(1, 2)
+
+
+def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
+    """Describe the mask of a forward: transformers calls this by the name in the model's config.
+
+    The arguments are those of the masks in transformers' ``AttentionMaskInterface``.
+    """
+    if serving.is_eager_by_default(type(kwargs.get("config"))):  # its formula knows masks alone, whatever a module says
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
+
+
+def stand_in(
+    original: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a module that names ``sdpa`` or its own formula, or let that original compute it."""
+    is_sdpa = original is sdpa_attention_forward
+    is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
+    if (
+        NPU_FLASH_ATTENTION.is_registered()
+        and (is_sdpa or serving.is_eager_by_default(type(module.config)))
+        and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
+        and kwargs.get("position_bias") is None
+        and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
+        and (attention_mask is None or _fits(attention_mask, query, key, is_described))
+        and not _splits_sequences()
+    ):
+        return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
+    if is_sdpa:
+        attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
+    elif attention_mask is not None:
+        attention_mask = _as_added(attention_mask, query, key.shape[2])
+    if kwargs.get("cu_seq_lens_q") is not None and flash_question.gives_lengths(type(module)):
+        return _one_by_one(original, module, (query, key, value), attention_mask, *args, **kwargs)
+    return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
+    """Return what a module calls for its attention, in place of ``get_interface`` of transformers' table.
+
+    What stands in for a module's own formula is in no table, since transformers looks for none there.
+    """
+    found = original(self, implementation, default)
+    return functools.partial(stand_in, found) if implementation == "eager" and found is default else found
+
+
+def mask_standing_in(original: Callable) -> Callable:
+    """Return what stands in for a mask function of transformers: on the NPU it describes the mask."""
+
+    @functools.wraps(original)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        given, config = kwargs.get("attention_mask"), kwargs.get("config")
+        if given is not None and not isinstance(given, Tensor):  # that of the model around
+            return given if serving.describes_masks(config) else given.mask()
+        if (
+            torch.device(kwargs.get("device", "cpu")).type == "npu"
+            and serving.describes_masks(config)
+            and not args
+            and not getattr(config, "attn_logit_softcapping", None)
+            and (given is None or len(given) == kwargs["batch_size"])
+            and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
+        ):
+            return npu_flash_attention_mask(**kwargs)
+        return original(*args, **kwargs)
+
+    return mask
+
+
+def reads_no_positions() -> bool:
+    """Tell whether positions are not looked at; a graph cannot look at them anyway."""
+    return NPU_FLASH_ATTENTION.is_registered() and not torch.compiler.is_compiling()
+
+
+def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Call a model, in place of its ``__call__``, and note whether it counts positions itself.
+
+    The innermost model makes the masks. One that somebody else has written may make the positions of packed sequences.
+    """
+    forward = inspect.unwrap(self.forward)
+    is_known = getattr(forward, "__module__", "").startswith("transformers.")
+    # tokens can be given without their name, and what follows them could be positions
+    token = _counts_itself.set(is_known and len(args) <= 1 and kwargs.get("position_ids") is None)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _counts_itself.reset(token)
+
+
+def preprocess_standing_in(original: Callable) -> Callable:
+    """Return what stands in for ``_preprocess_mask_arguments`` of masking_utils, and does not look at positions."""
+
+    @functools.wraps(original)
+    def preprocess(
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
+        given = config, inputs_embeds, attention_mask, past_key_values
+        is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
+        if not reads_no_positions() or not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
+            return original(*given, position_ids, *args, **kwargs)
+        is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
+        packed = None
+        if position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
+            packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
+        return is_done, mask, packed, *sizes
+
+    return preprocess
+
+
+def make_ready() -> None:
+    """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
+    with torch.no_grad():
+        registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_func(
+            *torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True
+        )
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    if attention_mask is None and serving.is_eager_by_default(type(getattr(module, "config", None))):
+        kwargs["is_causal"] = False  # its formula leaves out what a mask says
+    forward = registration.package(NPU_FLASH_ATTENTION.repository).attention_forward
+    return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
+
+
+def _splits_sequences() -> bool:
+    """Tell whether torch's context parallelism is on, whose part of a sequence would not see the others.
+
+    torch and torch_npu exchange keys in what they put into the place of scaled_dot_product_attention for it.
+    """
+    function = F.scaled_dot_product_attention
+    if function is torch._C._nn.scaled_dot_product_attention:
+        return False
+    return ".tensor.experimental." in (getattr(function, "__module__", None) or "")
+
+
+def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool) -> bool:
+    """Tell whether a mask is for these tensors: if not, transformers' own says what is wrong with it."""
+    if is_described:
+        return mask.fits(query.shape[2], key.shape[2])
+    sizes = (*query.shape[:3], key.shape[2])
+    return mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes)) and mask.shape[3] >= sizes[3]
+
+
+def _as_added(mask: Any, query: Tensor, keys: int) -> Tensor:
+    """Return a mask as the formulas of models take it, floating and added to scores, of what is described or bool."""
+    seen = mask if isinstance(mask, Tensor) else mask.mask(query.device)
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return seen if seen.is_floating_point() else torch.where(seen[..., :keys], zero, torch.finfo(query.dtype).min)
+
+
+def _one_by_one(
+    original: Callable, module: nn.Module, tensors: tuple[Tensor, ...], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute sequences that lie one behind the other, as the file of the module does where it gives no lengths."""
+    lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in tensors))
+    return torch.cat([original(module, *part, *args, **kwargs)[0] for part in parts], dim=1), None
+
+
+def _sequences(positions: Tensor) -> Tensor:
+    """Return which sequence each token belongs to, ``[B, S]``: a new one begins where positions do not count on.
+
+    transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.
+    """
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)

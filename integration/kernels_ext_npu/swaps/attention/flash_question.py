@@ -1,0 +1,62 @@
+"""Files of transformers that ask whether attention is a flash attention, and go another way for it.
+
+Some give it the lengths of sequences in place of one call for each, as vision towers do: so they do for ours, also
+where it stands for ``sdpa``. Others mean flash-attn, which takes no masks: those of SAM 2 leave masks that are added to
+scores to torch, which drops them on an NPU; ESM C refuses chains, HRM prefixes, and masking_utils chunks. To them ours
+is as any other implementation. Generation is to know ours as flash.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers.utils.generic import is_flash_attention_requested
+
+from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.swaps.attention.names import canonical_name
+from kernels_ext_npu.swaps.attention.serving import stands_for, stranger
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+_MASKS = "transformers.masking_utils"
+FILES = (_MASKS, "transformers.models.")  # of transformers, those that are answered
+_QUESTION = is_flash_attention_requested.__name__
+_LENGTHS = "cu_seq_lens_q="
+
+
+def answer_files(files: Iterable[str], patches: Patches) -> None:
+    """Answer files, by their names, if they ask; whose source cannot be read is taken to give lengths."""
+    for name in files:
+        is_answered = name in sys.modules and (name.startswith(FILES) or not name.startswith("transformers."))
+        if is_answered and vars(sys.modules[name]).get(_QUESTION) is is_flash_attention_requested:
+            answer = functools.partial(_is_flash_attention, name != _MASKS and _writes_lengths(name))
+            patches.attribute(sys.modules[name], _QUESTION, answer)
+
+
+def gives_lengths(cls: type[nn.Module]) -> bool:
+    """Tell whether the file of a class was answered that it calls a flash attention, to which it gives lengths."""
+    return getattr(vars(sys.modules[cls.__module__]).get(_QUESTION), "args", None) == (True,)
+
+
+@functools.cache
+def _writes_lengths(name: str) -> bool:
+    try:
+        return _LENGTHS in inspect.getsource(sys.modules[name])
+    except OSError:
+        return True
+
+
+def _is_flash_attention(
+    gives_lengths: bool, config: Any = None, requested_attention_implementation: Any = None, version: Any = None
+) -> bool:
+    """Tell a file whether an implementation is a flash attention: ours is, by any name, to one that gives lengths."""
+    requested = canonical_name(requested_attention_implementation)
+    is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested == NPU_FLASH_ATTENTION.name
+    stands_in = gives_lengths and config is not None and stands_for(config) and stranger(config) is None
+    if version is None and (is_named or stands_in):
+        return gives_lengths
+    return is_flash_attention_requested(config, requested, version)

@@ -1,0 +1,100 @@
+"""Models that name our attention implementation: by its name, or by that of its repository on the Hub."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kernels_ext_npu import sources
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.swaps.attention.serving import calls_by_name, is_added_elsewhere
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+NAME = NPU_FLASH_ATTENTION.name
+_ON_HUB = f"{sources.ORGANISATION}/{NPU_FLASH_ATTENTION.repository}"
+_TABLES = "_ATTENTION_CLASSES"  # how the files of models call a dictionary of classes by implementation
+
+
+def canonical_name(requested: Any) -> Any:
+    """Return what was asked for, with our name wherever it or the repository on the Hub stands.
+
+    Args:
+        requested: a name; a dictionary of names, or of dictionaries, by sub-config; or None.
+    """
+    if isinstance(requested, dict):
+        return {key: canonical_name(value) for key, value in requested.items()}
+    is_on_hub = isinstance(requested, str) and requested.partition("@")[0] == _ON_HUB
+    return NAME if is_on_hub else requested
+
+
+def take_out(model: nn.Module) -> None:
+    """Let the configs of a model that name ours name what they did before, or what transformers gives by itself."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for inner in reversed(models):
+        NPU_FLASH_ATTENTION.take_out(inner.config, inner.get_correct_attn_implementation(None))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) or calls_by_name(module):
+            for config in _tree(module.config):
+                NPU_FLASH_ATTENTION.take_out(config, "eager")  # which every part of a model has
+
+
+def check_and_adjust(
+    original: Callable, self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any
+) -> str:
+    """Return the implementation of a model, in place of its ``_check_and_adjust_attn_implementation``.
+
+    Ours needs no package to be imported for it, and serves those models too that list the flash attentions that they
+    get on with: none of these has a build for the NPU.
+    """
+    if canonical_name(requested) != NAME:
+        return original(self, requested, *args, **kwargs)
+    default = original(self, None, *args, **kwargs)
+    if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
+        warnings.warn(
+            f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
+        )
+        return default
+    _enter_into_tables(type(self), default)
+    for config in _tree(self.config):
+        if canonical_name(config._attn_implementation) == NAME:
+            NPU_FLASH_ATTENTION.set_in(config, default)
+    return NAME
+
+
+def set_implementation(
+    original: Callable, self: PreTrainedModel, requested: str | dict, *args: Any, **kwargs: Any
+) -> None:
+    """Let a model name an implementation, in place of its ``set_attn_implementation``."""
+    configs = [config for module in self.modules() for config in _tree(getattr(module, "config", None))]
+    before = {id(config): (config, config._attn_implementation) for config in configs}  # one config is that of many
+    try:
+        original(self, canonical_name(requested), *args, **kwargs)
+    finally:
+        for config, implementation in before.values():
+            if NPU_FLASH_ATTENTION.is_named_by(config) and implementation != NAME:
+                NPU_FLASH_ATTENTION.set_in(config, implementation)
+
+
+def _tree(config: Any) -> Iterator[PreTrainedConfig]:
+    """Yield a config and its sub-configs; nothing where a module has none."""
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        for key in config.sub_configs:
+            yield from _tree(getattr(config, key, None))
+
+
+def _enter_into_tables(cls: type, default: str) -> None:
+    """Let the files of models that choose classes by implementation choose for ours what they do for their default.
+
+    For example, ``SAM_VISION_ATTENTION_CLASSES[config._attn_implementation]`` in transformers' modeling_sam.py; such
+    classes call nothing by name.
+    """
+    assert registration.current is not None
+    for name, table in vars(sys.modules[cls.__module__]).items():
+        if name.endswith(_TABLES) and isinstance(table, dict) and NAME not in table and "eager" in table:
+            registration.current.patches.item(table, NAME, table.get(default, table["eager"]))

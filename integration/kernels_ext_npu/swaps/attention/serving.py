@@ -1,0 +1,132 @@
+"""Which attention the kernel serves: what classes, modules and configs tell of it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+Answer = TypeVar("Answer")
+
+PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
+RESTORED = Reason("restored", "restore() was called for its model")
+ELSEWHERE = Reason("elsewhere", "it is on another device")
+CAPPED = Reason("no operator", "no operator: scores are capped, which none of torch_npu does")
+IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
+
+
+def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
+    """Answer a question about a class once; graphs take the answer as it is."""
+    known = functools.cache(question)
+
+    @torch.compiler.assume_constant_result
+    @functools.wraps(question)
+    def answer(cls: type) -> Answer:
+        return known(cls)
+
+    return answer
+
+
+@_asked_once
+def class_refusal(cls: type) -> Reason | None:
+    """Return why our attention does not take the place of that of a class; None where it does."""
+    from kernels_ext_npu.matching import classification  # register() need not wait for patterns
+
+    return classification.attention_refusal(cls)
+
+
+@_asked_once
+def is_eager_by_default(cls: type) -> bool:
+    """Tell whether transformers gives models with a config of a class their own formula where nobody names another."""
+    models = _models_with(cls)
+    return bool(models) and not any(model._supports_sdpa for model in models)
+
+
+@_asked_once
+def has_served(cls: type) -> bool:
+    """Tell whether models with a config of a class have attention that is served."""
+    return None in map(class_refusal, _attending(cls))
+
+
+@_asked_once
+def is_added_elsewhere(cls: type) -> bool:
+    """Tell whether the mask of a model with a config of a class is for others, too, which compute by themselves.
+
+    They do in models like Git, and get the mask that they would have.
+    """
+    from kernels_ext_npu.matching import classification
+
+    return any(map(classification.attends_by_itself, _attending(cls)))
+
+
+def calls_by_name(module: nn.Module) -> bool:
+    """Tell whether the forward of a module calls the attention that its config names."""
+    from kernels_ext_npu.matching import classification
+
+    has_config = isinstance(getattr(module, "config", None), PreTrainedConfig)
+    return has_config and classification.calls_attention_by_name(type(module))
+
+
+def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> Reason | None:
+    """Return why no operator computes the attention of a module with such tensors; None where one does."""
+    if dtype is torch.float64:
+        return IN_FLOAT64
+    return CAPPED if softcap else class_refusal(type(module))
+
+
+def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> Reason | None:
+    """Return why the kernel does not stand in where a module attends with such tensors; None where it does."""
+    if PLAIN in module.__dict__:
+        return RESTORED
+    return limit(module, dtype, softcap) or (None if device in ("npu", None) else ELSEWHERE)
+
+
+def stands_for(config: PreTrainedConfig) -> bool:
+    """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
+    name, is_registered = config._attn_implementation, NPU_FLASH_ATTENTION.is_registered()
+    return is_registered and (name == "sdpa" or (name == "eager" and is_eager_by_default(type(config))))
+
+
+def describes_masks(config: Any) -> bool:
+    """Tell whether the masks of models with a config are described: they only hand them on, to what is served."""
+    if not isinstance(config, PreTrainedConfig) or not stands_for(config):
+        return False
+    return has_served(type(config)) and not is_added_elsewhere(type(config))
+
+
+def stranger(config: PreTrainedConfig) -> str | None:
+    """Return what somebody has put into our place where a config names ``sdpa``, which may call ours; else None."""
+    function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    is_ours = getattr(getattr(function, "func", None), "__module__", "").startswith(f"{__package__}.")  # of a partial
+    if config._attn_implementation != "sdpa" or is_ours:
+        return None
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _attending(cls: type) -> list[type[nn.Module]]:
+    """Return the classes that attend in the files of the models with a config of a class."""
+    from kernels_ext_npu.matching import classification
+
+    files = {model.__module__ for model in _models_with(cls)}
+    classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
+    return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
+
+
+def _models_with(cls: type) -> list[type[PreTrainedModel]]:
+    """Return the classes of models that have a config of a class, or of the next one that it inherits from."""
+    known = _all_models(PreTrainedModel)
+    found = ([model for model in known if model.config_class is base] for base in cls.__mro__[:-1])
+    return next((models for models in found if models), [])
+
+
+def _all_models(cls: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
+    return [each for model in cls.__subclasses__() for each in (model, *_all_models(model))]

@@ -1,0 +1,56 @@
+"""Experts: the implementation ``npu_grouped_mm``, and what the kernel knows of the modules that it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from kernels_ext_npu.binding.forward_binding import kernel_forward, with_layers
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.swaps.experts import implementation, serving, transposing
+from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
+from kernels_ext_npu.swaps.protocol import Swapping
+
+# what layers of the kernel compute without a call of it
+_PASSED_BY = {
+    **dict.fromkeys((*serving.WITH_LISTS, "ScaledTokensMoEBlock"), "experts"),
+    "FlatExperts": "mlp",
+    "CorrectedSoftmaxTopKRouter": "moe_statics",
+}
+
+
+def install(registration: Registration) -> None:
+    """Enter the implementation into transformers' table, and let models take it that would take the default."""
+    if NPU_GROUPED_MM.is_registered():
+        patches, is_in_use = registration.patches, NPU_GROUPED_MM.is_registered
+        patches.item(ALL_EXPERTS_FUNCTIONS._global_mapping, NPU_GROUPED_MM.name, implementation.npu_grouped_mm)
+        patches.method(PreTrainedModel, "get_correct_experts_implementation", implementation.choose, is_in_use)
+        patches.method(PreTrainedModel, "set_experts_implementation", implementation.set_implementation, is_in_use)
+
+
+def apply(model: nn.Module, swapping: Swapping) -> None:
+    """Let the kernel look at the gates of experts that it serves, and at forwards in whose place it computes uncalled.
+
+    It looks now, since it could not while a graph is captured.
+    """
+    for module, layer, package in with_layers(model):
+        if (name := _PASSED_BY.get(layer)) is not None:
+            passed_by: Any = module._modules[name]
+            first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
+            package.blocks.remember_forward(passed_by, kernel_forward(first))
+    for module, kernel in serving.served(model):
+        if not kernel.gates.is_current(module):
+            kernel.gates.forget(module)
+        kernel.gates.activation_of(module)
+
+
+def revert(model: nn.Module) -> None:
+    """Give a model the default and its weights' memory back, where nobody else holds it and would not follow."""
+    for module, kernel in serving.served(model):
+        kernel.gates.forget(module)
+        transposing.move_back(module, kernel.layout)
+    for module in filter(serving.is_experts, model.modules()):  # one config is that of many
+        NPU_GROUPED_MM.take_out(module.config, implementation.DEFAULT)

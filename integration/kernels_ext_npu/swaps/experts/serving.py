@@ -1,0 +1,73 @@
+"""Which modules of experts the kernel serves, and what there is to say about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
+from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of, package_of
+from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
+
+LAYER = "MoEExperts"  # what the implementation calls
+WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Tell whether the forward of a module calls the implementation that its config names."""
+    from kernels_ext_npu.matching.fingerprint import is_experts_class  # register() need not wait for patterns
+
+    return is_experts_class(type(module))
+
+
+def is_called_by_name(module: nn.Module) -> bool:
+    """Tell whether the forward of an experts module ends in our implementation, through the name in its config."""
+    is_named = NPU_GROUPED_MM.is_registered() and is_experts(module) and NPU_GROUPED_MM.is_named_by(module.config)
+    return is_named and not is_elsewhere(module)
+
+
+def kernel_of(module: nn.Module) -> Any:
+    """Return the package of the loaded kernel that serves an experts module; None for any other module."""
+    if not is_experts(module):
+        return None
+    if kernel_forward(module) is not None:
+        return package_of(module)
+    return registration.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
+
+
+def layer_by_name(module: nn.Module) -> str | None:
+    """Return the layer that an experts module calls by name; None if it does not."""
+    return LAYER if is_called_by_name(module) else None
+
+
+def served(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the experts modules of a model that are served, each with the package of the kernel."""
+    from kernels_ext_npu.matching.fingerprint import is_experts_class
+
+    found = {cls for cls in set(map(type, model.modules())) if is_experts_class(cls)}
+    experts = [module for module in model.modules() if type(module) in found]
+    return [(module, kernel) for module in experts if (kernel := kernel_of(module)) is not None]
+
+
+def has_changed(module: nn.Module) -> bool:
+    """Tell whether the kernel computes the experts of a module with a gate that is not theirs any more."""
+    kernel = kernel_of(module)
+    return kernel is not None and not kernel.gates.is_current(module)
+
+
+def remark(module: nn.Module) -> str | None:
+    """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
+    if layer_of(module) in WITH_LISTS and not awaits_weights():
+        reason = package_of(module).blocks.unfit(module)
+        return reason and f"expert by expert, since {reason}"
+    kernel = kernel_of(module)
+    if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
+        is_by_name = kernel_forward(module) is None and is_called_by_name(module)
+        return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
+    from kernels_ext_npu.patterns.hooks import has_hooks
+
+    if has_hooks(getattr(module, "act_fn", None)):
+        return "what lies between its products is computed in torch, since hooks watch its activation"
+    return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"

@@ -1,0 +1,190 @@
+"""Swaps kernels into the functions that the classes of a model call: rotary ones, and those of linear attention.
+
+`kernels` can replace the forward of a module only, so it makes a module of a function, one for the whole process, which
+stands in the modeling file under the function's name. transformers has it do so for some functions; here it is done for
+every function that a kernel serves, and nothing else can get a kernel for the NPU. What transformers lets an installed
+package compute in the place of a function, such as flash-linear-attention, stays with that unless register() was told
+otherwise. Since the module is one for the process, a swap and its end reach all models of the same architecture; on
+other devices the kernels compute what the original does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from kernels_ext_npu.binding import forward_binding, loaded_kernels, registration
+from kernels_ext_npu.binding.devices import is_elsewhere
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import LAYERS, ROTARY
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
+from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.swaps import kernel_mapping, kernel_marks, refusals
+from kernels_ext_npu.swaps.protocol import Row, Swapping
+
+SHARED = (
+    "A function is one object for the process: other models of the same architecture run the same kernels, and "
+    "lose them with restore()."
+)
+
+
+def apply(model: nn.Module, swapping: Swapping) -> None:
+    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others."""
+    active = swapping.registration
+    served: dict[nn.Module, None] = {}
+    for cls, modules in swapping.by_class.items():
+        for use in uses(cls):
+            reference = find_function_pattern(use.function)
+            if reference is None or not _is_ours(use):
+                if is_kernel_function(use.function) and _may_be_served(use, reference):
+                    _leave_npu_out(active, use.function)
+            elif registration.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
+                if not is_kernel_function(use.function):
+                    _wrap(active, use, reference.layer)
+                _mark(active, use.function, reference.layer)
+                served[use.function] = None
+    kernel_mapping.hand_over()
+    for function in served:
+        kernel_marks.take(function, swapping.mode)
+
+
+@contextmanager
+def shared(model: nn.Module, swapping: Swapping) -> Iterator[None]:
+    """Let functions keep the kernels of models on the NPU while a model on another device is swapped."""
+    if not is_elsewhere(model):
+        yield
+        return
+    functions = {use.function for cls in swapping.by_class for use in uses(cls)}
+    bound = {f: vars(f)["forward"] for f in functions if is_kernel_function(f) and "forward" in vars(f)}
+    try:
+        yield
+    finally:
+        for function, forward in bound.items():
+            function.forward = forward
+
+
+def revert(model: nn.Module) -> None:
+    """Put the originals back, in all models that call the same functions."""
+    for function in {use.function for module in model.modules() for use in uses(type(module))}:
+        if is_kernel_function(function):
+            _unswap(function)
+
+
+def remove(active: Registration) -> None:
+    """Take the kernels out of all functions that were marked."""
+    for function in active.functions.values():
+        _unswap(function)
+
+
+def swapped(use: Use) -> FunctionType | None:
+    """Return what stands in the place of a function's own forward; None where nothing does."""
+    bound = vars(use.function).get("forward") if is_kernel_function(use.function) else None
+    return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
+
+
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
+    for path, module in model.named_modules():
+        for use in uses(type(module)):
+            reference, reason = find_function_pattern(use.function), refusal(module, use)
+            yield Row(
+                path=f"{path}.{use.name}".lstrip("."),
+                class_name=getattr(original_function(use.function), "__qualname__", use.name),
+                kernel=reference.layer if reference else None,
+                swapped=reason is None,
+                reason=reason,
+                is_candidate=is_candidate(use),
+                kind=use.kind.in_models,
+                function=use.name,
+            )
+
+
+def refusal(module: nn.Module, use: Use) -> str | None:
+    """Return why a module that calls a function does not run a kernel of ours; None if it does."""
+    forward = swapped(use)
+    if loaded_kernels.kernel_name(forward) is not None and loaded_kernels.layer_name(forward) is None:
+        assert forward is not None
+        return refusals.served_by(forward)
+    reference = find_function_pattern(use.function)
+    if reference is None:
+        if use.kind is not ROTARY and original_function(use.function) is not None:
+            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
+        original = original_function(use.function)
+        stranger = forward_binding.foreign(original, use.file) if original else None
+        return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
+    if is_elsewhere(module):
+        return refusals.elsewhere(module)
+    if forward is not None and loaded_kernels.layer_name(forward) is not None:
+        return None
+    if (left_out := refusals.left_out(LAYERS[reference.layer])) is not None:
+        return left_out
+    if not _is_ours(use):
+        package = package_function(use.function)
+        return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
+    return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
+
+
+def is_candidate(use: Use) -> bool:
+    """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
+    if (reference := find_function_pattern(use.function)) is None:
+        return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
+    return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
+
+
+def _is_ours(use: Use) -> bool:
+    """Tell whether a function is for the kernel: no installed package computes it, or the kernel goes before that."""
+    if package_function(use.function) is None:
+        return True
+    return registration.current is not None and registration.current.over_packages
+
+
+def _may_be_served(use: Use, reference: FunctionPattern | None) -> bool:
+    """Tell whether a function could get a kernel for the NPU for which it is not meant."""
+    if reference is not None:
+        return True
+    return use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]])
+
+
+def _wrap(active: Registration, use: Use, layer: str) -> None:
+    """Make a module of a function, as transformers does with its decorator."""
+    from kernels import use_kernel_forward_from_hub
+
+    original = use.function
+    if original not in active.functions:  # another file may have imported it
+        active.functions[original] = use_kernel_forward_from_hub(layer)(original)
+    active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
+
+
+def _mark(active: Registration, function: Any, layer: str) -> None:
+    cls, original = type(function), original_function(function)
+    assert original is not None
+    active.functions[original] = function
+    if cls.kernel_layer_name != layer:
+        kernel_mapping.move_mark(active, cls.kernel_layer_name, layer)
+        active.patches.attribute(cls, "kernel_layer_name", layer)
+    if "__reduce__" not in vars(cls):  # by reference: copies and pickles of a model get the module of the process
+        active.patches.attribute(cls, "__module__", original.__module__)
+        active.patches.attribute(cls, "__reduce__", lambda self: original.__name__)
+
+
+def _leave_npu_out(active: Registration, function: Any) -> None:
+    """Let a function whose mark promises what it does not compute keep the kernels of other devices only."""
+    marked, suffix = str(type(function).kernel_layer_name), " except npu"
+    if not marked.endswith(suffix):
+        kernel_mapping.leave_npu_out(active, marked, f"{marked}{suffix}")
+        active.patches.attribute(type(function), "kernel_layer_name", f"{marked}{suffix}")
+        _unswap(function)
+
+
+def _unswap(function: nn.Module) -> None:
+    if inspect.ismethod(vars(function).get("forward")):
+        del function.forward

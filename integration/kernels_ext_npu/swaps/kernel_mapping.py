@@ -1,0 +1,68 @@
+"""The tables from which kernels are taken: transformers' own, and what `kernels` was given of it.
+
+What stands in transformers' table wins over every later registration. It reaches `kernels` when a model is kernelized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels_ext_npu import sources
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import LAYERS
+
+Table = dict[str, dict[str, Any]]
+
+
+def install(registration: Registration) -> None:
+    """Put the layers of the repositories that are used into transformers' table, for the NPU.
+
+    Layers of those that are not used lose the kernel that they had for the NPU.
+    """
+    table, used = _table(), {layer: repo for layer, repo in LAYERS.items() if repo in registration.kernels}
+    ours = sources.layer_sources(registration.source, used)
+    devices = {layer: _without_npu(table, layer) for layer in LAYERS}
+    for layer, source in ours.items():
+        devices[layer]["npu"] = source
+    _set(registration, devices)
+
+
+def move_mark(registration: Registration, marked: str, layer: str) -> None:
+    """Let other devices keep the kernels that they have for a mark where it becomes another layer's."""
+    table = _table()
+    devices = table.get(marked, {}) | table[layer]
+    if devices != table[layer]:
+        _set(registration, {layer: devices})
+
+
+def leave_npu_out(registration: Registration, marked: str, name: str) -> None:
+    """Enter another name for a mark, under which all devices but the NPU have the kernels that they have for it."""
+    _set(registration, {name: _without_npu(_table(), marked)})
+
+
+def hand_over() -> None:
+    """Give `kernels` what stands in the table."""
+    from transformers.integrations import hub_kernels
+
+    hub_kernels.register_kernel_mapping_transformers()
+
+
+def _table() -> Table:
+    from transformers.integrations import hub_kernels
+
+    return hub_kernels.get_kernel_mapping_transformers()
+
+
+def _without_npu(table: Table, layer: str) -> dict[str, Any]:
+    return {device: kernel for device, kernel in table.get(layer, {}).items() if device != "npu"}
+
+
+def _set(registration: Registration, layers: Table) -> None:
+    """Enter the kernels of layers into transformers' table, and empty dictionaries for them into that of `kernels`.
+
+    `kernels` never forgets an entry, but fills a dictionary that is there: these can be taken away.
+    """
+    from kernels.layer.globals import _KERNEL_MAPPING
+
+    registration.patches.items(_table(), layers)
+    registration.patches.items(_KERNEL_MAPPING.get(), {layer: {} for layer in layers})

@@ -1,0 +1,133 @@
+"""Marks the classes of a model for `kernels`: which layer takes their place, and on which instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.devices import is_elsewhere
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
+from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps import kernel_mapping, refusals
+from kernels_ext_npu.swaps.experts.implementation import other_than_ours
+from kernels_ext_npu.swaps.experts.serving import is_experts
+from kernels_ext_npu.swaps.protocol import Swapping
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+# of the modules of the model at hand that a layer serves: which
+_served: ContextVar[dict[nn.Module, str] | None] = ContextVar("_served", default=None)
+
+
+@contextmanager
+def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Mark the classes of a model, and let `kernels` take what was decided for its modules.
+
+    Classes whose mark promises what is not true are unmarked.
+
+    Args:
+        layers: those of the modules that are served.
+
+    Returns:
+        The modules that get another layer than their class is marked for, each with its layer: `kernels` reads the mark
+        of a class, and the activation that decides belongs to an instance.
+    """
+    registration = swapping.registration
+    for cls, modules in swapping.by_class.items():
+        if cls not in registration.marked:
+            registration.marked.add(cls)
+            _mark(registration, modules[0])
+    kernel_mapping.hand_over()
+    token = _served.set(layers)
+    try:
+        yield [(module, layer) for module, layer in layers.items() if layer != _marked(type(module))]
+    finally:
+        _served.reset(token)
+
+
+def take(module: nn.Module, mode: Mode) -> None:
+    """Let `kernels` take the layer for a module that its class is marked for, for the NPU."""
+    from kernels import Device, KernelizeFallback
+    from kernels.layer.layer import kernelize_layer
+
+    kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+
+
+def take_as(module: nn.Module, layer: str, mode: Mode) -> None:
+    """Let `kernels` take a layer for a module that its class is not marked for."""
+    cls: Any = type(module)
+    before, cls.kernel_layer_name = cls.kernel_layer_name, layer
+    try:
+        take(module, mode)
+    finally:
+        cls.kernel_layer_name = before
+
+
+def layer_for(module: nn.Module) -> str | None:
+    """Return the layer that serves a module on the NPU; None if none does."""
+    reference = find_pattern(type(module))
+    return None if reference is None or refusal(module) is not None else reference.layer_for(module)
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Return why no kernel can take the place of a module's forward; None if one can."""
+    reference = find_pattern(type(module))
+    if reference is None:
+        stranger = forward_binding.stranger(module)
+        return refusals.FORWARD_UNKNOWN if stranger is None else refusals.replaced(stranger)
+    if is_elsewhere(module):
+        return refusals.elsewhere(module)
+    return forward_binding.refuse_wrapper(module) or unwanted(module, reference) or why_not_served(module, reference)
+
+
+def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
+    """Return why somebody does not want the kernel for an instance; None if nobody said so."""
+    if module in registration.restored:
+        return refusals.RESTORED
+    if (left_out := refusals.left_out(reference.repository)) is not None:
+        return left_out
+    asked_for = other_than_ours(module.config) if is_experts(module) else None
+    return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
+
+
+def _mark(registration: Registration, module: nn.Module) -> None:
+    cls, marked = type(module), _marked(type(module))
+    reference = find_pattern(cls)
+    if reference is not None:
+        layer = reference.layer_for(module)
+        if marked is not None and marked != layer:
+            kernel_mapping.move_mark(registration, marked, layer)
+        registration.patches.attribute(cls, "kernel_layer_name", layer)
+    elif marked not in LAYERS:
+        return
+    condition = _condition(getattr(cls, "kernel_condition", None), marked)
+    registration.patches.attribute(cls, "kernel_condition", staticmethod(condition))
+
+
+def _marked(cls: type) -> str | None:
+    return getattr(cls, "kernel_layer_name", None)
+
+
+def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Module], bool]:
+    """Return the condition on instances that `kernels` asks for: on the NPU ours, elsewhere what transformers had.
+
+    For a class that transformers did not mark that is nothing: elsewhere none of its instances is swapped.
+    """
+
+    def condition(module: nn.Module) -> bool:
+        served = _served.get()
+        layer = layer_for(module) if served is None else served.get(module)
+        if layer is not None:
+            return vars(type(module))["kernel_layer_name"] == layer
+        return is_elsewhere(module) and marked is not None and (before is None or before(module))
+
+    return condition

@@ -1,0 +1,138 @@
+"""Swaps layers of kernels into the modules of a model whose class computes what a layer does.
+
+`kernels` takes a layer for each module whose class is marked for one, by transformers' table (kernel_mapping.py) and
+what the class says of the instance (kernel_marks.py). Where an instance decides on another layer than its class is
+marked for, that is taken behind it. Whoever changes the activation of an MLP, the gate of experts or the class of a
+module has what it was swapped in for, or the forward of its class, until ``kernelize()``, ``train()``, ``eval()`` or
+``use_kernels = True`` look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.devices import is_elsewhere
+from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, KIND_OF_LAYER, LAYER_NORMS, MLPS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.matching.classification import has_gated_projections, of_module
+from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
+from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.swaps import functions, gate_up_layout, kernel_marks, refusals
+from kernels_ext_npu.swaps.experts import serving as experts
+from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
+from kernels_ext_npu.swaps.linear import lora
+from kernels_ext_npu.swaps.protocol import Row, Swapping
+
+# norms that are no RMS norms, so that no kernel could be missing for them
+_OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
+
+def apply(model: nn.Module, swapping: Swapping) -> None:
+    """Take the layers that fit, and take those out that no longer do."""
+    layers: dict[nn.Module, str] = {}
+    for cls, modules in swapping.by_class.items():
+        reference = find_pattern(cls)
+        for module in modules:
+            if reference is not None and (layer := _meet(module, reference)) is not None:
+                layers[module] = layer
+            elif reference is None and forward_binding.layer_of(module) is not None:
+                forward_binding.take_out(module)
+    with kernel_marks.decided(swapping, layers) as otherwise_served:
+        with functions.shared(model, swapping):
+            swapping.take(swapping.mode)
+        for module, layer in otherwise_served:
+            kernel_marks.take_as(module, layer, swapping.mode)
+
+
+def revert(model: nn.Module) -> None:
+    """Give the modules of a model the forwards of their classes."""
+    for module in model.modules():
+        forward_binding.take_out(module)
+
+
+def since_swapped(module: nn.Module) -> str | None:
+    """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
+    if experts.has_changed(module):
+        return "its gate reads other values"
+    layer = forward_binding.layer_of(module)
+    if layer is None:
+        return None
+    reference = find_pattern(type(module))
+    if reference is None:
+        return refusals.FORWARD_UNKNOWN
+    if reference.rechecks_every_call:
+        return unwanted(module, reference)
+    reason = unwanted(module, reference) or why_not_served(module, reference)
+    if reason is None and reference.layer_for(module) != layer:
+        return f"it is for {reference.layer_for(module)} now, and has {layer}"
+    return reason
+
+
+def _meet(module: nn.Module, reference: Pattern) -> str | None:
+    """Return the layer that serves a module, and take out the one in its place if that no longer fits."""
+    placed, reason = forward_binding.layer_of(module), unwanted(module, reference)
+    unfit = why_not_served(module, reference)
+    layer = None if unfit is not None else reference.layer_for(module)
+    is_stale = not reference.rechecks_every_call and layer != placed
+    if placed is not None and (reason is not None or is_stale):
+        forward_binding.take_out(module)
+    if (
+        reason is not None
+        or is_elsewhere(module)
+        or (placed is None and forward_binding.refuse_wrapper(module) is not None)
+    ):
+        return None
+    return layer
+
+
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
+    for path, module in model.named_modules():
+        kind = of_module(module) or KIND_OF_LAYER.get(forward_binding.layer_of(module) or "")
+        if kind not in (None, ATTENTION):
+            yield _row(path, module, kind)
+
+
+def _row(path: str, module: nn.Module, kind: Kind) -> Row:
+    name, counted_as = type(module).__name__, kind.in_models
+    layer = forward_binding.layer_of(module) or experts.layer_by_name(module)
+    if layer is not None:
+        if (reason := since_swapped(module)) is not None:
+            return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
+        return Row(path, name, layer, True, _remark(module), kind=counted_as)
+    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
+    if (forward := forward_binding.kernel_forward(module)) is not None:
+        return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
+    reference = find_pattern(type(module))
+    if isinstance(module, _OTHER_NORMS) and reference is None:
+        reason = refusals.NO_RMS_NORM
+    else:
+        reason = refusal(module) or refusals.not_swapped()
+    return Row(path, name, reference.layer_for(module) if reference else None, False, reason, candidate, counted_as)
+
+
+def _remark(module: nn.Module) -> str | None:
+    """Return what is not as fast as it could be in a module that is served."""
+    pair = gate_up_layout.called(module)
+    apart = gate_up_layout.separate(module) or (None if pair is None else lora.why_apart(*pair))
+    return f"two products, since {apart}" if apart else gate_up_layout.unaligned(module) or experts.remark(module)
+
+
+def _is_other(module: nn.Module, kind: Kind) -> bool:
+    """Tell whether no kernel in use is meant for a module.
+
+    It makes cos and sin, or routes, in another way, or no kernel was wanted for it. Of MLPs it is so for those that are
+    only called so: what they multiply with is no pair of projections.
+    """
+    reference = find_pattern(type(module))
+    if module in registration.restored or (
+        reference is not None and refusals.left_out(reference.repository) is not None
+    ):
+        return True
+    if kind in (ROUTERS, ACTIVATIONS):
+        return reference is None
+    if kind is MLPS:
+        return reference is None and not has_gated_projections(module)
+    return kind in (TABLES, LAYER_NORMS) and (reference is None or why_not_served(module, reference) is not None)

@@ -1,0 +1,98 @@
+"""Layers that a module calls with one input, computed at the first of them, while the forward of that module runs.
+
+The module gets a forward that calls that of its class. While it runs, the first of these layers that is called computes
+all of them, and the others, which follow with the very same tensor, are handed what was computed for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.binding.instance_forward import put, take_out
+from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
+
+LORA = "lora"  # the owner of the forwards of layers that can be computed together
+_OWNER = "linear_groups"
+
+
+class _Running(threading.local):
+    """The innermost module with such layers whose forward runs in this thread, and what was computed for its layers.
+
+    Attributes:
+        module: None where none runs.
+        outputs: the input and the output of a layer.
+    """
+
+    def __init__(self) -> None:
+        self.module: nn.Module | None = None
+        self.outputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+
+_running = _Running()
+
+
+def apply(model: nn.Module) -> None:
+    """Let the modules whose layers of one input are all served run with these together, and no others."""
+    for module in model.modules():
+        if not any(groups_of(module)):
+            take_out(module, _OWNER)
+        elif "forward" not in vars(module):
+            put(module, _forward_of(type(module).forward), _OWNER)  # type: ignore[arg-type]
+
+
+def revert(model: nn.Module) -> None:
+    """Give modules the forward of their class."""
+    for module in model.modules():
+        take_out(module, _OWNER)
+
+
+def groups_of(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Find the layers of a module that it calls with one input, where all of them are served."""
+    served = {name: child for name, child in module._modules.items() if child is not None and owner_of(child) == LORA}
+    for names in layers_of_one_input(module) if len(served) > 1 else ():
+        if served.keys() >= set(names):
+            yield [served[name] for name in names]
+
+
+def called_next(layer: nn.Module) -> list[nn.Module]:
+    """Return the layers that are called with the input of one, which is their first; none where there are no others."""
+    if _running.module is None:
+        return []
+    return next((group for group in groups_of(_running.module) if group[0] is layer), [])
+
+
+def keep(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
+    """Keep what was computed for layers of one input until they are called, or the forward of their module ends."""
+    _running.outputs.update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
+
+
+def pop(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Return what was computed for a layer; None where nothing was, or for another input."""
+    found = _running.outputs.pop(layer, None)
+    return found[1] if found is not None and found[0] is x else None
+
+
+@functools.cache
+def _forward_of(forward: FunctionType) -> FunctionType:
+    """Return the forward of a module with layers of one input: `forward` by name, as a pickle of a model knows it."""
+
+    @functools.wraps(forward)
+    def announced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return type(self).forward(self, *args, **kwargs)
+        outer = _running.module, _running.outputs
+        _running.module, _running.outputs = self, {}
+        try:
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            _running.module, _running.outputs = outer
+
+    return announced  # type: ignore[return-value]

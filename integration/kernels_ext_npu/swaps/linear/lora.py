@@ -1,0 +1,282 @@
+"""peft's linear layers with adapters of low rank, each as one node of autograd.
+
+A model keeps its modules; a ``peft.tuners.lora.Linear`` over a plain, frozen ``nn.Linear`` gets a forward that gives
+the kernel what its class would compute step by step. What decides on that is looked at in every call, since adapters
+are added, switched, merged and scaled at any time: where something is in the way its class computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import dropout as dropouts
+
+from kernels_ext_npu.binding.instance_forward import put, take_out
+from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.catalogue import PROJECTIONS
+from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps import gate_up_layout, refusals
+from kernels_ext_npu.swaps.linear import linear_groups
+from kernels_ext_npu.swaps.linear.linear_groups import LORA
+from kernels_ext_npu.swaps.linear.plain_linear import name_of, why_not_plain, why_not_wanted
+from kernels_ext_npu.swaps.protocol import Row, Swapping
+
+REPOSITORY = "Linear"
+NAME = "lora_linear"
+PLAIN = Reason("plain", "torch_npu's operator computes it: a kernel of its own would gain less than 1% of a step")
+PAUSED = Reason("paused", "its adapters are merged or switched off: it is the layer that it adapts")
+_LIBRARY = "peft.tuners.lora.layer"
+_MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
+_DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
+_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
+_TOGETHER = "_kernels_ext_npu_together"  # what the MLPs of SwiGLU call for gate and up, if the forward of a gate has it
+
+
+class _Layer(NamedTuple):
+    """What a layer with adapters is computed of.
+
+    Attributes:
+        weight: of the frozen layer.
+        bias: its bias, or None.
+        adapters: for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for
+            never; or the module that does, where that is no plain one.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
+
+    @property
+    def has_one_that_keeps_all(self) -> bool:
+        """Whether it has one adapter, which drops nothing."""
+        return len(self.adapters) == 1 and self.adapters[0][3] == 0
+
+
+def apply(model: nn.Module, swapping: Swapping) -> None:
+    """Let the layers with adapters of a model be nodes, and those of one input together."""
+    for _, module, reason in _adapted_of(model):
+        if reason is None:
+            kernel = swapping.registration.package(REPOSITORY)
+            put(module, _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
+        else:
+            take_out(module, LORA)
+    linear_groups.apply(model)
+
+
+def revert(model: nn.Module) -> None:
+    """Let the class of each layer with adapters compute it."""
+    for module in model.modules():
+        take_out(module, LORA)
+    linear_groups.revert(model)
+
+
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every linear layer of a model, and every one with adapters in place of what it adapts."""
+    adapted, together = {module: reason for _, module, reason in _adapted_of(model)}, _called_together(model)
+    parts = {part for module in adapted for part in module.modules()} - adapted.keys()
+    for path, module in model.named_modules():
+        row = functools.partial(Row, path, type(module).__name__, is_candidate=False, kind=PROJECTIONS.in_models)
+        if module in adapted:
+            reason = adapted[module]
+            if owner_of(module) != LORA:
+                yield row(None, False, reason or refusals.not_swapped())
+            elif reason is not None:
+                yield row(None, False, refusals.changed(module, reason))
+            else:
+                yield row(NAME, True, PAUSED if is_paused(module) else together.get(module))
+        elif isinstance(module, nn.Linear) and module not in parts and owner_of(module) is None:
+            yield row(None, False, PLAIN)
+
+
+def is_paused(module: Any) -> bool:
+    """Tell whether a layer with adapters computes only what it adapts now."""
+    return bool(module.merged_adapters or module.disable_adapters)
+
+
+def why_apart(gate: nn.Module, up: nn.Module) -> str | None:
+    """Return why two layers with adapters that a kernel computes are two products; None if they need not be."""
+    if not (owner_of(gate) == owner_of(up) == LORA):
+        return None
+    first, second = _layer_of(gate), _layer_of(up)
+    if first is None or second is None:
+        return "peft computes what they are adapted by"
+    if len(first.adapters) != 1 or len(second.adapters) != 1:
+        return "one of them has several adapters"
+    if first.bias is not None or second.bias is not None:
+        return "they have biases beside adapters"
+    if not (first.has_one_that_keeps_all and second.has_one_that_keeps_all):
+        return "each adapter drops other elements of the input"
+    if first.adapters[0][2] != second.adapters[0][2]:
+        return "their adapters differ in scale"
+    return None
+
+
+def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Find the layers with adapters of a model, each with its path and why its class computes it; None if not."""
+    library = sys.modules.get(_LIBRARY)
+    if library is None:
+        return
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    for path, module in model.named_modules():
+        if isinstance(module, library.LoraLayer):
+            yield path, module, _refusal(module, is_sharded)
+
+
+def _refusal(module: Any, is_sharded: bool) -> str | None:
+    """Return why a layer with adapters is computed by its class; None if it need not be."""
+    library: Any = sys.modules[_LIBRARY]
+    if (reason := why_not_wanted(module, REPOSITORY)) is not None:
+        return reason
+    if type(module) is not library.Linear:
+        return f"it is a {name_of(type(module))}: the kernel is for peft's Linear"
+    if not (_is_written(library.Linear.forward) and vars(module).keys() >= _MEMBERS):
+        return "this release of peft computes adapters in other words"
+    if "forward" in vars(module) and owner_of(module) is None:
+        return "another library has wrapped its forward"
+    base = module.base_layer
+    if (reason := why_not_plain(base, is_sharded)) is not None:
+        return f"of the layer that it adapts: {reason}"
+    if base.weight.requires_grad and not is_paused(module):
+        return "the layer that it adapts is trained, too"
+    for name in module.active_adapters:
+        if (variant := module.lora_variant.get(name)) is not None:
+            return f"its adapter {name} is of another kind: {type(variant).__name__}"
+        if name in module.lora_A and (module.lora_A[name].bias is not None or module.lora_B[name].bias is not None):
+            return f"its adapter {name} has a bias"
+    return None
+
+
+@functools.cache
+def _is_written(forward: FunctionType) -> bool:
+    """Tell whether a forward computes adapters in the words that the kernel is for."""
+    tree = function_tree(inspect.unwrap(forward))  # type: ignore[arg-type]
+    assignments = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    return any(ast.unparse(node) == _WRITTEN for node in assignments)
+
+
+def _called_together(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers of a model that are one node with others, each with the names of all of these."""
+    found: dict[nn.Module, str] = {}
+    for parent in model.modules():
+        pair = gate_up_layout.called(parent)
+        for group in linear_groups.groups_of(parent) if pair is None else [pair]:
+            if _layers_of_several(group) is not None:
+                names = [name for name, child in parent.named_children() if child in group]
+                found |= dict.fromkeys(group, f"one node with {', '.join(names)}")
+    return found
+
+
+@functools.cache
+def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
+    """Return the forward of a layer with adapters, for a kernel: `forward` by name, as a pickle of a model knows it.
+
+    Args:
+        kernel: the package.
+        matched: what its class computed then.
+    """
+    adapter = kernel.Adapter
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_plain = type(self).forward is matched and not args and not kwargs and _is_plain_call()
+        layer = _layer_of(self) if is_plain else None
+        if layer is None:
+            return type(self).forward(self, x, *args, **kwargs)
+        if (found := linear_groups.pop(self, x)) is not None:
+            return found
+        if (layers := _layers_of_several(group := linear_groups.called_next(self))) is not None:
+            first, *others = kernel.lora_linears(x, _given(layers, kernel))
+            linear_groups.keep(x, group[1:], others)
+            return first
+        given = [
+            adapter(a, b, scale, dropout(self._cast_input_dtype(x, a.dtype)))
+            if isinstance(dropout, nn.Module)
+            else adapter(a, b, scale, None, dropout)
+            for a, b, scale, dropout in layer.adapters
+        ]
+        return kernel.lora_linear(x, layer.weight, layer.bias, given)
+
+    def together(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Compute gate and up of an MLP as one product, or as two; None where they have to be called."""
+        are_plain = type(gate).forward is type(up).forward is matched and _is_plain_call()
+        layers = _layers_of_several([gate, up]) if are_plain else None
+        if layers is None:
+            return None
+        both = kernel.lora_pair(x, _given(layers, kernel))
+        return (both, None) if both is not None else kernel.lora_linears(x, _given(layers, kernel))
+
+    setattr(forward, _TOGETHER, together)
+    return forward  # type: ignore[return-value]
+
+
+def _is_plain_call() -> bool:
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def _layers_of_several(modules: Sequence[nn.Module]) -> list[_Layer] | None:
+    """Return what several layers are computed of; None where each has to be called, or has other than one adapter.
+
+    Nor with dropout: each adapter drops others then, and hardly anything is shared.
+    """
+    if len(modules) < 2 or any(owner_of(module) != LORA or has_hooks(module) for module in modules):
+        return None
+    layers = [_layer_of(module) for module in modules]
+    return layers if all(layer is not None and layer.has_one_that_keeps_all for layer in layers) else None  # type: ignore[return-value]
+
+
+def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, Tensor | None, Any]]:
+    """Return layers with one adapter each as the kernel takes them."""
+    return [(weight, bias, kernel.Adapter(*adapters[0][:3])) for weight, bias, adapters in layers]
+
+
+def _layer_of(module: Any) -> _Layer | None:
+    """Return what a layer is computed of now; None where its class has to compute it."""
+    modules, members = module._modules, vars(module)
+    base = modules["base_layer"]
+    if members["merged_adapters"] or members["_disable_adapters"] or not members["cast_input_dtype_enabled"]:
+        return None
+    if why_not_plain(base) is not None:
+        return None
+    weight: Any = base._parameters["weight"]
+    if weight.requires_grad or weight.device.type != "npu":
+        return None
+    adapters: list[Any] = []
+    for name in module.active_adapters:
+        if name not in modules["lora_A"]._modules:
+            continue
+        a, b = (_factor(modules[factors]._modules[name]) for factors in ("lora_A", "lora_B"))
+        scale = members["scaling"][name]
+        if a is None or b is None or name in members["lora_variant"] or not isinstance(scale, (int, float)):
+            return None
+        if a.dtype is not b.dtype or a.dtype not in (weight.dtype, torch.float32):
+            return None
+        adapters.append((a, b, scale, _dropout(modules["lora_dropout"]._modules[name])))
+    return _Layer(weight, base._parameters["bias"], adapters) if adapters else None
+
+
+def _factor(layer: Any) -> Tensor | None:
+    """Return the weight of a layer that is a product with it and nothing else; None for any other."""
+    if why_not_plain(layer) is not None or layer._parameters["bias"] is not None:
+        return None
+    return layer._parameters["weight"]
+
+
+def _dropout(module: nn.Module) -> float | nn.Module:
+    """Return with which probability a dropout drops its input; the module itself where that is no plain one."""
+    if has_hooks(module) or "forward" in vars(module):
+        return module
+    if type(module) is nn.Identity:
+        return 0.0
+    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or module.inplace or module.p >= 1:
+        return module
+    return module.p if module.training else 0.0

@@ -1,0 +1,135 @@
+"""Nodes of autograd for logits that are not computed, so that whoever asks for their gradient gets an ordinary one.
+
+No node holds logits that somebody else may hold: whether somebody does is what decides that they are computed. A node
+that needs their values holds a twin of them, which nobody else sees.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_ext_npu.swaps.loss.steps import Step
+
+HELD = "the output was still held when the backward began"
+_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose logits may not be computed
+
+
+class Call:
+    """A call of a head.
+
+    Attributes:
+        logits: all that were made of its output, of which some may be gone; each before what was made of it.
+        is_asked_for: whether somebody asked for the gradient of some.
+        reason: why they were computed; None if they were not.
+    """
+
+    def __init__(self) -> None:
+        self.logits: list[weakref.ref[Any]] = []
+        self.is_asked_for = False
+        self.reason: str | None = None
+        _calls.add(self)
+
+    def needs_gradient(self) -> bool:
+        """Tell whether somebody waits for the gradient of logits; `backward(inputs=...)` sets `retains_grad`."""
+        return self.is_asked_for or any(getattr(reference(), "retains_grad", False) for reference in self.logits)
+
+    def materialize(self, reason: str) -> None:
+        """Compute all logits that somebody holds, so that none are left when others are changed in place."""
+        for reference in self.logits:
+            if (logits := reference()) is not None and logits.known is None:
+                self.reason = reason
+                logits.compute()
+
+    @staticmethod
+    def materialize_all() -> None:
+        """Compute what somebody holds of any call: after a backward weights change."""
+        for call in list(_calls):
+            _calls.discard(call)
+            call.materialize(HELD)
+
+
+class Head(torch.autograd.Function):
+    """The node of what a head returns: ``apply(hidden_states, weight, bias, call, make)`` returns ``make()``."""
+
+    @staticmethod
+    def forward(ctx, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Call, make: Callable) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_states, weight)
+        ctx.call = call
+        return make()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.materialize_all()
+        if grad is None:
+            return None, None, None, None, None
+        hidden_states, weight = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        d_hidden = grad @ weight if needs_hidden else None
+        d_weight = rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None
+        return d_hidden, d_weight, rows.sum(0) if needs_bias else None, None, None
+
+
+class Follow(torch.autograd.Function):
+    """The node of what a step makes of logits: ``apply(logits, step, make, twin)`` returns ``make()``.
+
+    The twin has the values that the gradient depends on; it is None where that depends on none.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, step: Step, make: Callable, twin: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(twin)
+        ctx.step, ctx.shape, ctx.dtype = step, logits.shape, logits.dtype
+        return make()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        if (found := ctx.step.adjoint(grad, ctx.shape, ctx.dtype)) is None:
+            (twin,) = ctx.saved_tensors
+            if twin is None:
+                twin = grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape).requires_grad_()
+            found = _gradient(ctx.step, twin, grad)
+        return found, None, None, None
+
+
+class PassBy(torch.autograd.Function):
+    """The node between a loss and the logits that it was computed without.
+
+    ``apply(loss, twin, function, call)`` returns the loss itself. The backward goes on to what computed it, or, when
+    somebody asks for the gradient of the logits, to these, of which ``function`` makes the loss.
+    """
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, twin: Tensor, function: Callable, call: Call) -> Tensor:
+        ctx.mark_dirty(loss)  # neither a copy nor a view: a Trainer multiplies it in place
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(twin)
+        ctx.function, ctx.call = function, call
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.materialize_all()
+        if grad is None or not ctx.call.needs_gradient():
+            return grad, None, None, None
+        (twin,) = ctx.saved_tensors
+        return None, _gradient(ctx.function, twin, grad), None, None
+
+
+def _gradient(function: Callable[[Tensor], Tensor], logits: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of logits, from that of what a function makes of them; it can be derived where it may be."""
+    is_derived = torch.is_grad_enabled()
+    if hasattr(logits, "compute"):
+        logits.compute()
+    with torch.enable_grad():
+        result = function(logits)
+    return torch.autograd.grad(result, logits, grad, create_graph=is_derived)[0]

@@ -1,0 +1,179 @@
+"""Heads of language models whose loss is computed without their logits, while a model is called with labels.
+
+The forward of the model stays: its head returns logits that are computed when somebody looks at them, and cross entropy
+of these does not (deferred_logits.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from kernels_ext_npu.binding.instance_forward import put, take_out
+from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.catalogue import HEADS
+from kernels_ext_npu.matching import classification
+from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain, why_not_wanted
+from kernels_ext_npu.swaps.loss.deferred_logits import defer
+from kernels_ext_npu.swaps.loss.gradients import Call
+from kernels_ext_npu.swaps.loss.steps import Product
+from kernels_ext_npu.swaps.protocol import Row, Swapping
+
+REPOSITORY = "CrossEntropy"
+NAME = "linear_cross_entropy"
+_OWNER = "loss"
+_COMPUTED = "its logits were computed when the model was last called with labels"
+_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
+_FRAMES = 16  # of calls between the forward of the model with labels and that of a head
+
+_last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # of heads, with labels
+
+
+def apply(model: nn.Module, swapping: Swapping) -> None:
+    """Let the heads of a model defer their logits, where they may."""
+    for path, head, owner in heads_of(model):
+        if refusal(path, head, owner) is None:
+            put(head, _forward_with(swapping.registration.package(REPOSITORY)), _OWNER)
+        else:
+            take_out(head, _OWNER)
+
+
+def revert(model: nn.Module) -> None:
+    """Let the heads of a model compute their logits."""
+    for module in model.modules():
+        take_out(module, _OWNER)
+
+
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every head of a language model that computes a loss from labels."""
+    for path, head, owner in heads_of(model):
+        row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
+        reason = refusal(path, head, owner)
+        if owner_of(head) != _OWNER:
+            yield row(None, False, reason or refusals.not_swapped())
+            continue
+        if reason is not None:
+            yield row(NAME, False, refusals.changed(head, reason))
+            continue
+        call = _last_calls.get(head)
+        looked = None if call is None else call.reason
+        own_loss = _own_loss(owner) if call is None or looked else None  # what it does shows when it is called
+        if own_loss is not None:
+            yield row(NAME, False, f"its model has a loss_function {own_loss} of its own, which may look at logits")
+        else:
+            yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")
+
+
+def heads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Find the heads of models that compute a loss from labels, with their paths and the innermost of their models."""
+    paths = {module: path for path, module in model.named_modules()}
+    found: dict[nn.Module, PreTrainedModel] = {}
+    for module in paths:
+        if isinstance(module, PreTrainedModel) and "labels" in (names := _names(module)) and names & _LOSSES:
+            with suppress(NotImplementedError, AttributeError):
+                head = module.get_output_embeddings()
+                if isinstance(head, nn.Module) and head in paths:
+                    found[head] = module
+    return ((paths[head], head, owner) for head, owner in found.items())
+
+
+def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
+    """Return why the head of a model has to compute its logits; None if it need not."""
+    if path.rpartition(".")[2] not in _names(model):
+        return "its head is called by another forward than the one that gets labels"
+    return why_not_wanted(head, REPOSITORY) or why_not_plain(head, is_sharded=True)
+
+
+def _own_loss(model: PreTrainedModel) -> str | None:
+    """Return the name of the loss that somebody gave a model; None for those of transformers."""
+    loss = vars(model).get("_loss_function")
+    if loss is None or str(getattr(loss, "__module__", "")).startswith("transformers."):
+        return None
+    return getattr(loss, "__qualname__", type(loss).__qualname__)
+
+
+@functools.cache
+def _forward_with(kernel: ModuleType) -> FunctionType:
+    """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _can_defer(self, input):
+            model = _model_with_labels(sys._getframe(1))
+            if model is not None:
+                return _deferred(self, input, model, kernel)
+        return type(self).forward(self, input)
+
+    return forward  # type: ignore[return-value]
+
+
+def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
+    """Tell whether the logits of a call can wait: they need a gradient, and the weight is there until backward."""
+    if why_not_plain(head) is not None or torch._C._are_functorch_transforms_active():
+        return False
+    given = [hidden_states, *(tensor for tensor in head._parameters.values() if tensor is not None)]
+    return (
+        hidden_states.numel() > 0
+        and forward_ad._current_level < 0
+        and len({tensor.device for tensor in given}) == 1
+        and any(tensor.requires_grad for tensor in given)
+    )
+
+
+def _model_with_labels(frame: FrameType | None) -> nn.Module | None:
+    """Return the innermost model that was given labels, of those whose forward calls a head; None where none was.
+
+    It is read from the variables of the running forwards: no hook or wrapper sees all calls. peft calls
+    ``self.model.forward(...)``, accelerate and FSDP exchange forwards and classes, and a model inside another may be
+    given labels or not. Where one that was given none is sharded, FSDP frees its weights before the loss of the other.
+    """
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if "labels" in frame.f_code.co_varnames:
+            model, labels = (frame.f_locals.get(name) for name in ("self", "labels"))
+            if not isinstance(model, PreTrainedModel):
+                return None
+            if isinstance(labels, Tensor):
+                return model
+            if isinstance(model, FSDPModule):
+                return None
+        frame = frame.f_back
+    return None
+
+
+def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: ModuleType) -> Tensor:
+    """Return the logits of a head that are not computed yet.
+
+    FSDP frees the weights behind the forward of a model, and fills the same memory later: they are copied.
+    """
+    weight, bias, device = head.weight, head.bias, hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    detached = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
+    if isinstance(model, FSDPModule):
+        detached = [None if tensor is None else tensor.clone() for tensor in detached]
+    logits = defer(Product(hidden_states, weight, bias, (hidden_states.detach(), *detached), kernel))
+    _last_calls[head] = logits.call
+    return logits
+
+
+def _names(model: nn.Module) -> AbstractSet[str]:
+    """Return the names that the forward of a model uses, those of its parameters among them."""
+    forward: Any = inspect.unwrap(type(model).forward)
+    return classification.names(forward) | inspect.signature(forward).parameters.keys()

@@ -1,0 +1,94 @@
+"""What goes into a model: each kind of kernel has one way in, one way out, and rows for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from kernels_ext_npu.binding.registration import Registration
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module, or one function that a module calls.
+
+    Attributes:
+        path: its name in the model; of a function that of the module, a dot, and the name in its file.
+        class_name: its class, or the function.
+        kernel: the layer that serves it or would serve it, None if there is none; of attention the name of the
+            implementation.
+        swapped: whether the kernel's forward is in place.
+        reason: why not, or why not as fast as it could be; None if there is nothing to say.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
+            nor for what register(kernels=...) leaves out.
+        kind: what it is, as the table counts it.
+        function: the name of the function in its file, None for a module.
+    """
+
+    path: str
+    class_name: str
+    kernel: str | None
+    swapped: bool
+    reason: str | None
+    is_candidate: bool = True
+    kind: str = "norms"
+    function: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The name in the model of the module, or of the module that calls the function."""
+        return self.path if self.function is None else self.path[: -len(self.function)].rstrip(".")
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """One act of swapping kernels into a model.
+
+    Attributes:
+        registration: what register() was told.
+        mode: whether the model is trained or infers, as `kernels` knows it.
+        take: lets `kernels` take what is marked, from transformers' table.
+        by_class: the modules of the model, by their classes.
+    """
+
+    registration: Registration
+    mode: Mode
+    take: Callable[[Mode], None]
+    by_class: dict[type[nn.Module], list[nn.Module]]
+
+
+def modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
+    """Return the modules of a model by their classes: what a class computes is asked once for all of them."""
+    found: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        found.setdefault(type(module), []).append(module)
+    return found
+
+
+def _nothing(_: object) -> None:
+    """Change nothing."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One kind of kernel, and how it gets into a model, out of it, and into the report.
+
+    Attributes:
+        name: of the kind.
+        apply: swaps into a model; what is in place and as it should be is left alone.
+        install: changes transformers when kernels are registered, through `registration.patches`.
+        revert: undoes exactly what `apply` did to a model or a part of one.
+        rows: says what was swapped in a model, and what was not, and why.
+    """
+
+    name: str
+    apply: Callable[[nn.Module, Swapping], None]
+    install: Callable[[Registration], None] = _nothing
+    revert: Callable[[nn.Module], None] = _nothing
+    rows: Callable[[nn.Module], Iterable[Row]] = lambda _: ()

@@ -1,0 +1,72 @@
+"""Why no kernel is in a module's place, or in a function's: what several kinds of kernels say, each written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from kernels_ext_npu.binding import loaded_kernels, registration
+from kernels_ext_npu.binding.devices import device_of, is_elsewhere
+from kernels_ext_npu.reasons import Reason
+
+NOT_REGISTERED = Reason(
+    "not registered", "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"
+)
+NOT_ASKED_FOR = Reason(
+    "not asked for",
+    "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)",
+)
+NOT_ASKED_FOR_BY_ANY = Reason(
+    "not asked for",
+    "no model of the architecture was loaded with use_kernels=True, or restore() was called: kernelize(model)",
+)
+NO_RMS_NORM = Reason("unknown", "not an RMS norm")
+FORWARD_UNKNOWN = Reason("unknown", "no kernel computes what its forward computes")
+FUNCTION_UNKNOWN = Reason("unknown", "no kernel computes what it computes")
+RESTORED = Reason(
+    "restored", "restore() was called for this part of the model: kernelize() swaps kernels into it again"
+)
+AT_FIRST_CALL = Reason("at first call", "swapped in when the model is first called on the NPU")
+
+
+def not_swapped() -> Reason:
+    """Say of what a kernel fits that nobody has asked for it."""
+    return NOT_REGISTERED if registration.current is None else NOT_ASKED_FOR
+
+
+def changed(module: nn.Module, reason: str) -> Reason:
+    """Say of a kernel that is in place that it no longer fits, until kernels are looked at again."""
+    advice = "restore(model) takes the kernels out" if is_elsewhere(module) else "kernelize(model) takes the kernel out"
+    return Reason("changed", f"changed since it was swapped in: {reason}; {advice}")
+
+
+def left_out(repository: str) -> Reason | None:
+    """Return why nothing is served by a kernel that register() was not to use; None where it is used, or nothing is."""
+    if registration.current is None or repository in registration.current.kernels:
+        return None
+    return Reason("left out", f"register(kernels={sorted(registration.current.kernels)}) leaves {repository} out")
+
+
+def elsewhere(module: nn.Module) -> Reason:
+    """Say of a module on another device where it is, and what to do."""
+    where = device_of(module)
+    return Reason(
+        "elsewhere", f"it is on {where}: load with device_map='npu', or move the model and call kernelize(model)"
+    )
+
+
+def served_by(forward: Callable) -> Reason:
+    """Say of a stranger's kernel which it is."""
+    kernel = loaded_kernels.kernel_name(forward)
+    return Reason("served", f"served by {loaded_kernels.class_name(forward)} of the kernel {kernel}, which is not ours")
+
+
+def replaced(stranger: str) -> Reason:
+    """Say that another library has given a module its forward."""
+    return Reason("replaced", f"another library replaced its forward: {stranger}")
+
+
+def passed_by(stranger: str) -> Reason:
+    """Say of what was swapped that another library's forward around it may compute without it."""
+    return Reason("passed by", f"but another library replaced the forward around it, and may not call it: {stranger}")

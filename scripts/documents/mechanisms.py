@@ -94,6 +94,10 @@ def _none_of(_: Any) -> Callable[..., Iterator]:
     return lambda *args, **kwargs: iter(())
 
 
+def _all_but(name: str) -> Callable[[Any], tuple]:
+    return lambda swaps: tuple(swap for swap in swaps if swap.name != name)
+
+
 def _sum_and_norm(_: Any) -> Callable:
     import torch  # behind softnpu
 
@@ -107,8 +111,8 @@ MECHANISMS = (
         "gate and up as one product",
         ("swaps/gate_up_layout.py", "SwiGLU/torch-ext/swiglu/packing.py"),
         off=(
-            (f"{_SWAPS}.gate_up_layout._pair_of", lambda _: lambda *_: None),
-            (f"{_SWAPS}.gate_up_layout.JOINING", lambda _: ()),
+            (f"{_SWAPS}.gate_up_layout:_pair_of", lambda _: lambda *_: None),
+            (f"{_SWAPS}.gate_up_layout:JOINING", lambda _: ()),
         ),
     ),
     Mechanism(
@@ -133,13 +137,13 @@ MECHANISMS = (
         "sums with the norm behind them",
         ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py"),
         acts=(TOKEN,),
-        off=((f"{_SWAPS}.add_norm_fusion.apply", _nothing),),
+        off=(("kernels_ext_npu.lifecycle.pipeline:SWAPS", _all_but("sums and norms")),),
     ),
     Mechanism(
         "writes into a static cache",
         ("decoding/static_cache.py", "patterns/static_caches.py"),
         acts=(TOKEN,),
-        off=(("kernels_ext_npu.decoding.static_cache.install", _nothing),),
+        off=(("kernels_ext_npu.decoding.static_cache:install", _nothing),),
     ),
     Mechanism(
         "the head without logits",
@@ -156,13 +160,13 @@ MECHANISMS = (
         "norms with 1 + weight in one launch",
         (),
         acts=(FORWARD, TOKEN),
-        off=(("torch.ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
+        off=(("torch:ops.npu.npu_gemma_rms_norm", _sum_and_norm),),
         models=("Gemma-3-12B", "Gemma-3-1B", "Qwen3-Next-80B-A3B"),
     ),
     Mechanism(
         "experts by the name of an implementation",
         ("swaps/experts/implementation.py",),
-        off=((f"{_SWAPS}.experts.install", _nothing),),
+        off=((f"{_SWAPS}.sequence:SWAPS", _all_but("experts")),),  # which register() installs
         models=MIXTURES,
     ),
     Mechanism(

@@ -20,7 +20,7 @@ COMMANDS = {
 LABELS = {
     "verify": ["torch26-cxx11-cann82-aarch64-linux", "signature"],
     "coverage": ["apply_rotary_pos_emb", "class or function"],
-    "inspect": ["apply_rotary_pos_emb", "launches", "host waits"],
+    "inspect": ["apply_rotary_pos_emb", "launches", "waits"],  # headings may take two lines
 }
 each_command = pytest.mark.parametrize("name", COMMANDS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from pkgutil import resolve_name
 
 import pytest
 
@@ -35,17 +36,10 @@ def test_the_picture_of_the_way_has_its_steps() -> None:
 def test_a_mechanism_is_made_of_files_and_can_be_left_out(mechanism: Mechanism) -> None:
     assert all(path.is_file() for path in mechanism.paths)
     assert bool(mechanism.off or mechanism.without) != mechanism.asked_for
-    before = [place_of(place) for place, _ in mechanism.off]
+    before = [resolve_name(place) for place, _ in mechanism.off]
     with mechanism.left_out():
-        assert not any(place_of(place) is found for (place, _), found in zip(mechanism.off, before))
-    assert [place_of(place) for place, _ in mechanism.off] == before
-
-
-def place_of(place: str) -> object:
-    from pkgutil import resolve_name
-
-    owner, _, name = place.rpartition(".")
-    return getattr(resolve_name(owner), name)
+        assert not any(resolve_name(place) is found for (place, _), found in zip(mechanism.off, before))
+    assert [resolve_name(place) for place, _ in mechanism.off] == before
 
 
 def test_the_record_has_each_mechanism_of_each_model() -> None:

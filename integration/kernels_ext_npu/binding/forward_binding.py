@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -153,9 +153,9 @@ def layer_of(module: nn.Module) -> str | None:
     return layer_name(own_forward(module)) if owner is None else owner if owner in LAYERS else None
 
 
-def with_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return the modules of a model that layers of ours compute, each with its layer, and the package of its kernel."""
-    swapped = [module for module in model.modules() if "forward" in vars(module)]
+def with_layers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Return those of some modules that layers of ours compute, each with its layer, and the package of its kernel."""
+    swapped = [module for module in modules if "forward" in vars(module)]
     placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
     return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
 

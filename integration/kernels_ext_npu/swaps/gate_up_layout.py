@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
-    for module, layer, package in with_layers(model):
+    for module, layer, package in swapping.placed:
         if (pair := _pair_of(module, layer, package)) is not None:
             pair.kernel.pack(pair.gate, pair.up)
         if layer in MLPS.layers:
@@ -82,7 +82,7 @@ def unaligned(module: nn.Module) -> str | None:
 
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """Find the projections of the swapped MLPs of a model."""
-    return (pair for placed in with_layers(model) if (pair := _pair_of(*placed)) is not None)
+    return (pair for placed in with_layers(model.modules()) if (pair := _pair_of(*placed)) is not None)
 
 
 def _pair_of(module: nn.Module, layer: str | None, package: Any) -> Pair | None:

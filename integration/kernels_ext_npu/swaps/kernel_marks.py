@@ -41,11 +41,11 @@ def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[t
         The modules that get another layer than their class is marked for, each with its layer: `kernels` reads the mark
         of a class, and the activation that decides belongs to an instance.
     """
-    registration = swapping.registration
+    active = swapping.registration
     for cls, modules in swapping.by_class.items():
-        if cls not in registration.marked:
-            registration.marked.add(cls)
-            _mark(registration, modules[0])
+        if cls not in active.marked:
+            active.marked.add(cls)
+            _mark(active, modules[0])
     kernel_mapping.hand_over()
     token = _served.set(layers)
     try:
@@ -99,18 +99,18 @@ def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
-def _mark(registration: Registration, module: nn.Module) -> None:
+def _mark(active: Registration, module: nn.Module) -> None:
     cls, marked = type(module), _marked(type(module))
     reference = find_pattern(cls)
     if reference is not None:
         layer = reference.layer_for(module)
         if marked is not None and marked != layer:
-            kernel_mapping.move_mark(registration, marked, layer)
-        registration.patches.attribute(cls, "kernel_layer_name", layer)
+            kernel_mapping.move_mark(active, marked, layer)
+        active.patches.attribute(cls, "kernel_layer_name", layer)
     elif marked not in LAYERS:
         return
     condition = _condition(getattr(cls, "kernel_condition", None), marked)
-    registration.patches.attribute(cls, "kernel_condition", staticmethod(condition))
+    active.patches.attribute(cls, "kernel_condition", staticmethod(condition))
 
 
 def _marked(cls: type) -> str | None:

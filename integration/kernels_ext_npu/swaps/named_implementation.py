@@ -16,12 +16,21 @@ class NamedImplementation:
     Attributes:
         name: of the implementation.
         repository: of the kernel that it calls.
-        field: the attribute of configs that holds the name of theirs.
+        attribute: of configs, the name of theirs, as transformers reads it.
     """
 
     name: str
     repository: str
-    field: str
+    attribute: str
+
+    @property
+    def field(self) -> str:
+        """Where a config keeps it for itself: the attribute's setter reaches the configs inside, too."""
+        return f"{self.attribute}_internal"
+
+    def named_in(self, config: Any) -> str | None:
+        """Return what a config names."""
+        return getattr(config, self.attribute, None)
 
     def is_registered(self) -> bool:
         """Tell whether models can be served."""
@@ -29,7 +38,7 @@ class NamedImplementation:
 
     def is_named_by(self, config: Any) -> bool:
         """Tell whether a config names it."""
-        return getattr(config, self.field, None) == self.name
+        return self.named_in(config) == self.name
 
     def set_in(self, config: Any, before: str | None) -> None:
         """Let a config name it until unregister() or `take_out`, and then again what it named before."""
@@ -50,6 +59,5 @@ class NamedImplementation:
             setattr(config, self.field, default)
 
 
-# what the properties `_attn_implementation` and `_experts_implementation` of configs read
-NPU_FLASH_ATTENTION = NamedImplementation(IMPLEMENTATION, "FlashAttention", "_attn_implementation_internal")
-NPU_GROUPED_MM = NamedImplementation("npu_grouped_mm", "FusedMoE", "_experts_implementation_internal")
+NPU_FLASH_ATTENTION = NamedImplementation(IMPLEMENTATION, "FlashAttention", "_attn_implementation")
+NPU_GROUPED_MM = NamedImplementation("npu_grouped_mm", "FusedMoE", "_experts_implementation")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from kernels_ext_npu.binding.forward_binding import with_layers
 from kernels_ext_npu.binding.registration import Registration
 
 if TYPE_CHECKING:
@@ -61,6 +64,11 @@ class Swapping:
     mode: Mode
     take: Callable[[Mode], None]
     by_class: dict[type[nn.Module], list[nn.Module]]
+
+    @functools.cached_property
+    def placed(self) -> list[tuple[nn.Module, str, Any]]:
+        """The modules that layers of ours compute, each with its layer and package: for swaps after that of layers."""
+        return with_layers(chain.from_iterable(self.by_class.values()))
 
 
 def modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:

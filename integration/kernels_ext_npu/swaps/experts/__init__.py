@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.binding.forward_binding import kernel_forward, with_layers
+from kernels_ext_npu.binding.forward_binding import kernel_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.swaps.experts import implementation, serving, transposing
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
@@ -36,7 +36,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
     It looks now, since it could not while a graph is captured.
     """
-    for module, layer, package in with_layers(model):
+    for module, layer, package in swapping.placed:
         if (name := _PASSED_BY.get(layer)) is not None:
             passed_by: Any = module._modules[name]
             first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by

@@ -43,7 +43,7 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 def other_than_ours(config: Any) -> str | None:
     """Return the implementation that somebody asked for; None if nobody did, or it is ours."""
-    implementation = getattr(config, NPU_GROUPED_MM.field, None)
+    implementation = NPU_GROUPED_MM.named_in(config)
     if implementation in (None, NPU_GROUPED_MM.name):
         return None
     if implementation == DEFAULT and not (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from types import FunctionType
 from typing import Any
 
@@ -39,13 +39,14 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def apply(model: nn.Module) -> None:
-    """Let the modules whose layers of one input are all served run with these together, and no others."""
+def apply(model: nn.Module, served: Set[nn.Module]) -> None:
+    """Let the modules whose layers of one input are all among those that are served run with these together."""
     for module in model.modules():
-        if not any(groups_of(module)):
+        if not served.isdisjoint(module._modules.values()) and any(groups_of(module)):
+            if "forward" not in vars(module):
+                put(module, _forward_of(type(module).forward), _OWNER)  # type: ignore[arg-type]
+        elif "forward" in vars(module):
             take_out(module, _OWNER)
-        elif "forward" not in vars(module):
-            put(module, _forward_of(type(module).forward), _OWNER)  # type: ignore[arg-type]
 
 
 def revert(model: nn.Module) -> None:

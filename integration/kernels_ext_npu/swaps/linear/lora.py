@@ -65,13 +65,15 @@ class _Layer(NamedTuple):
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the layers with adapters of a model be nodes, and those of one input together."""
+    served = set()
     for _, module, reason in _adapted_of(model):
         if reason is None:
+            served.add(module)
             kernel = swapping.registration.package(REPOSITORY)
             put(module, _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
         else:
             take_out(module, LORA)
-    linear_groups.apply(model)
+    linear_groups.apply(model, served)
 
 
 def revert(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
@@ -182,8 +183,6 @@ def _install_replacing(patches: Patches) -> None:
 
     @functools.wraps(original)
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
-        from kernels_ext_npu.binding import step_aside  # what reads forwards is not imported by register()
-
         bound = getattr(vars(module).get("forward"), "__func__", None)
         if (
             getattr(bound, "__wrapped__", None) is layer.forward

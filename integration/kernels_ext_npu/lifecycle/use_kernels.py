@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kernels_ext_npu.binding import registration
+from kernels import Mode
+from transformers import PreTrainedModel
+
+from kernels_ext_npu.binding import registration, use_kernels_flag
+from kernels_ext_npu.binding.devices import device_of, on_its_way
 from kernels_ext_npu.binding.patches import Patches
-
-if TYPE_CHECKING:
-    from kernels import Mode
+from kernels_ext_npu.lifecycle import pipeline
 
 
 def install(patches: Patches) -> None:
     """Let transformers' ``set_use_kernels`` go through the pipeline."""
-    from transformers import PreTrainedModel
-
     original: Any = PreTrainedModel.set_use_kernels
     signature = inspect.signature(original)
 
@@ -33,10 +33,6 @@ def install(patches: Patches) -> None:
 
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
-    from kernels_ext_npu.binding import use_kernels_flag
-    from kernels_ext_npu.binding.devices import device_of, on_its_way
-    from kernels_ext_npu.lifecycle import pipeline  # register() need not wait for patterns
-
     if not model.use_kernels:  # train() and eval() look again where it is on already
         registration.restored.difference_update(model.modules())
     with on_its_way(model) as without_weights:

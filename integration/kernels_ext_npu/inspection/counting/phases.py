@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.utils import import_utils
 
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.inspection.counting.counts import Counts, Layer
 from kernels_ext_npu.inspection.counting.dispatch import Axes, Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.measuring.roofline import Soc
-from kernels_ext_npu.swaps.attention import calls
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Inputs = dict[str, Any]
@@ -71,8 +71,7 @@ def count_layers(
 ) -> Counts:
     """Count two layers of each kind, and once more three of one kind, for what each further one costs."""
     kinds = [kind for kind in find_kinds(model) if kind.layers not in apart]
-    if NPU_FLASH_ATTENTION.is_registered():
-        calls.make_ready()  # which is no cost of a forward
+    _make_causal_mask()
 
     def count(one_more: Kind | None = None) -> Counts:
         costs = counting()
@@ -197,3 +196,12 @@ def _untraced() -> Iterator[None]:
         yield
     finally:
         import_utils.is_fake_tensor = before
+
+
+def _make_causal_mask() -> None:
+    """Let attention make the mask that causal calls of all lengths share: it is no cost of a forward."""
+    if NPU_FLASH_ATTENTION.is_registered():
+        with torch.no_grad():
+            registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_func(
+                *torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.swaps.attention import calls, flash_question, names, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.swaps.protocol import Row, Swapping
+from kernels_ext_npu.swaps.protocol import Swapping
 
 
 def install(registration: Registration) -> None:
@@ -57,13 +56,6 @@ def revert(model: nn.Module) -> None:
     names.take_out(model)
     for module in filter(serving.calls_by_name, model.modules()):
         setattr(module, serving.PLAIN, True)
-
-
-def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that computes attention."""
-    from kernels_ext_npu.swaps.attention import reporting  # register() need not wait for patterns
-
-    return reporting.rows(model)
 
 
 def _make(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:

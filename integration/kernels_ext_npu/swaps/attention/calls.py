@@ -74,8 +74,8 @@ def stand_in(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
+    *args,
+    **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module that names ``sdpa`` or its own formula, or let that original compute it."""
     is_sdpa = original is sdpa_attention_forward
@@ -159,9 +159,9 @@ def preprocess_standing_in(original: Callable) -> Callable:
         inputs_embeds: Tensor,
         attention_mask: Any,
         past_key_values: Any,
-        position_ids: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
+        position_ids: Any,
+        *args,
+        **kwargs,
     ) -> tuple:
         given = config, inputs_embeds, attention_mask, past_key_values
         is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
@@ -174,14 +174,6 @@ def preprocess_standing_in(original: Callable) -> Callable:
         return is_done, mask, packed, *sizes
 
     return preprocess
-
-
-def make_ready() -> None:
-    """Let the kernel make now what it makes once a device: the mask that causal attention of all lengths shares."""
-    with torch.no_grad():
-        registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_func(
-            *torch.empty(3, 1, 2, 1, 16, dtype=torch.bfloat16, device="npu"), causal=True
-        )
 
 
 def _attend(

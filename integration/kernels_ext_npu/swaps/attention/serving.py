@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
@@ -39,8 +40,6 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
 @_asked_once
 def class_refusal(cls: type) -> Reason | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
-    from kernels_ext_npu.matching import classification  # register() need not wait for patterns
-
     return classification.attention_refusal(cls)
 
 
@@ -63,15 +62,11 @@ def is_added_elsewhere(cls: type) -> bool:
 
     They do in models like Git, and get the mask that they would have.
     """
-    from kernels_ext_npu.matching import classification
-
     return any(map(classification.attends_by_itself, _attending(cls)))
 
 
 def calls_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the attention that its config names."""
-    from kernels_ext_npu.matching import classification
-
     has_config = isinstance(getattr(module, "config", None), PreTrainedConfig)
     return has_config and classification.calls_attention_by_name(type(module))
 
@@ -114,8 +109,6 @@ def stranger(config: PreTrainedConfig) -> str | None:
 
 def _attending(cls: type) -> list[type[nn.Module]]:
     """Return the classes that attend in the files of the models with a config of a class."""
-    from kernels_ext_npu.matching import classification
-
     files = {model.__module__ for model in _models_with(cls)}
     classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
     return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]

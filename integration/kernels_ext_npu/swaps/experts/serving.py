@@ -9,6 +9,8 @@ from torch import nn
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of, package_of
+from kernels_ext_npu.matching.fingerprint import is_experts_class
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 
 LAYER = "MoEExperts"  # what the implementation calls
@@ -17,8 +19,6 @@ WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks
 
 def is_experts(module: nn.Module) -> bool:
     """Tell whether the forward of a module calls the implementation that its config names."""
-    from kernels_ext_npu.matching.fingerprint import is_experts_class  # register() need not wait for patterns
-
     return is_experts_class(type(module))
 
 
@@ -44,8 +44,6 @@ def layer_by_name(module: nn.Module) -> str | None:
 
 def served(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the experts modules of a model that are served, each with the package of the kernel."""
-    from kernels_ext_npu.matching.fingerprint import is_experts_class
-
     found = {cls for cls in set(map(type, model.modules())) if is_experts_class(cls)}
     experts = [module for module in model.modules() if type(module) in found]
     return [(module, kernel) for module in experts if (kernel := kernel_of(module)) is not None]
@@ -66,8 +64,6 @@ def remark(module: nn.Module) -> str | None:
     if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
         is_by_name = kernel_forward(module) is None and is_called_by_name(module)
         return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
-    from kernels_ext_npu.patterns.hooks import has_hooks
-
     if has_hooks(getattr(module, "act_fn", None)):
         return "what lies between its products is computed in torch, since hooks watch its activation"
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"

@@ -33,7 +33,7 @@ WAY = (
         "enter",
         "`from_pretrained(use_kernels=True)`, `kernelize(model)` and, with `everywhere=True`, the first call of a "
         "model go through one sequence.",
-        ("lifecycle.use_kernels:install", "lifecycle.kernelize:kernelize", "lifecycle.pipeline:run"),
+        ("lifecycle.kernelize:kernelize", "lifecycle.use_kernels:install", "lifecycle.pipeline:run"),
     ),
     Step(
         "mark",
@@ -54,6 +54,17 @@ WAY = (
         ("swaps.functions:apply", "matching.function_scan:uses"),
     ),
     Step(
+        "attention",
+        "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
+        ("swaps.attention:apply", "swaps.attention.calls:stand_in"),
+    ),
+    Step(
+        "experts",
+        "A mixture that would take transformers' default takes the kernel, by the name of an implementation in its "
+        "config.",
+        ("swaps.experts:apply", "swaps.experts.implementation:npu_grouped_mm"),
+    ),
+    Step(
         "loss",
         "The head of a language model hands its loss hidden states: the logits of a training step are not computed, "
         "unless somebody still holds the output when the loss runs backward.",
@@ -71,21 +82,15 @@ WAY = (
         ("swaps.gate_up_layout:apply",),
     ),
     Step(
-        "experts",
-        "A mixture that would take transformers' default takes the kernel, by the name of an implementation in its "
-        "config.",
-        ("swaps.experts:install", "swaps.experts.implementation:npu_grouped_mm"),
-    ),
-    Step(
-        "attention",
-        "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
-        ("swaps.attention:install", "swaps.attention.calls:npu_flash_attention"),
+        "sums and norms",
+        "Where one token is decoded, the sum behind attention and MLP is one launch with the norm behind it.",
+        ("swaps.add_norm_fusion:apply", "matching.residual_norm_scan:sums_of"),
     ),
     Step(
         "call",
         "The model runs: each forward of ours asks a predicate, call by call, whether the operator takes these "
         "tensors, and computes in torch where it does not.",
-        (),
+        ("swaps.attention.calls:npu_flash_attention_mask", "binding.step_aside:stepping"),
     ),
     Step(
         "report",

@@ -18,6 +18,35 @@ from documents.way import WAY
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
 RECORD = json.loads(rent.RECORD.read_text("utf-8"))
+WALK = """
+import inspect, json, sys
+from importlib import import_module
+import softnpu, torch
+import kernels_ext_npu
+from transformers import LlamaConfig, LlamaForCausalLM
+import kernels_ext_npu.lifecycle.pipeline
+
+places = {}
+for place in json.loads(sys.argv[1]):
+    module, _, name = place.partition(":")
+    places[inspect.unwrap(getattr(import_module(f"kernels_ext_npu.{module}"), name)).__code__] = place
+seen = {}  # each place, when it was first passed
+
+def look(frame, event, argument):
+    if event == "call" and frame.f_code in places:
+        seen.setdefault(places[frame.f_code])
+
+config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+model = LlamaForCausalLM(config).to("npu")
+sys.setprofile(look)
+kernels_ext_npu.register()
+kernels_ext_npu.kernelize(model)
+model(torch.tensor([[1, 2, 3]], device="npu"))
+kernels_ext_npu.report(model)
+kernels_ext_npu.restore(model)
+sys.setprofile(None)
+print(json.dumps(list(seen)))
+"""
 
 
 @pytest.mark.parametrize("step", WAY, ids=lambda step: step.name)
@@ -30,6 +59,13 @@ def test_the_functions_of_each_step_are_there(step) -> None:
 def test_the_picture_of_the_way_has_its_steps() -> None:
     picture = (rent.ROOT / "docs" / "design.md").read_text("utf-8").split("```")[1]
     assert not [step.name for step in WAY if step.name not in picture and step.name != "enter"]
+
+
+def test_a_model_goes_the_way_in_its_order(run_python) -> None:
+    """Each step begins with the first of its functions: they are called in the order of the steps."""
+    first_of_each = [step.functions[0] for step in WAY]
+    result = run_python(WALK, json.dumps(first_of_each))
+    assert json.loads(result.stdout.splitlines()[-1]) == first_of_each
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda mechanism: mechanism.name)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import device_of, on_its_way
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.lifecycle import pipeline
 
 
 def install(patches: Patches) -> None:
@@ -33,6 +32,8 @@ def install(patches: Patches) -> None:
 
 
 def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
+    from kernels_ext_npu.lifecycle import pipeline  # register() need not wait for what reports are printed with
+
     if not model.use_kernels:  # train() and eval() look again where it is on already
         registration.restored.difference_update(model.modules())
     with on_its_way(model) as without_weights:

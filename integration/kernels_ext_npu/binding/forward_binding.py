@@ -13,9 +13,10 @@ most others, leave a closure
         return forward
     module.forward = wrapped(module.forward)
 
-whose cell ``original`` holds the method: ``cell.cell_contents = other`` exchanges it. `kernels` would replace the
-wrapper, and with it what that did: gradients that nobody sums any more, or weights that nobody loads. A module whose
-wrapper holds its forward in any other way keeps what it has, and is reported as wrapped.
+whose cell ``original`` holds the method: ``cell.cell_contents = other`` exchanges it; a default ``original=original``
+behind ``*args`` does the same. `kernels` would replace the wrapper, and with it what that did: gradients that nobody
+sums any more, or weights that nobody loads. A module whose wrapper holds its forward in any other way keeps what it
+has, and is reported as wrapped.
 """
 
 from __future__ import annotations
@@ -255,6 +256,9 @@ def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[Met
     for cell in getattr(function, "__closure__", None) or ():
         if cell != _EMPTY:
             yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+    defaults = getattr(function, "__kwdefaults__", None) or {}
+    for name, default in defaults.items():
+        yield default, functools.partial(defaults.__setitem__, name)
     read = {*getattr(getattr(function, "__code__", None), "co_names", ())} & vars(module).keys() - {"forward"}
     for name in read:
         yield vars(module)[name], functools.partial(setattr, module, name)

@@ -11,6 +11,7 @@ other devices the kernels compute what the original does.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,8 +173,8 @@ def _mark(active: Registration, function: Any, layer: str) -> None:
         kernel_mapping.move_mark(active, cls.kernel_layer_name, layer)
         active.patches.attribute(cls, "kernel_layer_name", layer)
     if "__reduce__" not in vars(cls):  # by reference: copies and pickles of a model get the module of the process
-        active.patches.attribute(cls, "__module__", original.__module__)
-        active.patches.attribute(cls, "__reduce__", lambda self: original.__name__)
+        place = f"{original.__module__}:{original.__name__}"
+        active.patches.attribute(cls, "__reduce__", lambda self: (pkgutil.resolve_name, (place,)))
 
 
 def _leave_npu_out(active: Registration, function: Any) -> None:

@@ -30,7 +30,6 @@ from torch import nn
 
 from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
-from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 
 _EMPTY = CellType()
@@ -166,20 +165,19 @@ def package_of(module: nn.Module) -> Any:
     return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
 
 
-def install(patches: Patches) -> None:
-    """Let `kernels` put forwards below wrappers, too, and let pickles of swapped modules leave no forward behind."""
-    _install_replacing(patches)
-    _install_unpickling(patches)
+@functools.cache
+def install() -> None:
+    """Let `kernels` put forwards below wrappers, too, and take the forward of its class out of what was unpickled.
 
-
-def _install_replacing(patches: Patches) -> None:
-    """Change what everything that swaps kernels ends in.
-
-    That is ``use_kernels=True``, ``train()`` and ``eval()``, and whoever calls `kernels` directly.
+    It is done once a process and stays after unregister(): models keep their kernels until restore(model), and must
+    then not lose the wrappers of other libraries in ``train()`` and ``eval()``. A pickle knows a method by its name
+    only: the kernel that was bound to a module comes back as what its class has under the name ``forward``, and bound
+    to the module it would hide what the class is given later.
     """
     from kernels.layer import layer
 
-    original: Any = layer._replace_forward
+    original: Any = layer._replace_forward  # what everything that swaps kernels ends in
+    unpickle: Any = nn.Module.__setstate__
 
     @functools.wraps(original)
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
@@ -197,23 +195,13 @@ def _install_replacing(patches: Patches) -> None:
             original(module, layer)
             _leave_to_class(module)
 
-    patches.attribute(layer, "_replace_forward", _replace_forward)
-
-
-def _install_unpickling(patches: Patches) -> None:
-    """Take the forward of its class out of a module that was just unpickled.
-
-    A pickle knows a method by its name only: the kernel that was bound to a module comes back as what its class has
-    under the name ``forward``, and bound to the module it would hide what the class is given later.
-    """
-    original: Any = nn.Module.__setstate__
-
-    @functools.wraps(original)
+    @functools.wraps(unpickle)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
-        original(self, state)
+        unpickle(self, state)
         _leave_to_class(self)
 
-    patches.attribute(nn.Module, "__setstate__", __setstate__)
+    layer._replace_forward = _replace_forward
+    nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
 
 
 def _leave_to_class(module: nn.Module) -> None:

@@ -85,6 +85,11 @@ def loaded_package(repository: str) -> ModuleType | None:
     return None if current is None else current.packages.get(repository)
 
 
+def is_active() -> bool:
+    """Tell whether kernels are registered."""
+    return current is not None
+
+
 def uses(repository: str) -> bool:
     """Tell whether kernels are registered, among them those of a repository."""
     return current is not None and repository in current.kernels

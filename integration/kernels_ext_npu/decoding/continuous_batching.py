@@ -32,18 +32,16 @@ def install(patches: Patches) -> None:
 
     @functools.wraps(original)
     def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_installed() and utils.get_accelerator_graph_name() == GRAPHS:
+        if registration.is_active() and utils.get_accelerator_graph_name() == GRAPHS:
             cb_config = _where_asked_for(cb_config)
         return original(config, cb_config, *args, **kwargs)
 
     patches.attribute(continuous_api, "resolve_continuous_batching_config", resolve)
-    patches.method(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch, _is_installed)
-    patches.method(ModelRunner, "_forward_process_and_sample", _with_masks, _is_installed)
-    patches.method(ModelRunner, "_capture_graph", _capture, _is_installed)
-
-
-def _is_installed() -> bool:
-    return registration.current is not None
+    patches.method(
+        continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch, registration.is_active
+    )
+    patches.method(ModelRunner, "_forward_process_and_sample", _with_masks, registration.is_active)
+    patches.method(ModelRunner, "_capture_graph", _capture, registration.is_active)
 
 
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:

@@ -18,12 +18,8 @@ from kernels_ext_npu.decoding.graphed_forward import GraphedForward
 
 def install(patches: Patches) -> None:
     """Let ``compile_config=CompileConfig(backend="NPUGraph")`` mean graphs."""
-    patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, _is_installed)
-    patches.method(PreTrainedModel, "get_compiled_call", _call, _is_installed)
-
-
-def _is_installed() -> bool:
-    return registration.current is not None
+    patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, registration.is_active)
+    patches.method(PreTrainedModel, "get_compiled_call", _call, registration.is_active)
 
 
 def _decides(

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 
-from kernels_ext_npu.matching.rewriting import maker
-from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.matching.source_tree import function_tree, maker
 
 _NORMED, _ADD_NORM, _ADDED = "_kernels_normed", "_kernels_add_norm", "_kernels_added"
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
-from kernels_ext_npu.binding.instance_forward import put, take_out
-from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.patterns.hooks import has_hooks

@@ -22,8 +22,7 @@ from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from kernels_ext_npu.binding.instance_forward import put, take_out
-from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals

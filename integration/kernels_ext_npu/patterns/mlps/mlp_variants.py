@@ -14,7 +14,7 @@ from kernels_ext_npu.patterns.mlps.gated_mlps import (
     refuse_activation,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, alike
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -202,15 +202,12 @@ def _refuse_clamped(module: Any) -> str | None:
 
 
 PATTERNS = (
-    Pattern(T5GemmaMLP, ("DropoutMLP",), refuse_gated),
-    Pattern(LongT5DenseGatedActDense, ("DropoutMLP",), refuse_gated),
-    Pattern(T5DenseGatedActDense, ("DropoutMLP",), refuse_gated),
+    *alike(("DropoutMLP",), T5GemmaMLP, LongT5DenseGatedActDense, T5DenseGatedActDense, limits=refuse_gated),
     Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_activation),
     Pattern(SeedOssMLP, ("DroppedMLP",), refuse_gated),
     Pattern(InklingMLP, ("GloballyScaledMLP",), refuse_gated),
     Pattern(BitNetMLP, ("NormedMLP",), refuse_gated),
-    Pattern(DeepseekV4MLP, ("ClampedSwiGLUMLP",), _refuse_limit),
-    Pattern(Glm5NextMLP, ("ClampedSwiGLUMLP",), _refuse_limit),
+    *alike(("ClampedSwiGLUMLP",), DeepseekV4MLP, Glm5NextMLP, limits=_refuse_limit),
     Pattern(Step3p7MLP, GATED, _refuse_clamped, gated_layer),
     Pattern(FalconH1MLP, ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_activation),

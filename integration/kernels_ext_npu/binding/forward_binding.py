@@ -72,7 +72,8 @@ def put(module: nn.Module, function: Callable) -> bool:
         return True
     if own_forward(module) is None:
         return False
-    _exchange(module, function)
+    for slot in list(_slots(module)):
+        slot.put(MethodType(function, module))
     return True
 
 
@@ -257,8 +258,3 @@ def _below_wrappers(module: nn.Module) -> Callable:
     if wrapper(module) is None or own is None:
         return type(module).forward
     return getattr(own, MATCHED, type(module).forward if kernel_name(own) is not None else own)
-
-
-def _exchange(module: nn.Module, function: Callable) -> None:
-    for slot in list(_slots(module)):
-        slot.put(MethodType(function, module))

@@ -57,7 +57,8 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
 
     def take(mode: kernels.Mode) -> None:
         take_for_npu(model, mode)
-        _swap_again_with_the_mode(model)
+        for pretrained in _pretrained(model):  # whose train() and eval() swap kernels again
+            use_kernels_flag.note(pretrained)
 
     run(model, mode, take)
 
@@ -81,12 +82,6 @@ def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
 
 
-def _swap_again_with_the_mode(model: nn.Module) -> None:
-    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again."""
-    for pretrained in _pretrained(model):
-        use_kernels_flag.note(pretrained)
-
-
 def _check_strictly(model: nn.Module) -> None:
     kept = [row for row in report(model) if not row.swapped and row.is_candidate]
     if kept:
@@ -96,8 +91,9 @@ def _check_strictly(model: nn.Module) -> None:
 
 
 def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost transformers models in a module."""
     if isinstance(module, PreTrainedModel):
         yield module
-        return
-    for child in module.children():
-        yield from _pretrained(child)
+    else:
+        for child in module.children():
+            yield from _pretrained(child)

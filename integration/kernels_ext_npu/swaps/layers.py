@@ -97,7 +97,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
 def _row(path: str, module: nn.Module, kind: Kind) -> Row:
     name, counted_as = type(module).__name__, kind.in_models
-    layer = forward_binding.layer_of(module) or experts.layer_by_name(module)
+    layer = forward_binding.layer_of(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
     if layer is not None:
         if (reason := since_swapped(module)) is not None:
             return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)

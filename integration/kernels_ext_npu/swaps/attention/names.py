@@ -34,8 +34,7 @@ def canonical_name(requested: Any) -> Any:
 
 def take_out(model: nn.Module) -> None:
     """Let the configs of a model that name ours name what they did before, or what transformers gives by itself."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for inner in reversed(models):
+    for inner in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
         NPU_FLASH_ATTENTION.take_out(inner.config, inner.get_correct_attn_implementation(None))
     for module in model.modules():
         if isinstance(module, PreTrainedModel) or calls_by_name(module):

@@ -13,7 +13,7 @@ from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 
-LAYER = "MoEExperts"  # what the implementation calls
+LAYER = "MoEExperts"  # what the implementation calls by name
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 
 
@@ -35,11 +35,6 @@ def kernel_of(module: nn.Module) -> Any:
     if kernel_forward(module) is not None:
         return package_of(module)
     return registration.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
-
-
-def layer_by_name(module: nn.Module) -> str | None:
-    """Return the layer that an experts module calls by name; None if it does not."""
-    return LAYER if is_called_by_name(module) else None
 
 
 def served(model: nn.Module) -> list[tuple[Any, Any]]:

@@ -61,17 +61,13 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every head of a language model that computes a loss from labels."""
     for path, head, owner in heads_of(model):
         row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
-        reason = refusal(path, head, owner)
+        reason, call = refusal(path, head, owner), _last_calls.get(head)
+        looked = None if call is None else call.reason
         if owner_of(head) != _OWNER:
             yield row(None, False, reason or refusals.not_swapped())
-            continue
-        if reason is not None:
+        elif reason is not None:
             yield row(NAME, False, refusals.changed(head, reason))
-            continue
-        call = _last_calls.get(head)
-        looked = None if call is None else call.reason
-        own_loss = _own_loss(owner) if call is None or looked else None  # what it does shows when it is called
-        if own_loss is not None:
+        elif (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
             yield row(NAME, False, f"its model has a loss_function {own_loss} of its own, which may look at logits")
         else:
             yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")

@@ -12,8 +12,7 @@ from transformers.generation.configuration_utils import CompileConfig, Generatio
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.decoding.capturing import GRAPHS
-from kernels_ext_npu.decoding.graphed_forward import GraphedForward
+from kernels_ext_npu.decoding.graphed_forward import GRAPHS, GraphedForward
 
 
 def install(patches: Patches) -> None:

@@ -28,7 +28,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.linear import linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import name_of, why_not_plain, why_not_wanted
+from kernels_ext_npu.swaps.linear.plain_linear import name_of, why_not_plain
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 REPOSITORY = "Linear"
@@ -137,7 +137,7 @@ def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]
 def _refusal(module: Any, is_sharded: bool) -> str | None:
     """Return why a layer with adapters is computed by its class; None if it need not be."""
     library: Any = sys.modules[_LIBRARY]
-    if (reason := why_not_wanted(module, REPOSITORY)) is not None:
+    if (reason := refusals.unwanted(module, REPOSITORY) or refusals.elsewhere(module)) is not None:
         return reason
     if type(module) is not library.Linear:
         return f"it is a {name_of(type(module))}: the kernel is for peft's Linear"

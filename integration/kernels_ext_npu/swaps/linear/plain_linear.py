@@ -11,12 +11,9 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear
 
-from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.loaded_kernels import owner_of
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps import refusals
 
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
@@ -46,15 +43,6 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
             name = name_of(type(tensor))
             return Reason("weight", f"its weight is a {name}: the kernel multiplies with numbers alone")
     return None
-
-
-def why_not_wanted(module: nn.Module, repository: str) -> Reason | None:
-    """Return why no kernel of a repository is swapped into a layer, whatever it computes; None if one may be."""
-    if module in registration.restored:
-        return refusals.RESTORED
-    if (reason := refusals.left_out(repository)) is not None:
-        return reason
-    return refusals.elsewhere(module) if is_elsewhere(module) else None
 
 
 def name_of(cls: type) -> str:

@@ -26,7 +26,7 @@ from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain, why_not_wanted
+from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.loss.deferred_logits import defer
 from kernels_ext_npu.swaps.loss.gradients import Call
 from kernels_ext_npu.swaps.loss.steps import Product
@@ -90,7 +90,7 @@ def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
     """Return why the head of a model has to compute its logits; None if it need not."""
     if path.rpartition(".")[2] not in _names(model):
         return "its head is called by another forward than the one that gets labels"
-    return why_not_wanted(head, REPOSITORY) or why_not_plain(head, is_sharded=True)
+    return refusals.unwanted(head, REPOSITORY) or refusals.elsewhere(head) or why_not_plain(head, is_sharded=True)
 
 
 def _own_loss(model: PreTrainedModel) -> str | None:

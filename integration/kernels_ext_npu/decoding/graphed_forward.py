@@ -132,7 +132,11 @@ class _Step:
         self.graph.replay()
         python_state.advance(self._cache)
         return type(self._output)(
-            **{k: v if k in TAKEN_AT_ONCE else _copied(v) for k, v in self._output.items() if v is not None}
+            **{
+                k: v if k in TAKEN_AT_ONCE else pytree.tree_map_only(Tensor, torch.clone, v)
+                for k, v in self._output.items()
+                if v is not None
+            }
         )
 
 
@@ -155,7 +159,3 @@ def _description(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else id(leaf)
-
-
-def _copied(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, torch.clone, value)

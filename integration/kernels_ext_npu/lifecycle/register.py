@@ -116,7 +116,8 @@ def unregister() -> None:
     from kernels_ext_npu.binding import lazy_swap
     from kernels_ext_npu.swaps import functions
 
-    lazy_swap.forget_all(active)
+    for model in list(active.waiting):
+        lazy_swap.forget(model)
     functions.remove(active)
     active.patches.undo()
 

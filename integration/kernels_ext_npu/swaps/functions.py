@@ -49,9 +49,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
                 if could and is_kernel_function(use.function):
                     _leave_npu_out(active, use.function)
             elif registration.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
-                if not is_kernel_function(use.function):
-                    _wrap(active, use, reference.layer)
-                _mark(active, use.function, reference.layer)
+                _mark(active, use, reference.layer)
                 served[use.function] = None
     kernel_mapping.hand_over()
     for function in served:
@@ -145,20 +143,17 @@ def _is_ours(use: Use) -> bool:
     return registration.current is not None and registration.current.over_packages
 
 
-def _wrap(active: Registration, use: Use, layer: str) -> None:
-    """Make a module of a function, as transformers does with its decorator."""
+def _mark(active: Registration, use: Use, layer: str) -> None:
+    """Mark what `kernels` has made of a function, or is to make of it, as transformers has it do."""
     from kernels import use_kernel_forward_from_hub
 
-    original = use.function
-    if original not in active.functions:  # another file may have imported it
-        active.functions[original] = use_kernel_forward_from_hub(layer)(original)
-    active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
-
-
-def _mark(active: Registration, function: Any, layer: str) -> None:
-    cls, original = type(function), original_function(function)
-    assert original is not None
-    active.functions[original] = function
+    original: Any = original_function(use.function)
+    if use.function is original:
+        if original not in active.functions:  # another file may have imported it
+            active.functions[original] = use_kernel_forward_from_hub(layer)(original)
+        active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
+    active.functions[original] = use.function
+    cls: Any = type(use.function)
     if cls.kernel_layer_name != layer:
         kernel_mapping.move_mark(active, cls.kernel_layer_name, layer)
         active.patches.attribute(cls, "kernel_layer_name", layer)

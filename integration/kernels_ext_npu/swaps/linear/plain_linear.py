@@ -6,7 +6,7 @@ wrapped at any time.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear
@@ -39,7 +39,8 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
     if weight is None or "bias" not in layer._parameters or hasattr(weight, "_fsdp_flattened"):
         return Reason("flattened", "its weight is a part of another tensor, as under FSDP1")
     for tensor in (weight, layer._parameters["bias"]):
-        if tensor is not None and not _is_number(tensor, is_sharded):
+        is_number = type(tensor) in _NUMBERS or (is_sharded and isinstance(tensor, DTensor))
+        if tensor is not None and not is_number:
             name = name_of(type(tensor))
             return Reason("weight", f"its weight is a {name}: the kernel multiplies with numbers alone")
     return None
@@ -48,7 +49,3 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
 def name_of(cls: type) -> str:
     """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _is_number(tensor: Tensor, is_sharded: bool) -> bool:
-    return type(tensor) in _NUMBERS or (is_sharded and isinstance(tensor, DTensor))

@@ -55,7 +55,8 @@ def revert(model: nn.Module) -> None:
 
 def since_swapped(module: nn.Module) -> str | None:
     """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
-    if experts.has_changed(module):
+    kernel = experts.kernel_of(module)
+    if kernel is not None and not kernel.gates.is_current(module):
         return "its gate reads other values"
     layer = forward_binding.layer_of(module)
     if layer is None:

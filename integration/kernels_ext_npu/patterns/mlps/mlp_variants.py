@@ -72,9 +72,7 @@ class ModernBertMLP(nn.Module):
 
 
 class SeedOssMLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", p: float = 0.1) -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.residual_dropout = p
+    residual_dropout = 0.1
 
     def forward(self, x):
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -101,9 +99,7 @@ class BitNetMLP(LlamaMLP):
 
 
 class DeepseekV4MLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", limit: float = 1.0) -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.limit = limit
+    limit = 1.0
 
     def forward(self, x):
         gate = self.gate_proj(x).clamp(max=self.limit)

@@ -44,12 +44,6 @@ def served(model: nn.Module) -> list[tuple[Any, Any]]:
     return [(module, kernel) for module in experts if (kernel := kernel_of(module)) is not None]
 
 
-def has_changed(module: nn.Module) -> bool:
-    """Tell whether the kernel computes the experts of a module with a gate that is not theirs any more."""
-    kernel = kernel_of(module)
-    return kernel is not None and not kernel.gates.is_current(module)
-
-
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
     if layer_of(module) in WITH_LISTS and not awaits_weights():

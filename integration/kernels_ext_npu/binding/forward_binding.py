@@ -24,7 +24,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -33,13 +33,6 @@ from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, ke
 from kernels_ext_npu.catalogue import LAYERS
 
 _EMPTY = CellType()
-
-
-class Slot(NamedTuple):
-    """What holds a forward of a module, and what puts another one there."""
-
-    held: MethodType
-    put: Callable[[MethodType], None]
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
@@ -53,7 +46,7 @@ def own_forward(module: nn.Module) -> FunctionType | None:
         return forward if isinstance(forward, FunctionType) else None
     if _is_own(forward, module):
         return forward.__func__
-    functions = {slot.held.__func__ for slot in _slots(module)}
+    functions = {held.__func__ for held, _ in _slots(module)}
     (function,) = functions if len(functions) == 1 else (None,)
     return function  # type: ignore[return-value]
 
@@ -72,8 +65,8 @@ def put(module: nn.Module, function: Callable) -> bool:
         return True
     if own_forward(module) is None:
         return False
-    for slot in list(_slots(module)):
-        slot.put(MethodType(function, module))
+    for _, place in list(_slots(module)):
+        place(MethodType(function, module))
     return True
 
 
@@ -88,9 +81,9 @@ def take_out(module: nn.Module) -> None:
     if _is_own(forward, module):
         del module.forward
         return
-    for slot in _slots(module):
-        if kernel_name(slot.held.__func__) is not None:
-            slot.put(MethodType(_below_wrappers(module), module))
+    for held, place in _slots(module):
+        if kernel_name(held.__func__) is not None:
+            place(MethodType(_below_wrappers(module), module))
 
 
 def wrapper(module: nn.Module) -> str | None:
@@ -223,8 +216,8 @@ def _is_own(value: Any, module: nn.Module) -> bool:
     return function is type(module).forward or is_marked(function) or kernel_name(function) is not None
 
 
-def _slots(module: nn.Module) -> Iterator[Slot]:
-    """Find what holds the forward of a module below its wrappers.
+def _slots(module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:
+    """Find the forwards of a module that are held below its wrappers, each with what puts another one there.
 
     A copy of a model shares the wrappers of the original, which call the original: nothing is found for the copy.
     """
@@ -232,7 +225,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
     for value in waiting:  # grows while it runs
         for child, place in _held_by(value, module):
             if _is_own(child, module):
-                yield Slot(child, place)
+                yield child, place
             elif callable(child) and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)

@@ -41,12 +41,7 @@ def install() -> None:
 
 
 def _given_on_the_host(original: Callable, in_place: bool) -> Callable:
-    """Wrap a function that gets tensors to save first.
-
-    Args:
-        original: the function.
-        in_place: whether the caller goes on with the dictionary that it gave.
-    """
+    """Wrap a function that gets tensors to save first; in place if its caller goes on with the dictionary."""
 
     @functools.wraps(original)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:

@@ -180,11 +180,9 @@ def _called_together(model: nn.Module) -> dict[nn.Module, str]:
 
 @functools.cache
 def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
-    """Return the forward of a layer with adapters, for a kernel: `forward` by name, as a pickle of a model knows it.
+    """Return the forward of a layer with adapters, whose class computed what was matched.
 
-    Args:
-        kernel: the package.
-        matched: what its class computed then.
+    It is `forward` by name, as a pickle of a model knows it.
     """
     adapter = kernel.Adapter
 

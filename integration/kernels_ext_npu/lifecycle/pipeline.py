@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import on_its_way
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swaps.protocol import Swapping, modules_by_class
+from kernels_ext_npu.swaps.protocol import Swapping
 from kernels_ext_npu.swaps.sequence import SWAPS
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -40,7 +40,10 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     assert active is not None
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    swapping = Swapping(active, mode, take, modules_by_class(model))
+    by_class: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        by_class.setdefault(type(module), []).append(module)
+    swapping = Swapping(active, mode, take, by_class)
     for swap in SWAPS:
         swap.apply(model, swapping)
     if active.strict:

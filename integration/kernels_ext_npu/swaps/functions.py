@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -84,12 +84,6 @@ def remove(active: Registration) -> None:
         _unswap(function)
 
 
-def swapped(use: Use) -> FunctionType | None:
-    """Return what stands in the place of a function's own forward; None where nothing does."""
-    bound = vars(use.function).get("forward") if is_kernel_function(use.function) else None
-    return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
-
-
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
@@ -109,7 +103,9 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
 def refusal(module: nn.Module, use: Use) -> str | None:
     """Return why a module that calls a function does not run a kernel of ours; None if it does."""
-    forward, reference = swapped(use), find_function_pattern(use.function)
+    reference = find_function_pattern(use.function)
+    bound = vars(use.function).get("forward") if is_kernel_function(use.function) else None
+    forward = bound.__func__ if isinstance(bound, MethodType) else None
     is_ours = loaded_kernels.layer_name(forward) is not None
     if forward is not None and loaded_kernels.kernel_name(forward) is not None and not is_ours:
         return refusals.served_by(forward)

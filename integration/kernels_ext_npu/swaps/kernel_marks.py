@@ -83,7 +83,9 @@ def refusal(module: nn.Module) -> str | None:
     reference = find_pattern(type(module))
     if reference is None:
         stranger = forward_binding.stranger(module)
-        return refusals.FORWARD_UNKNOWN if stranger is None else refusals.replaced(stranger)
+        if stranger is not None:
+            return Reason("replaced", f"another library replaced its forward: {stranger}")
+        return refusals.FORWARD_UNKNOWN
     reason = refusals.elsewhere(module) or forward_binding.refuse_wrapper(module)
     return reason or unwanted(module, reference) or why_not_served(module, reference)
 

@@ -33,7 +33,7 @@ class Registration:
         functions: the modules that `kernels` made of functions, by function.
         packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
         waiting: the models that were not called on the NPU yet.
-        sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
+        sums: the layers of swapped models that add and norm in one launch, and what add_norm_fusion.py knows of each.
     """
 
     source: str | Path

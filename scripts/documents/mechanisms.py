@@ -141,7 +141,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "writes into a static cache",
-        ("decoding/static_cache.py", "patterns/static_caches.py"),
+        ("decoding/static_cache.py",),
         acts=(TOKEN,),
         off=(("kernels_ext_npu.decoding.static_cache:install", _nothing),),
     ),

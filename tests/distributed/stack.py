@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels_ext_npu.binding.forward_binding import with_layers
 from kernels_ext_npu.swaps import gate_up_layout
 from tests.distributed.modules import SIZE, gelu_mlp, mlp, normal
 from tests.distributed.parallel import seeded
@@ -38,7 +39,8 @@ def batch() -> Tensor:
 
 def is_packed(model: nn.Module) -> list[bool]:
     """Whether gate and up of each MLP are one product."""
-    return [kernel.separate(gate, up) is None for kernel, gate, up in gate_up_layout.pairs(model)]
+    pairs = (gate_up_layout._pair_of(*placed) for placed in with_layers(model.modules()))
+    return [kernel.separate(gate, up) is None for kernel, gate, up in filter(None, pairs)]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

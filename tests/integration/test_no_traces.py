@@ -16,7 +16,7 @@ import softnpu, torch
 import kernels_ext_npu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.demo import tiny_models
-from kernels_ext_npu.binding import permanent_patches
+from kernels_ext_npu.binding import forward_binding
 from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
@@ -38,7 +38,7 @@ for name in model_configs.TINY:
     tiny_models.save(name, FOLDER / name)
     use(load(name))
 hub_kernels.register_kernel_mapping_transformers()
-permanent_patches.install()
+forward_binding.install()
 # names that transformers looks up when they are asked for
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils

@@ -12,16 +12,22 @@ from torch import Tensor, nn
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
 
+
+def with_member(module: nn.Module, name: str, value: float) -> nn.Module:
+    setattr(module, name, value)
+    return module
+
+
 LAYERS = {
     "SwiGLUMLP": lambda: LlamaMLP(32, 64, "silu", bias=True),
     "GeGLUMLP": lambda: LlamaMLP(32, 64, "gelu_pytorch_tanh"),
     "ExactGeGLUMLP": lambda: LlamaMLP(32, 64, "gelu"),
     "FusedExactGeGLUMLP": lambda: Phi3MLP(32, 64, "gelu"),
-    "ClampedSwiGLUMLP": lambda: mlp_variants.DeepseekV4MLP(32, 64, limit=0.25),
+    "ClampedSwiGLUMLP": lambda: with_member(mlp_variants.DeepseekV4MLP(32, 64), "limit", 0.25),
     "ScaledSwiGLUMLP": lambda: mlp_variants.FalconH1MLP(32, 64),
     "DropoutMLP": lambda: mlp_variants.T5DenseGatedActDense(32, 64, p=0.0),
     "FusedDropoutMLP": lambda: mlp_variants.ModernBertMLP(32, 64, p=0.0),
-    "DroppedMLP": lambda: mlp_variants.SeedOssMLP(32, 64, p=0.0),
+    "DroppedMLP": lambda: with_member(mlp_variants.SeedOssMLP(32, 64), "residual_dropout", 0.0),
     "GloballyScaledMLP": lambda: mlp_variants.InklingMLP(32, 64),
     "NormedMLP": lambda: mlp_variants.BitNetMLP(32, 64),
     "FusedMLPByLayer": lambda: mlp_variants.MoshiGatingMLP(32, 64),

@@ -12,18 +12,15 @@ from torch import nn
 _without_weights: ContextVar[bool] = ContextVar("_without_weights", default=False)
 
 
-def has_no_weights(model: nn.Module) -> bool:
-    """Tell whether the parameters of a model are all on meta, and accelerate has none of them elsewhere."""
-    return all(parameter.is_meta for parameter in model.parameters()) and _where(model) == "meta"
-
-
 @contextmanager
 def on_its_way(model: nn.Module) -> Iterator[bool]:
     """Say whether a model has no weights yet; if so, its modules count as on the NPU, where they are to be loaded.
 
-    Its buffers need not be on meta: accelerate's ``init_empty_weights`` leaves them on the CPU.
+    Its parameters are all on meta then, and accelerate has none of them elsewhere. Its buffers need not be on meta:
+    accelerate's ``init_empty_weights`` leaves them on the CPU.
     """
-    token = _without_weights.set(has_no_weights(model))
+    has_none = all(parameter.is_meta for parameter in model.parameters()) and _where(model) == "meta"
+    token = _without_weights.set(has_none)
     try:
         yield _without_weights.get()
     finally:

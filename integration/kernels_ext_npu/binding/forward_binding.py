@@ -25,23 +25,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
-from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 
 _EMPTY = CellType()
-
-
-class Slot(NamedTuple):
-    """What holds a forward of a module, and what puts another one there."""
-
-    held: MethodType
-    put: Callable[[MethodType], None]
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
@@ -55,7 +47,7 @@ def own_forward(module: nn.Module) -> FunctionType | None:
         return forward if isinstance(forward, FunctionType) else None
     if _is_own(forward, module):
         return forward.__func__
-    functions = {slot.held.__func__ for slot in _slots(module)}
+    functions = {held.__func__ for held, _ in _slots(module)}
     (function,) = functions if len(functions) == 1 else (None,)
     return function  # type: ignore[return-value]
 
@@ -74,7 +66,8 @@ def put(module: nn.Module, function: Callable) -> bool:
         return True
     if own_forward(module) is None:
         return False
-    _exchange(module, function)
+    for _, place in list(_slots(module)):
+        place(MethodType(function, module))
     return True
 
 
@@ -89,9 +82,9 @@ def take_out(module: nn.Module) -> None:
     if _is_own(forward, module):
         del module.forward
         return
-    for slot in _slots(module):
-        if kernel_name(slot.held.__func__) is not None:
-            slot.put(MethodType(_below_wrappers(module), module))
+    for held, place in _slots(module):
+        if kernel_name(held.__func__) is not None:
+            place(MethodType(_below_wrappers(module), module))
 
 
 def wrapper(module: nn.Module) -> str | None:
@@ -167,20 +160,19 @@ def package_of(module: nn.Module) -> Any:
     return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
 
 
-def install(patches: Patches) -> None:
-    """Let `kernels` put forwards below wrappers, too, and let pickles of swapped modules leave no forward behind."""
-    _install_replacing(patches)
-    _install_unpickling(patches)
+@functools.cache
+def install() -> None:
+    """Let `kernels` put forwards below wrappers, too, and take the forward of its class out of what was unpickled.
 
-
-def _install_replacing(patches: Patches) -> None:
-    """Change what everything that swaps kernels ends in.
-
-    That is ``use_kernels=True``, ``train()`` and ``eval()``, and whoever calls `kernels` directly.
+    It is done once a process and stays after unregister(): models keep their kernels until restore(model), and must
+    then not lose the wrappers of other libraries in ``train()`` and ``eval()``. A pickle knows a method by its name
+    only: the kernel that was bound to a module comes back as what its class has under the name ``forward``, and bound
+    to the module it would hide what the class is given later.
     """
     from kernels.layer import layer
 
-    original: Any = layer._replace_forward
+    original: Any = layer._replace_forward  # what everything that swaps kernels ends in
+    unpickle: Any = nn.Module.__setstate__
 
     @functools.wraps(original)
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
@@ -198,23 +190,13 @@ def _install_replacing(patches: Patches) -> None:
             original(module, layer)
             _leave_to_class(module)
 
-    patches.attribute(layer, "_replace_forward", _replace_forward)
-
-
-def _install_unpickling(patches: Patches) -> None:
-    """Take the forward of its class out of a module that was just unpickled.
-
-    A pickle knows a method by its name only: the kernel that was bound to a module comes back as what its class has
-    under the name ``forward``, and bound to the module it would hide what the class is given later.
-    """
-    original: Any = nn.Module.__setstate__
-
-    @functools.wraps(original)
+    @functools.wraps(unpickle)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
-        original(self, state)
+        unpickle(self, state)
         _leave_to_class(self)
 
-    patches.attribute(nn.Module, "__setstate__", __setstate__)
+    layer._replace_forward = _replace_forward
+    nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
 
 
 def _leave_to_class(module: nn.Module) -> None:
@@ -235,8 +217,8 @@ def _is_own(value: Any, module: nn.Module) -> bool:
     return function is type(module).forward or is_marked(function) or kernel_name(function) is not None
 
 
-def _slots(module: nn.Module) -> Iterator[Slot]:
-    """Find what holds the forward of a module below its wrappers.
+def _slots(module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:
+    """Find the forwards of a module that are held below its wrappers, each with what puts another one there.
 
     A copy of a model shares the wrappers of the original, which call the original: nothing is found for the copy.
     """
@@ -244,7 +226,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
     for value in waiting:  # grows while it runs
         for child, place in _held_by(value, module):
             if _is_own(child, module):
-                yield Slot(child, place)
+                yield child, place
             elif callable(child) and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
@@ -273,8 +255,3 @@ def _below_wrappers(module: nn.Module) -> Callable:
     if wrapper(module) is None or own is None:
         return type(module).forward
     return getattr(own, MATCHED, type(module).forward if kernel_name(own) is not None else own)
-
-
-def _exchange(module: nn.Module, function: Callable) -> None:
-    for slot in list(_slots(module)):
-        slot.put(MethodType(function, module))

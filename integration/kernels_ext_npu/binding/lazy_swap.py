@@ -7,7 +7,7 @@ At the first forward all of that is done.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.binding.registration import Registration
 
 
 def install(patches: Patches) -> None:
@@ -33,12 +32,6 @@ def install(patches: Patches) -> None:
             registration.current.waiting.add(self)
 
     patches.attribute(PreTrainedModel, "__init__", __init__)
-
-
-def forget_all(active: Registration) -> None:
-    """Let no model wait any longer."""
-    for model in list(active.waiting):
-        forget(model)
 
 
 def waits(model: nn.Module) -> bool:
@@ -62,7 +55,7 @@ def swap(called: nn.Module, args: Any) -> None:
     if active is None or active.on_first_call is None:  # a copy of a model that waited
         forget(called)
         return
-    if not any(tensor.device.type == "npu" for tensor in _tensors(called)):
+    if not any(tensor.device.type == "npu" for tensor in chain(called.parameters(), called.buffers())):
         return
     model = _outermost(called, active.waiting)
     for module in model.modules():
@@ -79,7 +72,3 @@ def _outermost(called: nn.Module, waiting: Iterable[nn.Module]) -> nn.Module:
     """
     around = [model for model in waiting if any(module is called for module in model.modules())]
     return max(around, key=lambda model: sum(1 for _ in model.modules()), default=called)
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    return chain(model.parameters(), model.buffers())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -62,3 +62,15 @@ def is_marked(forward: Callable) -> bool:
 def owner_of(module: nn.Module) -> str | None:
     """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)
+
+
+def put(module: nn.Module, forward: FunctionType, owner: str) -> None:
+    """Give a module a forward, marked with whose it is, unless it has one of that owner."""
+    if owner_of(module) != owner:
+        module.forward = MethodType(marked(forward, owner), module)  # type: ignore[method-assign]
+
+
+def take_out(module: nn.Module, owner: str) -> None:
+    """Give a module the forward of its class, if it has one of an owner."""
+    if owner_of(module) == owner:
+        del module.forward

@@ -33,7 +33,7 @@ class Registration:
         functions: the modules that `kernels` made of functions, by function.
         packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
         waiting: the models that were not called on the NPU yet.
-        sums: the layers of swapped models that add and norm in one launch, and what residuals.py knows of each.
+        sums: the layers of swapped models that add and norm in one launch, and what add_norm_fusion.py knows of each.
     """
 
     source: str | Path
@@ -83,6 +83,11 @@ def try_package(repository: str) -> ModuleType | None:
 def loaded_package(repository: str) -> ModuleType | None:
     """Return the package of a kernel repository of the registration, if it is there already."""
     return None if current is None else current.packages.get(repository)
+
+
+def is_active() -> bool:
+    """Tell whether kernels are registered."""
+    return current is not None
 
 
 def uses(repository: str) -> bool:

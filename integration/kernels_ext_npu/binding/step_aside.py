@@ -36,7 +36,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_name, marked
-from kernels_ext_npu.matching.rewriting import maker
+from kernels_ext_npu.matching.source_tree import maker
 
 _NOW, _ARGS, _KWARGS = "_kernels_now", "_kernels_args", "_kernels_kwargs"
 _REFUSED, _ERROR, _LEFT_TO = "_kernels_refused", "_kernels_error", "_kernels_left_to"

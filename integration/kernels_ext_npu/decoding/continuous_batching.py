@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.decoding.capturing import GRAPHS, CaptureError, place
+from kernels_ext_npu.decoding.graphed_forward import GRAPHS, CaptureError, place
 from kernels_ext_npu.swaps.attention.serving import stands_for
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
@@ -32,18 +32,26 @@ def install(patches: Patches) -> None:
 
     @functools.wraps(original)
     def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_installed() and utils.get_accelerator_graph_name() == GRAPHS:
-            cb_config = _where_asked_for(cb_config)
+        """Take graphs where they are asked for only, since not every model can be captured.
+
+        Batches are prepared while others run on CUDA and XPU only (``ContinuousBatchingAsyncIOs``): who asks for it on
+        an NPU gets transformers' error, and who leaves it open does without.
+        """
+        if registration.is_active() and utils.get_accelerator_graph_name() == GRAPHS:
+            cb_config = copy.copy(cb_config)
+            if cb_config.use_async_batching is None:
+                cb_config.use_async_batching = False
+            asks = cb_config.q_padding_interval_size or cb_config.kv_padding_interval_size
+            if cb_config.use_cuda_graph is None and not asks:
+                cb_config.use_cuda_graph = False
         return original(config, cb_config, *args, **kwargs)
 
     patches.attribute(continuous_api, "resolve_continuous_batching_config", resolve)
-    patches.method(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch, _is_installed)
-    patches.method(ModelRunner, "_forward_process_and_sample", _with_masks, _is_installed)
-    patches.method(ModelRunner, "_capture_graph", _capture, _is_installed)
-
-
-def _is_installed() -> bool:
-    return registration.current is not None
+    patches.method(
+        continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch, registration.is_active
+    )
+    patches.method(ModelRunner, "_forward_process_and_sample", _with_masks, registration.is_active)
+    patches.method(ModelRunner, "_capture_graph", _capture, registration.is_active)
 
 
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -53,21 +61,6 @@ def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: 
         model.set_attn_implementation(NPU_FLASH_ATTENTION.name)
         manager._original_attn_impl = before
     original(manager, model, auto_switch_to_flash)
-
-
-def _where_asked_for(cb_config: Any) -> Any:
-    """Return the settings with graphs where they are asked for only, since not every model can be captured.
-
-    Batches are prepared while others run on CUDA and XPU only (``ContinuousBatchingAsyncIOs``): who asks for it on an
-    NPU gets transformers' error, and who leaves it open does without.
-    """
-    cb_config = copy.copy(cb_config)
-    if cb_config.use_async_batching is None:
-        cb_config.use_async_batching = False
-    asks = cb_config.q_padding_interval_size or cb_config.kv_padding_interval_size
-    if cb_config.use_cuda_graph is None and not asks:
-        cb_config.use_cuda_graph = False
-    return cb_config
 
 
 def _with_masks(original: Callable, runner: ModelRunner, model: Any, batch_data: dict, *args: Any) -> None:

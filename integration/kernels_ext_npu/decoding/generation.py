@@ -12,18 +12,13 @@ from transformers.generation.configuration_utils import CompileConfig, Generatio
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.decoding.capturing import GRAPHS
-from kernels_ext_npu.decoding.graphed_forward import GraphedForward
+from kernels_ext_npu.decoding.graphed_forward import GRAPHS, GraphedForward
 
 
 def install(patches: Patches) -> None:
     """Let ``compile_config=CompileConfig(backend="NPUGraph")`` mean graphs."""
-    patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, _is_installed)
-    patches.method(PreTrainedModel, "get_compiled_call", _call, _is_installed)
-
-
-def _is_installed() -> bool:
-    return registration.current is not None
+    patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, registration.is_active)
+    patches.method(PreTrainedModel, "get_compiled_call", _call, registration.is_active)
 
 
 def _decides(

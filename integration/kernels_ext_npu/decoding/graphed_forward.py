@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from kernels_ext_npu.decoding import python_state
-from kernels_ext_npu.decoding.capturing import CaptureError, place
 
+GRAPHS = "NPUGraph"  # the class of graphs in torch.npu; as the backend of a CompileConfig it asks for them
 # Steps of a shape that run as they are, at most, until one changes nothing that Python keeps: the first may prepare
 # tables, packed weights and masks.
 WARMUPS = 3
@@ -22,6 +24,10 @@ OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 MOST_SHAPES = 4
 # of an output: what `generate` copies at once, and what is no tensor
 TAKEN_AT_ONCE = {"logits", "past_key_values"}
+
+
+class CaptureError(RuntimeError):
+    """A model's forward cannot be captured into a graph; the message says which part of it, and why."""
 
 
 class GraphedForward:
@@ -126,8 +132,22 @@ class _Step:
         self.graph.replay()
         python_state.advance(self._cache)
         return type(self._output)(
-            **{k: v if k in TAKEN_AT_ONCE else _copied(v) for k, v in self._output.items() if v is not None}
+            **{
+                k: v if k in TAKEN_AT_ONCE else pytree.tree_map_only(Tensor, torch.clone, v)
+                for k, v in self._output.items()
+                if v is not None
+            }
         )
+
+
+def place(error: BaseException) -> str:
+    """Say where a model is at: the innermost line outside of torch and what is below it."""
+    npu = torch.get_device_module("npu")
+    below = {Path(torch.__file__).parent, Path(npu.__file__).parent.parent}
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in below)]
+    named = [f for f in outside if "softnpu" not in Path(f.filename).parts] or outside or frames
+    return f"{Path(named[-1].filename).name}, line {named[-1].lineno}, {named[-1].name}"
 
 
 def _decodes_one_token(inputs: dict[str, Any]) -> bool:
@@ -139,7 +159,3 @@ def _description(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else id(leaf)
-
-
-def _copied(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, torch.clone, value)

@@ -25,7 +25,12 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules"}
 
 def snapshot(model: nn.Module, cache: Cache) -> dict[str, object]:
     """Return all that Python keeps in a model and its cache, by name: plain values, and which memory tensors have."""
-    return dict(_of_model(model)) | dict(_values("cache", cache))
+    found = dict(_values("cache", cache))
+    for path, module in model.named_modules(prefix="model"):
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
+            found.update(_values(f"{path}.{name}", value))
+    return found
 
 
 def changed(before: dict[str, object], after: dict[str, object]) -> list[str]:
@@ -50,16 +55,6 @@ def sliding_layers(cache: Cache) -> list[StaticSlidingWindowLayer]:
     """Return the layers that keep the last tokens only."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     return [layer for layer in own.layers if isinstance(layer, StaticSlidingWindowLayer)]
-
-
-def _of_model(model: nn.Module) -> Iterator[tuple[str, object]]:
-    for path, module in model.named_modules(prefix="model"):
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in vars(module)[kind].items():
-                yield from _values(f"{path}.{name}", tensor)
-        for name, value in vars(module).items():
-            if name not in _OF_MODULES:
-                yield from _values(f"{path}.{name}", value)
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, object]]:

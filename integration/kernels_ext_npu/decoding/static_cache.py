@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,19 +14,26 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.matching.source_tree import function_source
+
+# SHA-256 of the methods that these were written from: `update` of both classes in transformers 5.20.2 to 5.22.2
+_READ = {
+    "ee4886d3398efef610b76c1e6a8e30e642bd15b6e3c3365ab532efdfd38c8965",
+    "e292f922e791d7160e09319d1078485767d16317957675238959bdf90408016b",
+}
 
 
 def install(patches: Patches) -> None:
     """Let layers of static caches take one token anew."""
-    patches.method(StaticLayer, "update", _update, lambda: registration.current is not None)
-    patches.method(StaticSlidingWindowLayer, "update", _update_window, lambda: registration.current is not None)
+    patches.method(StaticLayer, "update", _update, registration.is_active)
+    patches.method(StaticSlidingWindowLayer, "update", _update_window, registration.is_active)
 
 
 def _update(
     original: Callable, self: StaticLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Write a token in three launches: the number of tokens is the place of the next one, until it is added to."""
-    if not _takes_one(self, key_states) or not _does(original, "update"):
+    if not _takes_one(original, self, key_states):
         return original(self, key_states, value_states, *args, **kwargs)
     return _write(self, key_states, value_states)
 
@@ -48,7 +57,7 @@ def _update_window(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Do the same while there is room, and move a full window on in four launches."""
-    if not _takes_one(self, key_states) or not _does(original, "update_window"):
+    if not _takes_one(original, self, key_states):
         return original(self, key_states, value_states, *args, **kwargs)
     is_full = self.cumulative_length_int >= self.max_cache_len
     self.cumulative_length_int += 1
@@ -61,19 +70,17 @@ def _update_window(
     return self.keys, self.values
 
 
-@functools.cache
-def _does(method: Callable, reference: str) -> bool:
-    """Tell whether a method of the installed release is what was read. It is looked at once, with the first token."""
-    from kernels_ext_npu.matching.fingerprint import function_fingerprint
-    from kernels_ext_npu.patterns import static_caches  # register() need not wait for patterns
-
-    return function_fingerprint(method) == function_fingerprint(getattr(static_caches, reference))
-
-
-def _takes_one(layer: StaticLayer, key_states: Tensor) -> bool:
+def _takes_one(original: Callable, layer: StaticLayer, key_states: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and layer.is_initialized
         and key_states.shape[-2] == 1
         and key_states.device.type == "npu"
+        and _was_read(original)
     )
+
+
+@functools.cache
+def _was_read(method: FunctionType) -> bool:
+    """Tell whether a method of the installed release is one that was read."""
+    return hashlib.sha256((function_source(method) or "").encode()).hexdigest() in _READ

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import on_its_way
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swaps.protocol import Swapping, modules_by_class
+from kernels_ext_npu.swaps.protocol import Swapping
 from kernels_ext_npu.swaps.sequence import SWAPS
 
 logger = logging.getLogger("kernels_ext_npu")
@@ -40,7 +40,10 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     assert active is not None
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    swapping = Swapping(active, mode, take, modules_by_class(model))
+    by_class: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        by_class.setdefault(type(module), []).append(module)
+    swapping = Swapping(active, mode, take, by_class)
     for swap in SWAPS:
         swap.apply(model, swapping)
     if active.strict:
@@ -57,7 +60,8 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
 
     def take(mode: kernels.Mode) -> None:
         take_for_npu(model, mode)
-        _swap_again_with_the_mode(model)
+        for pretrained in _pretrained(model):  # whose train() and eval() swap kernels again
+            use_kernels_flag.note(pretrained)
 
     run(model, mode, take)
 
@@ -81,12 +85,6 @@ def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
 
 
-def _swap_again_with_the_mode(model: nn.Module) -> None:
-    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module swap kernels again."""
-    for pretrained in _pretrained(model):
-        use_kernels_flag.note(pretrained)
-
-
 def _check_strictly(model: nn.Module) -> None:
     kept = [row for row in report(model) if not row.swapped and row.is_candidate]
     if kept:
@@ -96,8 +94,9 @@ def _check_strictly(model: nn.Module) -> None:
 
 
 def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost transformers models in a module."""
     if isinstance(module, PreTrainedModel):
         yield module
-        return
-    for child in module.children():
-        yield from _pretrained(child)
+    else:
+        for child in module.children():
+            yield from _pretrained(child)

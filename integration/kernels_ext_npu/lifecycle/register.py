@@ -63,7 +63,7 @@ def register(
     from transformers.distributed import utils
 
     from kernels_ext_npu import sources
-    from kernels_ext_npu.binding import lazy_swap, permanent_patches, registration
+    from kernels_ext_npu.binding import forward_binding, lazy_swap, registration
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
     from kernels_ext_npu.lifecycle import use_kernels
     from kernels_ext_npu.swaps.sequence import SWAPS
@@ -71,7 +71,7 @@ def register(
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
-    permanent_patches.install()
+    forward_binding.install()
     active = registration.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     registration.current = active
     try:
@@ -116,7 +116,8 @@ def unregister() -> None:
     from kernels_ext_npu.binding import lazy_swap
     from kernels_ext_npu.swaps import functions
 
-    lazy_swap.forget_all(active)
+    for model in list(active.waiting):
+        lazy_swap.forget(model)
     functions.remove(active)
     active.patches.undo()
 

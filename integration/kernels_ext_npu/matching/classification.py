@@ -156,7 +156,8 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
     """Return why our attention does not take the place of that of a class; None where it does."""
     if not calls_attention_by_name(cls):
         return UNNAMED
-    if adds_biases(cls):
+    constants = inspect.unwrap(cls.forward).__code__.co_consts
+    if any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants):  # names of arguments
         return BIASED
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     for name, reason in UNSUPPORTED[ATTENTION.name].items():
@@ -167,14 +168,10 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
     return None
 
 
-def adds_biases(cls: type[nn.Module]) -> bool:
-    """Tell whether the forward of a class gives biases of positions to attention: such names are a tuple in code."""
-    constants = inspect.unwrap(cls.forward).__code__.co_consts
-    return any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants)
-
-
 def of_function(name: str, function: object) -> Kind | None:
     """Return what a function is: by what it computes, by what transformers decorated it for, or whether it rotates.
+
+    Whether it does is told by its name, or by a helper that it calls.
 
     Args:
         name: what its file calls it.
@@ -188,18 +185,11 @@ def of_function(name: str, function: object) -> Kind | None:
     if is_kernel_function(function):
         layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
         return ROTARY if "rotary" in layer.lower() else LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
-    return ROTARY if _rotates(name, original) else None
-
-
-def _rotates(name: str, function: FunctionType) -> bool:
-    """Tell by its name, or by a helper that it calls, whether a function rotates queries and keys.
-
-    One that leaves the rotation to a function that has a kernel does not.
-    """
-    used = names(function)
+    used = names(original)
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
-        return False
-    return not any(find_function_pattern(function.__globals__.get(callee)) for callee in used)
+        return None
+    # one that leaves the rotation to a function that has a kernel does not rotate
+    return None if any(find_function_pattern(original.__globals__.get(callee)) for callee in used) else ROTARY
 
 
 def is_helper(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.matching.classification import names, of_function
-from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.matching.decorated import cells, original_function
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
 
@@ -69,7 +68,7 @@ def _functions(values: Any) -> Iterator[FunctionType]:
             value = value.fget
         while isinstance(value, FunctionType):
             yield value
-            for inner in inspect.getclosurevars(value).nonlocals.values() if value.__closure__ else ():
+            for inner in cells(value).values():
                 if isinstance(inner, FunctionType):
                     yield inner
             value = getattr(value, "__wrapped__", None)

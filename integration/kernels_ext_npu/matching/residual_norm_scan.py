@@ -19,14 +19,16 @@ scales what it adds, or norms before it adds, has no such lines.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 
-from kernels_ext_npu.matching.rewriting import maker
-from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.matching.source_tree import function_tree, maker
 
 _NORMED, _ADD_NORM, _ADDED = "_kernels_normed", "_kernels_add_norm", "_kernels_added"
+_NAME = r"[^\W\d]\w*"
+_SUM = re.compile(rf"(?P<x>{_NAME}) = (?:(?P<left>{_NAME}) \+ (?P=x)|(?P=x) \+ (?P<right>{_NAME}))")
 
 
 @dataclass(frozen=True)
@@ -63,78 +65,36 @@ def _look(forward: FunctionType) -> Sums | None:
     tree = function_tree(forward)
     if tree is None or tree.decorator_list or len(tree.args.args) < 2:
         return None
-    rewriting = _Rewriting(tree.args.args[0].arg, tree.args.args[1].arg)
-    tree.body = rewriting.body(tree.body)
-    if not rewriting.norms:
-        return None
-    return Sums(maker(tree, forward, (_NORMED, _ADD_NORM, _ADDED)), rewriting.first, tuple(rewriting.norms))
+    tree.body, first, norms = _rewritten(tree.body, *(argument.arg for argument in tree.args.args[:2]))
+    return Sums(maker(tree, forward, (_NORMED, _ADD_NORM, _ADDED)), first, tuple(norms)) if norms else None
 
 
-class _Rewriting:
-    """The body of a forward, statement by statement."""
-
-    def __init__(self, receiver: str, given: str) -> None:
-        self._receiver, self._given = receiver, given
-        self.first: str | None = None
-        self.norms: list[str] = []
-
-    def body(self, old: list[ast.stmt]) -> list[ast.stmt]:
-        """Return it with calls in place of the sums."""
-        new: list[ast.stmt] = []
-        while old:
-            taken, statements = self._next(old, not new or all(_is_docstring(statement) for statement in new))
-            new += [ast.copy_location(statement, old[0]) for statement in statements]
-            old = old[taken:]
-        return new
-
-    def _next(self, old: list[ast.stmt], is_first: bool) -> tuple[int, list[ast.stmt]]:
-        kept = _copied(old[0])
-        if is_first and kept and kept[1] == self._given and len(old) > 1:
-            norm = self._norm(old[1], self._given)
-            if norm:
-                self.first = norm
-                return 2, [old[0], *_lines(f"{kept[1]} = {_NORMED}({self._receiver}.{norm}, {kept[1]})")]
-        summed = _summed(old[0])
-        if summed is None:
-            return 1, [old[0]]
-        x, residual = summed
-        if len(old) > 2 and _copied(old[1]) == (residual, x) and (norm := self._norm(old[2], x)):
-            self.norms.append(norm)
-            call = f"{_ADD_NORM}({self._receiver}, {self._receiver}.{norm}, {x}, {residual})"
-            return 3, _lines(f"{x}, {residual} = {call}")
-        last = old[1] if len(old) == 2 else None
-        if isinstance(last, ast.Return) and isinstance(last.value, ast.Name) and last.value.id == x:
-            return 2, [*_lines(f"{x} = {_ADDED}({self._receiver}, {x}, {residual})"), last]
-        return 1, [old[0]]
-
-    def _norm(self, statement: ast.stmt, x: str) -> str | None:
-        """Return the attribute of ``x = self.attribute(x)``."""
-        text = ast.unparse(statement)
-        start, end = f"{x} = {self._receiver}.", f"({x})"
-        name = text[len(start) : -len(end)]
-        return name if text == f"{start}{name}{end}" and name.isidentifier() else None
+def _rewritten(body: list[ast.stmt], me: str, given: str) -> tuple[list[ast.stmt], str | None, list[str]]:
+    """Return a body with calls in place of its sums, the norm that it begins with, and those of the sums."""
+    texts = [ast.unparse(statement) for statement in body]
+    begin = int(isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))  # behind the docstring
+    new, first, norms, place = [], None, [], 0
+    while place < len(body):
+        now, then, last = (*texts[place : place + 3], "", "")[:3]
+        taken, call = 1, None
+        if (summed := _SUM.fullmatch(now)) is not None:
+            x, residual = summed["x"], summed["left"] or summed["right"]
+            if x == residual:
+                pass
+            elif then == f"{residual} = {x}" and (norm := _norm(last, me, x)) is not None:
+                taken, call = 3, f"{x}, {residual} = {_ADD_NORM}({me}, {me}.{norm}, {x}, {residual})"
+                norms.append(norm)
+            elif then == f"return {x}" and place + 2 == len(body):
+                call = f"{x} = {_ADDED}({me}, {x}, {residual})"
+        elif place == begin + 1 and re.fullmatch(f"{_NAME} = {given}", texts[begin]):
+            first = _norm(now, me, given)
+            call = first and f"{given} = {_NORMED}({me}.{first}, {given})"
+        new.append(ast.copy_location(ast.parse(call).body[0], body[place]) if call else body[place])
+        place += taken
+    return new, first, norms
 
 
-def _copied(statement: ast.stmt) -> tuple[str, str] | None:
-    """Return the names of ``a = b``."""
-    match statement:
-        case ast.Assign([ast.Name(new)], ast.Name(old)):
-            return new, old
-    return None
-
-
-def _summed(statement: ast.stmt) -> tuple[str, str] | None:
-    """Return the names x and residual of ``x = residual + x``, in either order."""
-    match statement:
-        case ast.Assign([ast.Name(x)], ast.BinOp(ast.Name(left), ast.Add(), ast.Name(right))):
-            others = {left, right} - {x}
-            return (x, others.pop()) if x in (left, right) and others else None
-    return None
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _lines(source: str) -> list[ast.stmt]:
-    return ast.parse(source).body
+def _norm(text: str, me: str, x: str) -> str | None:
+    """Return the attribute of ``x = me.attribute(x)``."""
+    found = re.fullmatch(rf"{x} = {me}\.({_NAME})\({x}\)", text)
+    return found and found[1]

@@ -1,33 +1,67 @@
-"""The syntax trees of functions."""
+"""The syntax trees of functions: read from their source, and made into functions again where they were changed."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType
+from typing import Any
 
+_MAKE = "_kernels_make"
 _sources: dict[tuple[CodeType, str], str | None] = {}  # by file too: equal lines of two files are equal code
 
 
 def function_tree(function: FunctionType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a function with its decorators; None if it wraps another, or its source cannot be read.
+    """Return the syntax tree of a function with its decorators; None where `function_source` has none.
 
     Only the source is cached: the caller may change the tree.
     """
+    tree = ast.parse(function_source(function) or "pass").body[0]
+    return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def function_source(function: FunctionType) -> str | None:
+    """Return the source of a function; None if it wraps another, or its source cannot be read or is no statement."""
     if hasattr(function, "__wrapped__"):  # whose source inspect would read
         return None
     key = function.__code__, function.__code__.co_filename
     if key not in _sources:
-        _sources[key] = _source(function)
-    tree = ast.parse(_sources[key] or "pass").body[0]
-    return tree if isinstance(tree, ast.FunctionDef) else None
+        try:
+            source = textwrap.dedent(inspect.getsource(function))
+            (_,) = ast.parse(source).body
+            _sources[key] = source
+        except (OSError, SyntaxError, ValueError):  # no source file, or not one statement
+            _sources[key] = None
+    return _sources[key]
 
 
-def _source(function: FunctionType) -> str | None:
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        (_,) = ast.parse(source).body
-    except (OSError, SyntaxError, ValueError):  # no source file, or not one statement
-        return None
-    return source
+def maker(tree: ast.FunctionDef, forward: FunctionType, names: Sequence[str]) -> Callable[..., FunctionType]:
+    """Compile a forward that was changed, over the globals of the old one, and with its defaults.
+
+    Args:
+        tree: the new one, which is changed further.
+        forward: the old one.
+        names: those that the new one reads beside its own and the globals.
+
+    Returns:
+        What gives the new one for values of the names, in their order.
+    """
+    tree.name = "forward"
+    tree.args.defaults, tree.args.kw_defaults = [], [None] * len(tree.args.kwonlyargs)
+    made: Any = ast.parse(f"def {_MAKE}({', '.join(names)}):\n    return None").body[0]
+    made.body = [tree, ast.Return(ast.Name("forward", ast.Load()))]
+    module = ast.fix_missing_locations(ast.Module([made], []))
+    ast.increment_lineno(module, forward.__code__.co_firstlineno - 1)
+    flags = __future__.annotations.compiler_flag
+    code = compile(module, inspect.getsourcefile(forward) or "<forward>", "exec", flags, dont_inherit=True)
+    function = FunctionType(next(c for c in code.co_consts if isinstance(c, CodeType)), forward.__globals__)
+
+    def make(*values: Any) -> FunctionType:
+        new = function(*values)
+        new.__defaults__, new.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        return new
+
+    return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -61,6 +62,11 @@ class Pattern:
     def layer_for(self, module: nn.Module) -> str:
         """Return the layer that serves an instance, or would if nothing stood against it."""
         return self.choose(module) if self.choose else self.layers[0]
+
+
+def alike(layers: tuple[str, ...], *modules: type[nn.Module], **terms: Any) -> tuple[Pattern, ...]:
+    """Return the patterns of forwards that the same layers serve on the same terms, which are those of `Pattern`."""
+    return tuple([Pattern(module, layers, **terms) for module in modules])
 
 
 @dataclass(frozen=True)

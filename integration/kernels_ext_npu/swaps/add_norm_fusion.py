@@ -55,7 +55,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     if REPOSITORY not in active.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        sums = sums_of(_original(cls))
+        forward = getattr(cls, "forward", None)
+        sums = sums_of(_originals.get(forward, forward)) if isinstance(forward, FunctionType) else None
         for module in modules:
             place = None if sums is None else _place(module, sums)
             if place is None:
@@ -99,11 +100,6 @@ def _place(module: nn.Module, sums: Sums) -> Place | None:
         if norm is not None and layer_of(norm) in _LAYERS:
             return Place(loaded_kernels.package(kernel_forward(norm)), sums)  # type: ignore[arg-type]
     return None
-
-
-def _original(cls: type) -> Any:
-    forward = getattr(cls, "forward", None)
-    return _originals.get(forward, forward) if isinstance(forward, FunctionType) else forward
 
 
 def _exchange(active: Registration, cls: type) -> None:

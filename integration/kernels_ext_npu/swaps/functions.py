@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -28,7 +28,6 @@ from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.matching.lookup import find_function_pattern
-from kernels_ext_npu.patterns.pattern import FunctionPattern
 from kernels_ext_npu.swaps import kernel_mapping, kernel_marks, refusals
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
@@ -46,12 +45,12 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for use in uses(cls):
             reference = find_function_pattern(use.function)
             if reference is None or not _is_ours(use):
-                if is_kernel_function(use.function) and _may_be_served(use, reference):
+                # it is not meant for a kernel for the NPU, and could get one
+                could = reference is not None or (use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]]))
+                if could and is_kernel_function(use.function):
                     _leave_npu_out(active, use.function)
             elif registration.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
-                if not is_kernel_function(use.function):
-                    _wrap(active, use, reference.layer)
-                _mark(active, use.function, reference.layer)
+                _mark(active, use, reference.layer)
                 served[use.function] = None
     kernel_mapping.hand_over()
     for function in served:
@@ -86,12 +85,6 @@ def remove(active: Registration) -> None:
         _unswap(function)
 
 
-def swapped(use: Use) -> FunctionType | None:
-    """Return what stands in the place of a function's own forward; None where nothing does."""
-    bound = vars(use.function).get("forward") if is_kernel_function(use.function) else None
-    return bound.__func__ if isinstance(bound, MethodType) else None  # type: ignore[return-value]
-
-
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
@@ -111,21 +104,20 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
 def refusal(module: nn.Module, use: Use) -> str | None:
     """Return why a module that calls a function does not run a kernel of ours; None if it does."""
-    forward = swapped(use)
-    if loaded_kernels.kernel_name(forward) is not None and loaded_kernels.layer_name(forward) is None:
-        assert forward is not None
-        return refusals.served_by(forward)
     reference = find_function_pattern(use.function)
+    bound = vars(use.function).get("forward") if is_kernel_function(use.function) else None
+    forward = bound.__func__ if isinstance(bound, MethodType) else None
+    is_ours = loaded_kernels.layer_name(forward) is not None
+    if forward is not None and loaded_kernels.kernel_name(forward) is not None and not is_ours:
+        return refusals.served_by(forward)
     if reference is None:
-        if use.kind is not ROTARY and original_function(use.function) is not None:
-            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         original = original_function(use.function)
+        if use.kind is not ROTARY and original is not None:
+            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
         stranger = forward_binding.foreign(original, use.file) if original else None
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
-    if is_elsewhere(module):
+    if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
-    if forward is not None and loaded_kernels.layer_name(forward) is not None:
-        return None
     if (left_out := refusals.left_out(LAYERS[reference.layer])) is not None:
         return left_out
     if not _is_ours(use):
@@ -136,9 +128,9 @@ def refusal(module: nn.Module, use: Use) -> str | None:
 
 def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
-    if (reference := find_function_pattern(use.function)) is None:
-        return use.kind is ROTARY and refusals.left_out(LAYERS[ROTARY.layers[0]]) is None
-    return refusals.left_out(LAYERS[reference.layer]) is None and _is_ours(use)
+    reference = find_function_pattern(use.function)
+    layer, is_meant = (ROTARY.layers[0], use.kind is ROTARY) if reference is None else (reference.layer, _is_ours(use))
+    return is_meant and refusals.left_out(LAYERS[layer]) is None
 
 
 def _is_ours(use: Use) -> bool:
@@ -148,27 +140,17 @@ def _is_ours(use: Use) -> bool:
     return registration.current is not None and registration.current.over_packages
 
 
-def _may_be_served(use: Use, reference: FunctionPattern | None) -> bool:
-    """Tell whether a function could get a kernel for the NPU for which it is not meant."""
-    if reference is not None:
-        return True
-    return use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]])
-
-
-def _wrap(active: Registration, use: Use, layer: str) -> None:
-    """Make a module of a function, as transformers does with its decorator."""
+def _mark(active: Registration, use: Use, layer: str) -> None:
+    """Mark what `kernels` has made of a function, or is to make of it, as transformers has it do."""
     from kernels import use_kernel_forward_from_hub
 
-    original = use.function
-    if original not in active.functions:  # another file may have imported it
-        active.functions[original] = use_kernel_forward_from_hub(layer)(original)
-    active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
-
-
-def _mark(active: Registration, function: Any, layer: str) -> None:
-    cls, original = type(function), original_function(function)
-    assert original is not None
-    active.functions[original] = function
+    original: Any = original_function(use.function)
+    if use.function is original:
+        if original not in active.functions:  # another file may have imported it
+            active.functions[original] = use_kernel_forward_from_hub(layer)(original)
+        active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
+    active.functions[original] = use.function
+    cls: Any = type(use.function)
     if cls.kernel_layer_name != layer:
         kernel_mapping.move_mark(active, cls.kernel_layer_name, layer)
         active.patches.attribute(cls, "kernel_layer_name", layer)

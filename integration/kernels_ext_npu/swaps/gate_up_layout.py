@@ -5,13 +5,12 @@ It stays when the kernel is taken out: each weight has a storage of its own ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from kernels_ext_npu.binding.devices import awaits_weights
-from kernels_ext_npu.binding.forward_binding import layer_of, package_of, with_layers
+from kernels_ext_npu.binding.forward_binding import layer_of, package_of
 from kernels_ext_npu.binding.loaded_kernels import owner_of
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swaps.protocol import Swapping
@@ -78,11 +77,6 @@ def unaligned(module: nn.Module) -> str | None:
     if not module.training or layer_of(module) not in MLPS.layers:
         return None
     return package_of(module).alignment.unaligned(module)
-
-
-def pairs(model: nn.Module) -> Iterator[Pair]:
-    """Find the projections of the swapped MLPs of a model."""
-    return (pair for placed in with_layers(model.modules()) if (pair := _pair_of(*placed)) is not None)
 
 
 def _pair_of(module: nn.Module, layer: str | None, package: Any) -> Pair | None:

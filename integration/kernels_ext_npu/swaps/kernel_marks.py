@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS
@@ -18,7 +18,7 @@ from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import kernel_mapping, refusals
 from kernels_ext_npu.swaps.experts.implementation import other_than_ours
-from kernels_ext_npu.swaps.experts.serving import is_experts
+from kernels_ext_npu.swaps.experts.serving import LAYER as EXPERTS
 from kernels_ext_npu.swaps.protocol import Swapping
 
 if TYPE_CHECKING:
@@ -83,19 +83,18 @@ def refusal(module: nn.Module) -> str | None:
     reference = find_pattern(type(module))
     if reference is None:
         stranger = forward_binding.stranger(module)
-        return refusals.FORWARD_UNKNOWN if stranger is None else refusals.replaced(stranger)
-    if is_elsewhere(module):
-        return refusals.elsewhere(module)
-    return forward_binding.refuse_wrapper(module) or unwanted(module, reference) or why_not_served(module, reference)
+        if stranger is not None:
+            return Reason("replaced", f"another library replaced its forward: {stranger}")
+        return refusals.FORWARD_UNKNOWN
+    reason = refusals.elsewhere(module) or forward_binding.refuse_wrapper(module)
+    return reason or unwanted(module, reference) or why_not_served(module, reference)
 
 
 def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
     """Return why somebody does not want the kernel for an instance; None if nobody said so."""
-    if module in registration.restored:
-        return refusals.RESTORED
-    if (left_out := refusals.left_out(reference.repository)) is not None:
-        return left_out
-    asked_for = other_than_ours(module.config) if is_experts(module) else None
+    if (reason := refusals.unwanted(module, reference.repository)) is not None:
+        return reason
+    asked_for = other_than_ours(module.config) if EXPERTS in reference.layers else None
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 

@@ -25,6 +25,7 @@ from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
+_OF_ANY_SORT = (TABLES, LAYER_NORMS)  # kinds of which no kernel is expected to serve all
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -54,7 +55,8 @@ def revert(model: nn.Module) -> None:
 
 def since_swapped(module: nn.Module) -> str | None:
     """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
-    if experts.has_changed(module):
+    kernel = experts.kernel_of(module)
+    if kernel is not None and not kernel.gates.is_current(module):
         return "its gate reads other values"
     layer = forward_binding.layer_of(module)
     if layer is None:
@@ -96,16 +98,15 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
 
 def _row(path: str, module: nn.Module, kind: Kind) -> Row:
-    name, counted_as = type(module).__name__, kind.in_models
-    layer = forward_binding.layer_of(module) or experts.layer_by_name(module)
+    name, counted_as, reference = type(module).__name__, kind.in_models, find_pattern(type(module))
+    layer = forward_binding.layer_of(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
     if layer is not None:
         if (reason := since_swapped(module)) is not None:
             return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
         return Row(path, name, layer, True, _remark(module), kind=counted_as)
-    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind)
+    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind, reference)
     if (forward := forward_binding.kernel_forward(module)) is not None:
         return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
-    reference = find_pattern(type(module))
     if isinstance(module, _OTHER_NORMS) and reference is None:
         reason = refusals.NO_RMS_NORM
     else:
@@ -120,19 +121,15 @@ def _remark(module: nn.Module) -> str | None:
     return f"two products, since {apart}" if apart else gate_up_layout.unaligned(module) or experts.remark(module)
 
 
-def _is_other(module: nn.Module, kind: Kind) -> bool:
+def _is_other(module: nn.Module, kind: Kind, reference: Pattern | None) -> bool:
     """Tell whether no kernel in use is meant for a module.
 
     It makes cos and sin, or routes, in another way, or no kernel was wanted for it. Of MLPs it is so for those that are
     only called so: what they multiply with is no pair of projections.
     """
-    reference = find_pattern(type(module))
-    if module in registration.restored or (
-        reference is not None and refusals.left_out(reference.repository) is not None
-    ):
+    if reference is None:
+        is_only_called_so = kind is MLPS and not has_gated_projections(module)
+        return module in registration.restored or is_only_called_so or kind in (ROUTERS, ACTIVATIONS, *_OF_ANY_SORT)
+    if refusals.unwanted(module, reference.repository) is not None:
         return True
-    if kind in (ROUTERS, ACTIVATIONS):
-        return reference is None
-    if kind is MLPS:
-        return reference is None and not has_gated_projections(module)
-    return kind in (TABLES, LAYER_NORMS) and (reference is None or why_not_served(module, reference) is not None)
+    return kind in _OF_ANY_SORT and why_not_served(module, reference) is not None

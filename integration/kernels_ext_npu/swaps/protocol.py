@@ -57,7 +57,7 @@ class Swapping:
         registration: what register() was told.
         mode: whether the model is trained or infers, as `kernels` knows it.
         take: lets `kernels` take what is marked, from transformers' table.
-        by_class: the modules of the model, by their classes.
+        by_class: the modules of the model, by their classes: what a class computes is asked once for all of them.
     """
 
     registration: Registration
@@ -69,14 +69,6 @@ class Swapping:
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package: for swaps after that of layers."""
         return with_layers(chain.from_iterable(self.by_class.values()))
-
-
-def modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
-    """Return the modules of a model by their classes: what a class computes is asked once for all of them."""
-    found: dict[type[nn.Module], list[nn.Module]] = {}
-    for module in model.modules():
-        found.setdefault(type(module), []).append(module)
-    return found
 
 
 def _nothing(_: object) -> None:

@@ -48,9 +48,16 @@ def left_out(repository: str) -> Reason | None:
     return Reason("left out", f"register(kernels={sorted(registration.current.kernels)}) leaves {repository} out")
 
 
-def elsewhere(module: nn.Module) -> Reason:
-    """Say of a module on another device where it is, and what to do."""
+def unwanted(module: nn.Module, repository: str) -> Reason | None:
+    """Return why somebody does not want a kernel of a repository for a module; None if nobody said so."""
+    return RESTORED if module in registration.restored else left_out(repository)
+
+
+def elsewhere(module: nn.Module) -> Reason | None:
+    """Say of a module on another device where it is, and what to do; None where it is on the NPU."""
     where = device_of(module)
+    if where in ("npu", None):
+        return None
     return Reason(
         "elsewhere", f"it is on {where}: load with device_map='npu', or move the model and call kernelize(model)"
     )
@@ -60,11 +67,6 @@ def served_by(forward: Callable) -> Reason:
     """Say of a stranger's kernel which it is."""
     kernel = loaded_kernels.kernel_name(forward)
     return Reason("served", f"served by {loaded_kernels.class_name(forward)} of the kernel {kernel}, which is not ours")
-
-
-def replaced(stranger: str) -> Reason:
-    """Say that another library has given a module its forward."""
-    return Reason("replaced", f"another library replaced its forward: {stranger}")
 
 
 def passed_by(stranger: str) -> Reason:

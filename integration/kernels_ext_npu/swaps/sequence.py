@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kernels_ext_npu.swaps import add_norm_fusion, attention, experts, functions, gate_up_layout, kernel_mapping, layers
-from kernels_ext_npu.swaps.attention.reporting import rows as rows_of_attention
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.loss import lm_head_loss
 from kernels_ext_npu.swaps.protocol import Swap
@@ -12,7 +11,7 @@ LINEAR = Swap("linear layers", lora.apply, revert=lora.revert, rows=lora.rows)
 SWAPS = (
     Swap("layers", layers.apply, kernel_mapping.install, layers.revert, layers.rows),
     Swap("functions", functions.apply, revert=functions.revert, rows=functions.rows),
-    Swap("attention", attention.apply, attention.install, attention.revert, rows_of_attention),
+    Swap("attention", attention.apply, attention.install, attention.revert, attention.rows),
     Swap("experts", experts.apply, experts.install, experts.revert),
     Swap("loss", lm_head_loss.apply, revert=lm_head_loss.revert, rows=lm_head_loss.rows),
     LINEAR,

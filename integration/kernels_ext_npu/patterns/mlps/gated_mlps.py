@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, alike
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -188,13 +188,8 @@ def _refuse_sparse(module: Any) -> str | None:
 
 
 PATTERNS = (
-    Pattern(LlamaMLP, GATED, refuse_gated, gated_layer),
-    Pattern(RecurrentGemmaMlp, GATED, refuse_gated, gated_layer),
+    *alike(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
     Pattern(Gemma3nTextMLP, GATED, _refuse_sparse, gated_layer),
-    Pattern(BeamMLP, GATED, refuse_gated, gated_layer),
-    Pattern(Llama4TextMLP, GATED, refuse_gated, gated_layer),
-    Pattern(Lfm2MLP, GATED, refuse_gated, gated_layer),
-    Pattern(MixtralBlockSparseTop2MLP, GATED, refuse_gated, gated_layer),
-    Pattern(Phi3MLP, FUSED, refuse_activation, fused_layer),
-    Pattern(GraniteMoeSharedMLP, FUSED, refuse_activation, fused_layer),
+    *alike(GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer),
+    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=fused_layer),
 )

@@ -14,7 +14,7 @@ from kernels_ext_npu.patterns.mlps.gated_mlps import (
     refuse_activation,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, alike
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -72,9 +72,7 @@ class ModernBertMLP(nn.Module):
 
 
 class SeedOssMLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", p: float = 0.1) -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.residual_dropout = p
+    residual_dropout = 0.1
 
     def forward(self, x):
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -101,9 +99,7 @@ class BitNetMLP(LlamaMLP):
 
 
 class DeepseekV4MLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", limit: float = 1.0) -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.limit = limit
+    limit = 1.0
 
     def forward(self, x):
         gate = self.gate_proj(x).clamp(max=self.limit)
@@ -202,15 +198,12 @@ def _refuse_clamped(module: Any) -> str | None:
 
 
 PATTERNS = (
-    Pattern(T5GemmaMLP, ("DropoutMLP",), refuse_gated),
-    Pattern(LongT5DenseGatedActDense, ("DropoutMLP",), refuse_gated),
-    Pattern(T5DenseGatedActDense, ("DropoutMLP",), refuse_gated),
+    *alike(("DropoutMLP",), T5GemmaMLP, LongT5DenseGatedActDense, T5DenseGatedActDense, limits=refuse_gated),
     Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_activation),
     Pattern(SeedOssMLP, ("DroppedMLP",), refuse_gated),
     Pattern(InklingMLP, ("GloballyScaledMLP",), refuse_gated),
     Pattern(BitNetMLP, ("NormedMLP",), refuse_gated),
-    Pattern(DeepseekV4MLP, ("ClampedSwiGLUMLP",), _refuse_limit),
-    Pattern(Glm5NextMLP, ("ClampedSwiGLUMLP",), _refuse_limit),
+    *alike(("ClampedSwiGLUMLP",), DeepseekV4MLP, Glm5NextMLP, limits=_refuse_limit),
     Pattern(Step3p7MLP, GATED, _refuse_clamped, gated_layer),
     Pattern(FalconH1MLP, ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_activation),

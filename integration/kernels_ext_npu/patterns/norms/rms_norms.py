@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import all_have_hooks
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, alike
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
@@ -254,23 +254,15 @@ def _refuse_gated(module: Any) -> str | None:
 
 
 PATTERNS = (
-    Pattern(LlamaRMSNorm, ("RMSNorm",), refuse_weighted),
-    Pattern(Llama4TextRMSNorm, ("RMSNorm",), refuse_weighted),
-    Pattern(CpmAntLayerNorm, ("RMSNorm",), refuse_weighted),
-    Pattern(TimestepRMSNorm, ("RMSNorm",), refuse_weighted),
-    Pattern(Olmo2RMSNorm, ("RMSNormCastLast",), refuse_weighted),
-    Pattern(HeliumRMSNorm, ("RMSNormCastLast",), refuse_weighted),
-    Pattern(MoshiRMSNorm, ("RMSNormCastLast",), refuse_weighted),
+    *alike(("RMSNorm",), LlamaRMSNorm, Llama4TextRMSNorm, CpmAntLayerNorm, TimestepRMSNorm, limits=refuse_weighted),
+    *alike(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
     Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _refuse_gemma4),
     Pattern(TorchRMSNorm, ("RMSNormCastLast",), _refuse_torch),
     Pattern(XLSTMRMSNorm, ("RMSNorm",), _refuse_xlstm),
-    Pattern(GemmaRMSNorm, ("RMSNormZeroCentered",), refuse_weighted),
-    Pattern(MuseSparkTextCenteredRMSNorm, ("RMSNormZeroCentered",), refuse_weighted),
+    *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkTextCenteredRMSNorm, limits=refuse_weighted),
     Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _refuse_grouped),
-    Pattern(NanoChatRMSNorm, ("RMSNormWeightless",), refuse_eps),
-    Pattern(DeepseekV4UnweightedRMSNorm, ("RMSNormWeightless",), refuse_eps),
+    *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
-    Pattern(Qwen3NextRMSNormGated, ("RMSNormGated",), _refuse_gated),
-    Pattern(KimiLinearRMSNormGated, ("RMSNormGated",), _refuse_gated),
+    *alike(("RMSNormGated",), Qwen3NextRMSNormGated, KimiLinearRMSNormGated, limits=_refuse_gated),
     Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), refuse_weighted),
 )

@@ -113,21 +113,16 @@ class CohereCompassRotaryEmbedding(nn.Module):
         return torch.cat((freqs_thw, freqs_thw), dim=-1)
 
 
-class NeoMMERotaryEmbedding(nn.Module):
+@variant(
+    {
+        "expand(3,": "expand(2,",
+        "sin = self.recomposition_frequencies(sin, layer_type)": "cos = self.recomposition_frequencies(cos)",
+        "cos = self.recomposition_frequencies(cos, layer_type)": "sin = self.recomposition_frequencies(sin)",
+        "dtype=x.dtype": "x.dtype",
+    }
+)
+class NeoMMERotaryEmbedding(CohereCompassRotaryEmbedding):
     """A table of rows and columns for each type of layer, whose frequencies go by them in turn."""
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x, position_ids, layer_type=None):
-        inv_freq = getattr(self, f"{layer_type}_inv_freq")
-        attention_scaling = getattr(self, f"{layer_type}_attention_scaling")
-        position_ids = position_ids.expand(2, -1, -1)
-        freqs = position_ids[..., None].float() * inv_freq.to(device=x.device, dtype=torch.float)
-        cos = freqs.cos() * attention_scaling
-        sin = freqs.sin() * attention_scaling
-        cos = self.recomposition_frequencies(cos)
-        sin = self.recomposition_frequencies(sin)
-        return cos.to(x.dtype), sin.to(x.dtype)
 
     def recomposition_frequencies(self, freq):
         freq_row, freq_col = freq[0][..., 0::2], freq[1][..., 1::2]

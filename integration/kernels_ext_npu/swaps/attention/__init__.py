@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.devices import device_of, is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import ATTENTION
+from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, text_of
+from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import calls, flash_question, names, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.swaps.protocol import Swapping
+from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 
 def install(registration: Registration) -> None:
@@ -58,6 +64,21 @@ def revert(model: nn.Module) -> None:
         setattr(module, serving.PLAIN, True)
 
 
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Describe every module of a model that computes attention."""
+    for path, module in model.named_modules():
+        if not attends(type(module)):
+            continue
+        name, kernel = type(module).__name__, NPU_FLASH_ATTENTION.name
+        if (reason := _refusal(module)) is not None:
+            served = kernel if serving.class_refusal(type(module)) is None else None
+            yield Row(path, name, served, False, reason, is_candidate=False, kind=ATTENTION.in_models)
+        else:
+            stranger = forward_binding.stranger(module)
+            remark = _remark(module) if stranger is None else refusals.passed_by(stranger)
+            yield Row(path, name, kernel, True, remark, kind=ATTENTION.in_models)
+
+
 def _make(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Make a model, whose files may ask by then, with a kernel that is loaded, if that takes no network."""
     assert registration.current is not None
@@ -65,3 +86,36 @@ def _make(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> No
     original(self, *args, **kwargs)
     if registration.current.source != "hub":
         registration.try_package(NPU_FLASH_ATTENTION.repository)
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Return why the kernel does not compute the attention of a module; None where it does."""
+    if not NPU_FLASH_ATTENTION.is_registered():
+        return refusals.left_out(NPU_FLASH_ATTENTION.repository) or refusals.NOT_REGISTERED
+    if not serving.calls_by_name(module):
+        return UNNAMED
+    if NPU_FLASH_ATTENTION.is_named_by(module.config):
+        return None
+    if not serving.stands_for(module.config):  # type: ignore[arg-type]
+        return f"the attention implementation {module.config._attn_implementation} was asked for"  # type: ignore
+    if (reason := serving.refusal(module, device_of(module), *_dtype_and_softcap(module))) is not None:
+        sentences = {serving.RESTORED: refusals.NOT_ASKED_FOR, serving.ELSEWHERE: refusals.elsewhere(module)}
+        return sentences.get(reason, reason)
+    stranger = serving.stranger(module.config)  # type: ignore[arg-type]
+    return stranger and f"another library has replaced the attention implementation sdpa: {stranger}"
+
+
+def _remark(module: nn.Module) -> str | None:
+    """Return why the kernel computes the attention of a module that names it in torch, with all scores in memory."""
+    if is_elsewhere(module):
+        return f"in torch, since it is on {device_of(module)}"
+    limit = serving.limit(module, *_dtype_and_softcap(module))
+    if limit in (serving.IN_FLOAT64, serving.CAPPED, BIASED):
+        return f"in torch, {'where' if limit is BIASED else 'since'} {text_of(limit)}"
+    return None
+
+
+def _dtype_and_softcap(module: nn.Module) -> tuple[torch.dtype, Any]:
+    is_in_float64 = any(parameter.dtype == torch.float64 for parameter in module.parameters())
+    dtype = torch.float64 if is_in_float64 else torch.float32
+    return dtype, getattr(module, "attn_logit_softcapping", None)

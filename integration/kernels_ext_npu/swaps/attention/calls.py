@@ -95,7 +95,10 @@ def stand_in(
     elif attention_mask is not None:
         attention_mask = _as_added(attention_mask, query, key.shape[2])
     if kwargs.get("cu_seq_lens_q") is not None and flash_question.gives_lengths(type(module)):
-        return _one_by_one(original, module, (query, key, value), attention_mask, *args, **kwargs)
+        # sequences lie one behind the other, and the file computes them one by one where it gives no lengths
+        lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+        return torch.cat([original(module, *part, attention_mask, *args, **kwargs)[0] for part in parts], dim=1), None
     return original(module, query, key, value, attention_mask, *args, **kwargs)
 
 
@@ -209,15 +212,6 @@ def _as_added(mask: Any, query: Tensor, keys: int) -> Tensor:
     seen = mask if isinstance(mask, Tensor) else mask.mask(query.device)
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return seen if seen.is_floating_point() else torch.where(seen[..., :keys], zero, torch.finfo(query.dtype).min)
-
-
-def _one_by_one(
-    original: Callable, module: nn.Module, tensors: tuple[Tensor, ...], *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Compute sequences that lie one behind the other, as the file of the module does where it gives no lengths."""
-    lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in tensors))
-    return torch.cat([original(module, *part, *args, **kwargs)[0] for part in parts], dim=1), None
 
 
 def _sequences(positions: Tensor) -> Tensor:

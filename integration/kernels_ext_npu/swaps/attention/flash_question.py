@@ -25,7 +25,6 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 _MASKS = "transformers.masking_utils"
 FILES = (_MASKS, "transformers.models.")  # of transformers, those that are answered
 _QUESTION = is_flash_attention_requested.__name__
-_LENGTHS = "cu_seq_lens_q="
 
 
 def answer_files(files: Iterable[str], patches: Patches) -> None:
@@ -45,7 +44,7 @@ def gives_lengths(cls: type[nn.Module]) -> bool:
 @functools.cache
 def _writes_lengths(name: str) -> bool:
     try:
-        return _LENGTHS in inspect.getsource(sys.modules[name])
+        return "cu_seq_lens_q=" in inspect.getsource(sys.modules[name])
     except OSError:
         return True
 

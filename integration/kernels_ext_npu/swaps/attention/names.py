@@ -17,7 +17,6 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 NAME = NPU_FLASH_ATTENTION.name
 _ON_HUB = f"{sources.ORGANISATION}/{NPU_FLASH_ATTENTION.repository}"
-_TABLES = "_ATTENTION_CLASSES"  # how the files of models call a dictionary of classes by implementation
 
 
 def canonical_name(requested: Any) -> Any:
@@ -34,8 +33,7 @@ def canonical_name(requested: Any) -> Any:
 
 def take_out(model: nn.Module) -> None:
     """Let the configs of a model that name ours name what they did before, or what transformers gives by itself."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for inner in reversed(models):
+    for inner in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
         NPU_FLASH_ATTENTION.take_out(inner.config, inner.get_correct_attn_implementation(None))
     for module in model.modules():
         if isinstance(module, PreTrainedModel) or calls_by_name(module):
@@ -96,5 +94,5 @@ def _enter_into_tables(cls: type, default: str) -> None:
     """
     assert registration.current is not None
     for name, table in vars(sys.modules[cls.__module__]).items():
-        if name.endswith(_TABLES) and isinstance(table, dict) and NAME not in table and "eager" in table:
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and NAME not in table and "eager" in table:
             registration.current.patches.item(table, NAME, table.get(default, table["eager"]))

@@ -37,10 +37,7 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
     return answer
 
 
-@_asked_once
-def class_refusal(cls: type) -> Reason | None:
-    """Return why our attention does not take the place of that of a class; None where it does."""
-    return classification.attention_refusal(cls)
+class_refusal = _asked_once(classification.attention_refusal)
 
 
 @_asked_once

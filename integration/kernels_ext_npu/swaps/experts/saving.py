@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.patches import Patches
-
 _DUPLICATES = "_remove_duplicate_names"  # what save_model() calls with its state dict, before it makes that contiguous
 _GIVEN_TENSORS = (  # functions of this and of former releases, by which all passes that is saved
     ("safetensors.torch", "_flatten_as_ptr"),
@@ -28,31 +26,22 @@ _GIVEN_TENSORS = (  # functions of this and of former releases, by which all pas
     ("accelerate.utils.other", "clean_state_dict_for_safetensors"),
     ("accelerate.accelerator", "clean_state_dict_for_safetensors"),
 )
-_patches: Patches | None = None
 
 
+@functools.cache
 def install() -> None:
     """Make these changes, once a process. What is not installed is passed by."""
-    global _patches
-    if _patches is not None:
-        return
-    _patches = Patches()
     for module, name in _GIVEN_TENSORS:
         try:
             owner = import_module(module)
         except ImportError:
             continue
         if name in vars(owner):
-            _patches.attribute(owner, name, _given_on_the_host(vars(owner)[name], in_place=name == _DUPLICATES))
+            setattr(owner, name, _given_on_the_host(vars(owner)[name], in_place=name == _DUPLICATES))
 
 
 def _given_on_the_host(original: Callable, in_place: bool) -> Callable:
-    """Wrap a function that gets tensors to save first.
-
-    Args:
-        original: the function.
-        in_place: whether the caller goes on with the dictionary that it gave.
-    """
+    """Wrap a function that gets tensors to save first; in place if its caller goes on with the dictionary."""
 
     @functools.wraps(original)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:

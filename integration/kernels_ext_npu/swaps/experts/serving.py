@@ -13,7 +13,7 @@ from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 
-LAYER = "MoEExperts"  # what the implementation calls
+LAYER = "MoEExperts"  # what the implementation calls by name
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 
 
@@ -37,22 +37,11 @@ def kernel_of(module: nn.Module) -> Any:
     return registration.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
 
 
-def layer_by_name(module: nn.Module) -> str | None:
-    """Return the layer that an experts module calls by name; None if it does not."""
-    return LAYER if is_called_by_name(module) else None
-
-
 def served(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the experts modules of a model that are served, each with the package of the kernel."""
     found = {cls for cls in set(map(type, model.modules())) if is_experts_class(cls)}
     experts = [module for module in model.modules() if type(module) in found]
     return [(module, kernel) for module in experts if (kernel := kernel_of(module)) is not None]
-
-
-def has_changed(module: nn.Module) -> bool:
-    """Tell whether the kernel computes the experts of a module with a gate that is not theirs any more."""
-    kernel = kernel_of(module)
-    return kernel is not None and not kernel.gates.is_current(module)
 
 
 def remark(module: nn.Module) -> str | None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.instance_forward import put, take_out
-from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
 
 LORA = "lora"  # the owner of the forwards of layers that can be computed together

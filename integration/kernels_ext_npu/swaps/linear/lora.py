@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
-from kernels_ext_npu.binding.instance_forward import put, take_out
-from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.patterns.hooks import has_hooks
@@ -29,7 +28,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.linear import linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import name_of, why_not_plain, why_not_wanted
+from kernels_ext_npu.swaps.linear.plain_linear import name_of, why_not_plain
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 REPOSITORY = "Linear"
@@ -138,7 +137,7 @@ def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]
 def _refusal(module: Any, is_sharded: bool) -> str | None:
     """Return why a layer with adapters is computed by its class; None if it need not be."""
     library: Any = sys.modules[_LIBRARY]
-    if (reason := why_not_wanted(module, REPOSITORY)) is not None:
+    if (reason := refusals.unwanted(module, REPOSITORY) or refusals.elsewhere(module)) is not None:
         return reason
     if type(module) is not library.Linear:
         return f"it is a {name_of(type(module))}: the kernel is for peft's Linear"
@@ -181,11 +180,9 @@ def _called_together(model: nn.Module) -> dict[nn.Module, str]:
 
 @functools.cache
 def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
-    """Return the forward of a layer with adapters, for a kernel: `forward` by name, as a pickle of a model knows it.
+    """Return the forward of a layer with adapters, whose class computed what was matched.
 
-    Args:
-        kernel: the package.
-        matched: what its class computed then.
+    It is `forward` by name, as a pickle of a model knows it.
     """
     adapter = kernel.Adapter
 

@@ -6,17 +6,14 @@ wrapped at any time.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear
 
-from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.loaded_kernels import owner_of
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps import refusals
 
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
@@ -42,25 +39,13 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
     if weight is None or "bias" not in layer._parameters or hasattr(weight, "_fsdp_flattened"):
         return Reason("flattened", "its weight is a part of another tensor, as under FSDP1")
     for tensor in (weight, layer._parameters["bias"]):
-        if tensor is not None and not _is_number(tensor, is_sharded):
+        is_number = type(tensor) in _NUMBERS or (is_sharded and isinstance(tensor, DTensor))
+        if tensor is not None and not is_number:
             name = name_of(type(tensor))
             return Reason("weight", f"its weight is a {name}: the kernel multiplies with numbers alone")
     return None
 
 
-def why_not_wanted(module: nn.Module, repository: str) -> Reason | None:
-    """Return why no kernel of a repository is swapped into a layer, whatever it computes; None if one may be."""
-    if module in registration.restored:
-        return refusals.RESTORED
-    if (reason := refusals.left_out(repository)) is not None:
-        return reason
-    return refusals.elsewhere(module) if is_elsewhere(module) else None
-
-
 def name_of(cls: type) -> str:
     """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _is_number(tensor: Tensor, is_sharded: bool) -> bool:
-    return type(tensor) in _NUMBERS or (is_sharded and isinstance(tensor, DTensor))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 from types import FunctionType
 
 from torch import nn
@@ -52,18 +53,8 @@ def _groups_in(forward: FunctionType) -> tuple[tuple[str, ...], ...]:
 
 def _calls(statement: ast.stmt, me: str) -> list[tuple[str, str]]:
     """Return the variables with which a statement calls members of ``me``, each with the member, in their order."""
-    found = [
-        (node.lineno, node.col_offset, node.args[0].id, node.func.attr)
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == me
-        and len(node.args) == 1
-        and isinstance(node.args[0], ast.Name)
-        and not node.keywords
-    ]
-    return [(variable, name) for _, _, variable, name in sorted(found)]
+    calls = re.findall(rf"(?<![\w.]){me}\.(\w+)\(([^\W\d]\w*)\)", ast.unparse(statement))
+    return [(variable, name) for name, variable in calls]
 
 
 def _is_only_read(variable: str, statements: list[ast.stmt], me: str) -> bool:

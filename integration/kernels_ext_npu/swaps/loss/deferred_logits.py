@@ -62,11 +62,12 @@ class DeferredLogits(Tensor):
                 result = _follow(logits, step)
             if result is not None:
                 return result
+        is_property = getattr(function, "__name__", "") == "__get__" and function != Tensor.data.__get__  # type: ignore[attr-defined]
         for logits in tree_leaves((args, kwargs)):
             if isinstance(logits, DeferredLogits):
                 if _asks_for_a_gradient(function, args):
                     logits.call.is_asked_for = True
-                if not _shows(function):
+                if not (is_property or function in _SHOW):
                     logits.materialize(function)
         if function in _READ_MEMORY:
             args, kwargs = tree_map_only(DeferredLogits, _with_memory, (args, kwargs))
@@ -145,11 +146,6 @@ def _loss(
     if loss is None or not loss.requires_grad:
         return loss
     return PassBy.apply(loss, _twin(input), partial(F.cross_entropy, target=target, **options), input.call)
-
-
-def _shows(function: Any) -> bool:
-    is_property = getattr(function, "__name__", "") == "__get__"
-    return function in _SHOW or (is_property and function != Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 def _asks_for_a_gradient(function: Any, args: tuple[Any, ...]) -> bool:

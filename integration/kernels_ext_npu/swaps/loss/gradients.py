@@ -34,10 +34,6 @@ class Call:
         self.reason: str | None = None
         _calls.add(self)
 
-    def needs_gradient(self) -> bool:
-        """Tell whether somebody waits for the gradient of logits; `backward(inputs=...)` sets `retains_grad`."""
-        return self.is_asked_for or any(getattr(reference(), "retains_grad", False) for reference in self.logits)
-
     def materialize(self, reason: str) -> None:
         """Compute all logits that somebody holds, so that none are left when others are changed in place."""
         for reference in self.logits:
@@ -118,8 +114,11 @@ class PassBy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call.materialize_all()
-        if grad is None or not ctx.call.needs_gradient():
+        call = ctx.call
+        call.materialize_all()
+        # `backward(inputs=...)` sets `retains_grad`
+        is_asked_for = call.is_asked_for or any(getattr(logits(), "retains_grad", False) for logits in call.logits)
+        if grad is None or not is_asked_for:
             return grad, None, None, None
         (twin,) = ctx.saved_tensors
         return None, _gradient(ctx.function, twin, grad), None, None

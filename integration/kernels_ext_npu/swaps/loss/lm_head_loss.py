@@ -22,12 +22,11 @@ from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from kernels_ext_npu.binding.instance_forward import put, take_out
-from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain, why_not_wanted
+from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.loss.deferred_logits import defer
 from kernels_ext_npu.swaps.loss.gradients import Call
 from kernels_ext_npu.swaps.loss.steps import Product
@@ -62,17 +61,13 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every head of a language model that computes a loss from labels."""
     for path, head, owner in heads_of(model):
         row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
-        reason = refusal(path, head, owner)
+        reason, call = refusal(path, head, owner), _last_calls.get(head)
+        looked = None if call is None else call.reason
         if owner_of(head) != _OWNER:
             yield row(None, False, reason or refusals.not_swapped())
-            continue
-        if reason is not None:
+        elif reason is not None:
             yield row(NAME, False, refusals.changed(head, reason))
-            continue
-        call = _last_calls.get(head)
-        looked = None if call is None else call.reason
-        own_loss = _own_loss(owner) if call is None or looked else None  # what it does shows when it is called
-        if own_loss is not None:
+        elif (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
             yield row(NAME, False, f"its model has a loss_function {own_loss} of its own, which may look at logits")
         else:
             yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")
@@ -95,7 +90,7 @@ def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
     """Return why the head of a model has to compute its logits; None if it need not."""
     if path.rpartition(".")[2] not in _names(model):
         return "its head is called by another forward than the one that gets labels"
-    return why_not_wanted(head, REPOSITORY) or why_not_plain(head, is_sharded=True)
+    return refusals.unwanted(head, REPOSITORY) or refusals.elsewhere(head) or why_not_plain(head, is_sharded=True)
 
 
 def _own_loss(model: PreTrainedModel) -> str | None:

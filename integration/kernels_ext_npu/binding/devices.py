@@ -13,7 +13,7 @@ _without_weights: ContextVar[bool] = ContextVar("_without_weights", default=Fals
 
 
 @contextmanager
-def on_its_way(model: nn.Module) -> Iterator[bool]:
+def assume_npu_if_meta(model: nn.Module) -> Iterator[bool]:
     """Say whether a model has no weights yet; if so, its modules count as on the NPU, where they are to be loaded.
 
     Its parameters are all on meta then, and accelerate has none of them elsewhere. Its buffers need not be on meta:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from kernels_ext_npu.binding import lazy_swap, registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import computes_on, on_its_way
+from kernels_ext_npu.binding.devices import computes_on, assume_npu_if_meta
 from kernels_ext_npu.lifecycle import pipeline
 from kernels_ext_npu.lifecycle.register import register
 from kernels_ext_npu.swaps.sequence import SWAPS
@@ -54,7 +54,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
             "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
         )
     devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with on_its_way(model) as without_weights:
+    with assume_npu_if_meta(model) as without_weights:
         if "npu" not in devices and not without_weights:
             given = ", ".join(sorted(devices)) or "no device"
             raise ValueError(f"kernelize: the model is on {given}; move it first: model.to('npu')")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import on_its_way
+from kernels_ext_npu.binding.devices import assume_npu_if_meta
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swaps.protocol import Swapping
 from kernels_ext_npu.swaps.sequence import SWAPS
@@ -28,7 +28,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     """Swap the registered kernels into a model.
 
     Args:
-        model: one that computes on the NPU, or has no weights yet (devices.on_its_way), or is to take what other
+        model: one that computes on the NPU, or has no weights yet (devices.assume_npu_if_meta), or is to take what other
             devices have.
         mode: by default training or inference, as the model is.
         take: lets `kernels` take what is marked, from transformers' table.
@@ -68,7 +68,7 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
 
 def swap_in_at_first_call(model: nn.Module) -> None:
     """Swap the registered kernels into a model that waited, and log the report, on one rank."""
-    with on_its_way(model):
+    with assume_npu_if_meta(model):
         swap_in(model)
     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
     logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))

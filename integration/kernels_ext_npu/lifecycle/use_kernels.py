@@ -11,7 +11,7 @@ from kernels import Mode
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import device_of, on_its_way
+from kernels_ext_npu.binding.devices import device_of, assume_npu_if_meta
 from kernels_ext_npu.binding.patches import Patches
 
 
@@ -36,7 +36,7 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
 
     if not model.use_kernels:  # train() and eval() look again where it is on already
         registration.restored.difference_update(model.modules())
-    with on_its_way(model) as without_weights:
+    with assume_npu_if_meta(model) as without_weights:
         is_here = model.device.type == "npu"
         is_offloaded = not is_here and not without_weights and device_of(model) == "npu"
         is_away = not (is_here or is_offloaded or without_weights)

@@ -18,7 +18,7 @@ from rich.text import Text
 from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, lazy_swap
-from kernels_ext_npu.binding.devices import on_its_way
+from kernels_ext_npu.binding.devices import assume_npu_if_meta
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.swaps import add_norm_fusion, functions, refusals
@@ -145,7 +145,7 @@ def report(model: nn.Module) -> Report:
         model.layers.0.self_attn -> npu_flash_attention
         lm_head -> linear_cross_entropy
     """
-    with on_its_way(model):
+    with assume_npu_if_meta(model):
         others = itertools.chain.from_iterable(swap.rows(model) for swap in SWAPS if swap is not LINEAR)
         found = [[_passed_by(row, model) for row in part] for part in (others, LINEAR.rows(model))]
         if any(map(lazy_swap.waits, model.modules())):
@@ -160,7 +160,7 @@ def _passed_by(row: Row, model: nn.Module) -> Row:
         return row
     around = model.get_submodule(row.path.rpartition(".")[0])
     stranger = None if forward_binding.decorates_own(around) else forward_binding.stranger(around)
-    return row if stranger is None else replace(row, reason=refusals.passed_by(stranger))
+    return row if stranger is None else replace(row, reason=refusals.bypassed_by(stranger))
 
 
 def _at_first_call(row: Row, model: nn.Module) -> Row:

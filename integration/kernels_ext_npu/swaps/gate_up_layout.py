@@ -50,7 +50,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             package.packing.meet(module)
 
 
-def separate(module: nn.Module) -> str | None:
+def why_not_packed(module: nn.Module) -> str | None:
     """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
     pair = _pair_of(module, layer_of(module), package_of(module))
     if pair is None:

@@ -40,7 +40,7 @@ def leave_npu_out(registration: Registration, marked: str, name: str) -> None:
     _set(registration, {name: _without_npu(_table(), marked)})
 
 
-def hand_over() -> None:
+def sync_to_kernels() -> None:
     """Give `kernels` what stands in the table."""
     from transformers.integrations import hub_kernels
 

@@ -46,7 +46,7 @@ def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[t
         if cls not in active.marked:
             active.marked.add(cls)
             _mark(active, modules[0])
-    kernel_mapping.hand_over()
+    kernel_mapping.sync_to_kernels()
     token = _served.set(layers)
     try:
         yield [(module, layer) for module, layer in layers.items() if layer != _marked(type(module))]

@@ -117,7 +117,7 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
 def _remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in a module that is served."""
     pair = gate_up_layout.called(module)
-    apart = gate_up_layout.separate(module) or (None if pair is None else lora.why_apart(*pair))
+    apart = gate_up_layout.why_not_packed(module) or (None if pair is None else lora.why_apart(*pair))
     return f"two products, since {apart}" if apart else gate_up_layout.unaligned(module) or experts.remark(module)
 
 

@@ -69,6 +69,6 @@ def served_by(forward: Callable) -> Reason:
     return Reason("served", f"served by {loaded_kernels.class_name(forward)} of the kernel {kernel}, which is not ours")
 
 
-def passed_by(stranger: str) -> Reason:
+def bypassed_by(stranger: str) -> Reason:
     """Say of what was swapped that another library's forward around it may compute without it."""
     return Reason("passed by", f"but another library replaced the forward around it, and may not call it: {stranger}")

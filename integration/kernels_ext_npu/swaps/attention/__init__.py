@@ -75,7 +75,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
             yield Row(path, name, served, False, reason, is_candidate=False, kind=ATTENTION.in_models)
         else:
             stranger = forward_binding.stranger(module)
-            remark = _remark(module) if stranger is None else refusals.passed_by(stranger)
+            remark = _remark(module) if stranger is None else refusals.bypassed_by(stranger)
             yield Row(path, name, kernel, True, remark, kind=ATTENTION.in_models)
 
 

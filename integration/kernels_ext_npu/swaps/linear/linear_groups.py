@@ -69,12 +69,12 @@ def called_next(layer: nn.Module) -> list[nn.Module]:
     return next((group for group in groups_of(_running.module) if group[0] is layer), [])
 
 
-def keep(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
+def cache_outputs(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
     """Keep what was computed for layers of one input until they are called, or the forward of their module ends."""
     _running.outputs.update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
 
 
-def pop(layer: nn.Module, x: Tensor) -> Tensor | None:
+def pop_cached(layer: nn.Module, x: Tensor) -> Tensor | None:
     """Return what was computed for a layer; None where nothing was, or for another input."""
     found = _running.outputs.pop(layer, None)
     return found[1] if found is not None and found[0] is x else None

@@ -191,11 +191,11 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
         layer = _layer_of(self) if is_plain else None
         if layer is None:
             return type(self).forward(self, x, *args, **kwargs)
-        if (found := linear_groups.pop(self, x)) is not None:
+        if (found := linear_groups.pop_cached(self, x)) is not None:
             return found
         if (layers := _layers_of_several(group := linear_groups.called_next(self))) is not None:
             first, *others = kernel.lora_linears(x, _given(layers, kernel))
-            linear_groups.keep(x, group[1:], others)
+            linear_groups.cache_outputs(x, group[1:], others)
             return first
         given = [
             adapter(a, b, scale, dropout(self._cast_input_dtype(x, a.dtype)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from kernels_ext_npu.binding import lazy_swap, registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import computes_on, assume_npu_if_meta
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, computes_on
 from kernels_ext_npu.lifecycle import pipeline
 from kernels_ext_npu.lifecycle.register import register
 from kernels_ext_npu.swaps.sequence import SWAPS

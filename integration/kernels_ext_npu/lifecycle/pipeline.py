@@ -28,8 +28,8 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     """Swap the registered kernels into a model.
 
     Args:
-        model: one that computes on the NPU, or has no weights yet (devices.assume_npu_if_meta), or is to take what other
-            devices have.
+        model: one that computes on the NPU, or has no weights yet (see assume_npu_if_meta), or is to take what
+            other devices have.
         mode: by default training or inference, as the model is.
         take: lets `kernels` take what is marked, from transformers' table.
 

@@ -11,7 +11,7 @@ from kernels import Mode
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import device_of, assume_npu_if_meta
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, device_of
 from kernels_ext_npu.binding.patches import Patches
 
 

@@ -10,21 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor import installed_packages
+from kernels_ext_npu.doctor import installed_packages, probes
 from kernels_ext_npu.doctor.checks import (
-    cann,
     device,
     hub_access,
     kernel_files,
     libraries,
     python_and_torch,
     register_effect,
-    torch_npu,
 )
 from kernels_ext_npu.doctor.findings import Finding, Verdict, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations
 from kernels_ext_npu.doctor.outcomes import Outcome, run
-from kernels_ext_npu.doctor.probes import disk, hub, imports, kernel_copies, tiny_model
 from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 
 # Seconds after which a probe is ended. torch and torch_npu take a minute on slow disks; a card starts in some seconds.
@@ -46,8 +43,8 @@ class Check:
 CHECKS = {
     "Python": Check(python_and_torch.python, python_and_torch.python_facts),
     "torch": Check(python_and_torch.torch, python_and_torch.torch_facts),
-    "torch_npu": Check(torch_npu.torch_npu, torch_npu.facts),
-    "CANN": Check(cann.cann, cann.facts),
+    "torch_npu": Check(python_and_torch.torch_npu, python_and_torch.torch_npu_facts),
+    "CANN": Check(device.cann, device.cann_facts),
     "device": Check(device.device, device.facts),
     "autoload": Check(python_and_torch.autoload, python_and_torch.autoload_facts),
     "transformers": Check(libraries.transformers),
@@ -82,22 +79,22 @@ def examine(source: str = "bundled") -> dict[str, Any]:
 def observe(source: str) -> Observations:
     """Run the probes, and collect what they saw."""
     with ended_at_an_interrupt(), ThreadPoolExecutor(4) as pool:
-        on_disk = pool.submit(run, disk.hardware_and_cann, DISK)
-        alone = pool.submit(run, imports.torch_npu_alone, TORCH, _without_softnpu())
+        on_disk = pool.submit(run, probes.hardware_and_cann, DISK)
+        alone = pool.submit(run, probes.torch_npu_alone, TORCH, _without_softnpu())
         asked = pool.submit(_ask_hub)
         installed = {name: installed_packages.read(name) for name in STACK}
         seen = Observations(source, installed, on_disk.result(), alone.result(), asked.result())
         later = {"repositories": pool.submit(_look_at_repositories, seen)}
         if _is_usable(seen):
             dead = source == "hub" and seen.hub.failure is not None
-            later["use"] = pool.submit(run, tiny_model.swapped_and_compared, USE, source=None if dead else source)
+            later["use"] = pool.submit(run, probes.swapped_and_compared, USE, source=None if dead else source)
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
         if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
-            later["autoload"] = pool.submit(run, imports.plain_torch, AUTOLOAD, _without_softnpu())
+            later["autoload"] = pool.submit(run, probes.plain_torch, AUTOLOAD, _without_softnpu())
         for name, future in later.items():
             setattr(seen, name, future.result())
-    if seen.use is None or not seen.use.passed(imports.TRANSFORMERS):
-        seen.imports = run(imports.transformers_and_kernels, TRANSFORMERS)
+    if seen.use is None or not seen.use.passed(probes.TRANSFORMERS):
+        seen.imports = run(probes.transformers_and_kernels, TRANSFORMERS)
     return seen
 
 
@@ -109,16 +106,16 @@ def _is_usable(seen: Observations) -> bool:
 def _ask_hub() -> Outcome:
     if hub_access.unusable_urls(dict(os.environ)):  # the client would tell the value, with the password in it
         return Outcome(failure="not asked")
-    return run(hub.versions_and_publisher, HUB, timeout=HUB_TIMEOUT)
+    return run(probes.versions_and_publisher, HUB, timeout=HUB_TIMEOUT)
 
 
 def _look_at_repositories(seen: Observations) -> Outcome:
     torch = seen.torch.facts.get("torch") or str(seen.packages["torch"].version or "2.13")
-    cann_version = cann.as_kernels_reads(seen.cann) if seen.cann else None
+    cann_version = device.as_kernels_reads(seen.cann) if seen.cann else None
     if seen.cann is None and seen.software_is_possible and seen.packages["torch_npu"].installed:
-        cann_version = cann.as_kernels_reads(SOFTWARE_CANN)
+        cann_version = device.as_kernels_reads(SOFTWARE_CANN)
     return run(
-        kernel_copies.copies_and_cache,
+        probes.copies_and_cache,
         REPOSITORIES,
         source=seen.source,
         torch=torch,

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.doctor import installed_packages, known_errors
+from kernels_ext_npu.doctor import installed_packages, known_errors, probes
 from kernels_ext_npu.doctor.findings import Finding, problem, warning
 from kernels_ext_npu.doctor.installed_packages import Package
 from kernels_ext_npu.doctor.outcomes import Outcome
-from kernels_ext_npu.doctor.probes import imports, tiny_model
 
 # what softnpu says as the version of CANN: importing it would import torch
 _RUNTIME = (installed_packages.module_folder("softnpu") or Path()) / "runtime.py"
@@ -68,12 +67,12 @@ class Observations:
     @property
     def torch_works(self) -> bool:
         """Whether torch could be imported."""
-        return self.torch.passed(imports.TORCH)
+        return self.torch.passed(probes.TORCH)
 
     @property
     def torch_npu_works(self) -> bool:
         """Whether torch_npu could be imported without the software device, which is with CANN."""
-        return self.torch.passed(imports.TORCH_NPU)
+        return self.torch.passed(probes.TORCH_NPU)
 
     @property
     def only_cann_is_missing(self) -> bool:
@@ -118,7 +117,7 @@ class Observations:
     @property
     def runs_on_software(self) -> bool:
         """Whether torch_npu was imported by the software device."""
-        return self.use is not None and self.software and self.use.passed(imports.TORCH_NPU)
+        return self.use is not None and self.software and self.use.passed(probes.TORCH_NPU)
 
     @property
     def software_failed_by_itself(self) -> bool:
@@ -126,7 +125,7 @@ class Observations:
 
         It did not where torch_npu cannot be imported with it either.
         """
-        if self.use is None or self.use.step != tiny_model.SOFTNPU or not self.use.errors:
+        if self.use is None or self.use.step != probes.SOFTNPU or not self.use.errors:
             return False
         first = self.use.errors[0]
         return first.startswith("ImportError: softnpu ") and "softnpu runs the real torch_npu wheel" not in first

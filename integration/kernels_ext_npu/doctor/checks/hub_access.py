@@ -12,7 +12,7 @@ from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, warning
 from kernels_ext_npu.doctor.known_errors import explained
 from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.doctor.outcomes import Outcome
-from kernels_ext_npu.doctor.probes.hub import HEADERS
+from kernels_ext_npu.doctor.probes import HEADERS
 from kernels_ext_npu.sources import ORGANISATION, VERSION
 
 UNREACHABLE, UNTRUSTED = "ConnectError: …", "is not from a trusted publisher"

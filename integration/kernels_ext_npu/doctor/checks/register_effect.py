@@ -7,8 +7,7 @@ from typing import Any
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.known_errors import explained
 from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.doctor.probes.imports import KERNELS, TORCH_NPU, TRANSFORMERS
-from kernels_ext_npu.doctor.probes.tiny_model import DEVICE, SOFTNPU
+from kernels_ext_npu.doctor.probes import DEVICE, KERNELS, SOFTNPU, TORCH_NPU, TRANSFORMERS
 
 HUNG = "Look whether another process holds the device, and whether the Hub answers where the kernels come from there."
 

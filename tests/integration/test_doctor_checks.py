@@ -17,7 +17,7 @@ from kernels_ext_npu.doctor.checks import device, kernel_files, libraries, pytho
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.outcomes import Outcome, run
 from kernels_ext_npu.doctor.probes import copies_and_cache, hardware_and_cann, swapped_and_compared, torch_npu_alone
-from kernels_ext_npu.machine import hardware
+from kernels_ext_npu.machine import description
 from tests.support import doctor_faults as faults
 
 
@@ -235,13 +235,13 @@ def test_torch_npu_with_cann_but_without_a_device(monkeypatch, tmp_path: Path) -
 
 def test_signs_of_a_card_without_a_device_node(tmp_path: Path) -> None:
     failed = Outcome(failure="import torch_npu: x", errors=(f"ImportError: {faults.NO_CANN}",))
-    seen = faults.observed(disk=Outcome(hardware.signs(faults.card(tmp_path / "a"))), torch=failed)
+    seen = faults.observed(disk=Outcome(description.signs(faults.card(tmp_path / "a"))), torch=failed)
     finding = device.device(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert finding.summary == "a card is meant to be here, but there is no /dev/davinci*"
     assert finding.details == ("there is 1 on the PCI bus (0000:c1:00.0)", "there is the driver (25.2.0)")
     assert "--device /dev/davinci0" in str(finding.advice)
-    nodes = faults.observed(disk=Outcome(hardware.signs(faults.card(tmp_path / "b", nodes=2))), torch=failed)
+    nodes = faults.observed(disk=Outcome(description.signs(faults.card(tmp_path / "b", nodes=2))), torch=failed)
     assert nodes.nodes == ["/dev/davinci0", "/dev/davinci1"]
     assert device.device(nodes).verdict is Verdict.NOT_CHECKED  # torch_npu is the problem there
     assert device.cann(nodes).verdict is Verdict.PROBLEM

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import softnpu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
 from kernels_ext_npu.benchmarking.timing import Before, Run
-from kernels_ext_npu.inspection.counting.fallbacks import fallback
+from kernels_ext_npu.inspection.counting.dispatch import fallback
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.peak_memory import peak
 from softnpu.counting import STREAM_SYNCS

@@ -29,7 +29,6 @@ def coverage(
         raise RefusedError("--markdown is about all model types, and no JSON: give it alone")
     take_device(needed=False)
     from kernels_ext_npu.coverage import tables
-    from kernels_ext_npu.coverage.markdown import page
     from kernels_ext_npu.coverage.model_types import find
     from kernels_ext_npu.coverage.survey import survey
 
@@ -39,6 +38,6 @@ def coverage(
     if as_json:
         print_json(tables.to_json(rows))
     elif markdown:
-        typer.echo(page(rows), nl=False)
+        typer.echo(tables.page(rows), nl=False)
     else:
         console().print(tables.detailed(rows) if model_types else tables.whole(rows))

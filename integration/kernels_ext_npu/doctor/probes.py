@@ -17,7 +17,7 @@ from typing import Any
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.distribution.bundle_archive import BundleError
 from kernels_ext_npu.environment import RefusedError
-from kernels_ext_npu.machine import hardware
+from kernels_ext_npu.machine import description
 from kernels_ext_npu.machine.processes import say
 
 # steps
@@ -33,12 +33,12 @@ NPU_SMI_LIMIT = 10.0
 def hardware_and_cann() -> None:
     """Say which signs of a card there are, where CANN is, and what the driver's tool answers."""
     say(step="looking for hardware")
-    say(**hardware.signs(Path("/")))
+    say(**description.signs(Path("/")))
     say(step="looking for CANN")
-    say(found=hardware.installed_cann())
+    say(found=description.installed_cann())
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if os.environ.get(variable):
-            say(**{variable: hardware.describe_cann(Path(os.environ[variable]))})
+            say(**{variable: description.describe_cann(Path(os.environ[variable]))})
     say(step="npu-smi info")
     say(npu_smi=_npu_smi())
 

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels_ext_npu.inspection.counting import collectives, host_waits
+from kernels_ext_npu.inspection.counting import collectives
 
+_MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
 _ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices
 _FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
@@ -72,8 +73,8 @@ class KnownValues:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
             return self._sized_by_values(operator, name, args, kwargs)
         result = operator(*args, **kwargs)
-        self.waits += host_waits.of(operator, args, kwargs, result)
-        self.copies_in += host_waits.copies_in(operator, args, result)
+        self.waits += _waits(operator, args, kwargs, result)
+        self.copies_in += _copies_in(operator, args, result)
         if name in _ROUTES:
             self._in_turn(result[1], args[0].shape[-1])
         elif collectives.is_collective(operator):
@@ -186,7 +187,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
     if name == "index":  # by a mask, of which torch makes indices
-        return host_waits.has_mask(args[1])
+        return _has_mask(args[1])
     if name == "repeat_interleave" and len(args) > 1:  # an operator of its own on the NPU, and elsewhere two
         return isinstance(args[1], Tensor)
     return torch.Tag.dynamic_output_shape in operator.tags
@@ -195,3 +196,33 @@ def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
 def _sizing(name: str, args: tuple) -> Any:
     """Return the argument whose values tell how large a result is."""
     return args[1] if name == "repeat_interleave" and len(args) > 1 else args[_SIZED_BY[name]]
+
+
+def _waits(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
+    """Return how often the host waits in a call, besides for a value that it reads and a size that values tell."""
+    name = operator._schema.name.partition("::")[2]
+    if name == "copy_":
+        return args[0].device.type == "cpu" and args[1].device.type == "npu"
+    if name == "_to_copy":
+        return result.device.type == "cpu" and args[0].device.type == "npu"
+    if name in _MASKED:  # for how many a mask selects
+        return args[0].device.type == "npu" and _has_mask(args[1])
+    if name == "histc" and args[0].device.type == "npu":  # without a range op-plugin reads both ends of the data
+        low, high = [*args[2:], *(kwargs.get(end, 0) for end in ("min", "max")[len(args[2:]) :])]
+        return 2 * (low == high)
+    return 0
+
+
+def _copies_in(operator: OpOverload, args: tuple, result: Any) -> bool:
+    """Tell whether a call copies from the host, as making a tensor of its numbers does: no graph holds that."""
+    name = operator._schema.name.partition("::")[2]
+    if name == "copy_":
+        return args[0].device.type == "npu" and args[1].device.type == "cpu"
+    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+        return args[0].device.type == "npu"
+    return name == "_to_copy" and result.device.type == "npu" and args[0].device.type == "cpu"
+
+
+def _has_mask(indices: Any) -> bool:
+    """Tell whether one of these indices is a mask."""
+    return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(indices) if isinstance(leaf, Tensor))

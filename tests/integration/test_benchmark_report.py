@@ -14,7 +14,7 @@ from build import ROOT
 from transformers import AutoModelForCausalLM
 
 import softnpu
-from kernels_ext_npu.benchmarking import recorded_calls, results_layout, shrunk_models, timing, whole_model_calls
+from kernels_ext_npu.benchmarking import call_costs, recorded_calls, results_layout, shrunk_models, whole_model_calls
 from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import EXPERTS, TOKENS, run, write_config
@@ -27,7 +27,7 @@ TIMES = ("lower_quartile_ms", "median_ms", "upper_quartile_ms")
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The software device says that it is real: its events tell how long the host took."""
     monkeypatch.setattr(softnpu, "is_software", lambda: False)
-    monkeypatch.setattr(timing, "WARM_UP", 1)
+    monkeypatch.setattr(call_costs, "WARM_UP", 1)
 
 
 def lines_of(kernels: set[str]) -> set[str]:

@@ -22,7 +22,11 @@ SIGNATURE = "metadata.json.sigstore"
 
 @dataclass
 class Verified:
-    """What was found in one variant. It is intact where there are no problems."""
+    """What was found in one variant. It is intact where there are no problems.
+
+    Attributes:
+        is_variant: whether `kernels` would see a variant there, and not what lies beside them.
+    """
 
     variant: str
     path: Path
@@ -31,11 +35,7 @@ class Verified:
     id: str | None = None
     problems: list[str] = field(default_factory=list)
     signature: str = "absent"
-
-    @property
-    def is_variant(self) -> bool:
-        """Whether `kernels` would see a variant there, and not what lies beside them."""
-        return (self.path / METADATA).exists()
+    is_variant: bool = False
 
     @property
     def intact(self) -> bool:
@@ -68,7 +68,7 @@ def verify_build(build: Path, *, signers: list[str] | None = None) -> list[Verif
 
 def verify_variant(path: Path, *, signers: list[str] | None = None) -> Verified:
     """Verify one variant, a folder that is named like it."""
-    found = Verified(path.name, path)
+    found = Verified(path.name, path, is_variant=(path / METADATA).exists())
     found.problems += _name_problems(path.name)
     try:
         found.files = sum(1 for _ in published_files(path))

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import softnpu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
 from kernels_ext_npu.inspection.counting.dispatch import fallback
-from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.measuring.peak_memory import peak
+from kernels_ext_npu.measuring.costs import Cost, peak
 from softnpu.counting import STREAM_SYNCS
 
 # what comes before a run and gives its argument, and the run
@@ -170,7 +169,7 @@ def count(before: Before, run: Run) -> dict[str, int]:
             result = run(prepared)
     finally:
         gc.enable()
-    counted = {"launches": cost.launches.total(), "bytes": cost.bytes.total(), "peak_memory_bytes": held.bytes}
+    counted = {"launches": cost.launches.total(), "bytes": cost.bytes.total(), "peak_memory_bytes": held.number}
     if softnpu.is_software():
         counted["host_waits"] = softnpu.counters().get(STREAM_SYNCS, 0) - waited
     del result

@@ -89,7 +89,7 @@ def inspect(
         check_picture(plot)
         mesh = Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         check(mesh)
-        task = shown.add_task("", total=inspecting.steps(compare, update))
+        task = shown.add_task("", total=None)
         inspection = inspecting.inspect(
             find(model),
             SOCS[soc],
@@ -97,7 +97,7 @@ def inspect(
             batch,
             tokens,
             compare,
-            lambda what: shown.update(task, advance=1, description=what),
+            lambda what: shown.update(task, description=what),
             mesh,
             checkpointing,
             lora,

@@ -19,7 +19,7 @@ import softnpu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.environment import RefusedError
-from kernels_ext_npu.measuring import waits
+from kernels_ext_npu.measuring.costs import host_waits
 from kernels_ext_npu.measuring.distance import distance, distances, models_agree, worst
 from kernels_ext_npu.reporting.report import Report
 from softnpu.counting import DEVICE_TO_HOST_COPIES, STREAM_SYNCS
@@ -142,7 +142,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
     report = kernels_ext_npu.report(model)
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
     softnpu.reset_counters()
-    with _count_calls(model, report) as norm_calls, waits.counted() as in_forward:
+    with _count_calls(model, report) as norm_calls, host_waits() as in_forward:
         found = logits(model, moved)
     calls = softnpu.counters()
     same_in_graphs, replays = None, 0
@@ -151,7 +151,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         graphs = {"cache_implementation": "static", "compile_config": CompileConfig(backend="NPUGraph")}
         same_in_graphs = torch.equal(expected_tokens, _tokens(model, moved, **graphs).cpu())
         replays = softnpu.counters().get("graph_replays", 0)
-    with waits.counted() as in_step:
+    with host_waits() as in_step:
         found_gradients = gradients(model, moved)
     gradient = worst(measured.norm for measured in distances(found_gradients, expected_gradients).values())
     losses = distances(_losses(model, moved, steps), expected_losses).values()

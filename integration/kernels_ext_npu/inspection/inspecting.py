@@ -127,7 +127,7 @@ def inspect(
 
     Args:
         compare: count each kernel alone, too.
-        advance: is called with what comes next; steps() tells how often.
+        advance: is called with what comes next.
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
         lora: the rank of adapters of all linear layers but the head, which alone are trained then; none with 0.
@@ -170,9 +170,11 @@ def inspect(
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
                     variants.append(variant)
             weights = weight_bytes(model)
-    if not any(counts for variant in variants for counts in variant.counts.values()):
+    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
+    if not counted:
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    remarks = [*dict.fromkeys(remarks), *_unknown(variants)]
+    unknown = remark.unknown_products({name for counts in counted for name in counts.launches})
+    remarks = [*dict.fromkeys(remarks), *unknown]
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
@@ -186,16 +188,6 @@ def whole(variant: Variant) -> Counts | None:
         total.add(counts)
     total.peak = max(counts.peak for counts in phases if counts is not None)
     return total
-
-
-def steps(compare: bool, update: bool = False) -> int:
-    """Return how often inspect() says what comes next."""
-    return 1 + (len(PHASES) + update * len(WHOLE)) * len(_variants(compare))
-
-
-def _unknown(variants: list[Variant]) -> list[str]:
-    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
-    return remark.unknown_products({name for counts in counted for name in counts.launches})
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:

@@ -17,8 +17,8 @@ import softnpu
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import model_comparison
+from kernels_ext_npu.measuring.costs import peak
 from kernels_ext_npu.measuring.distance import OF_MODELS, models_agree
-from kernels_ext_npu.measuring.peak_memory import peak
 from kernels_ext_npu.model_configs import TINY
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Case, Function
@@ -61,7 +61,7 @@ def _piece(case: Case, dtype: torch.dtype) -> Piece:
         with peak() as held:
             found = case.compare(kernel, dtype)
         tolerance = comparing.TOLERANCE[dtype]
-        judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.bytes}
+        judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.number}
         return found._asdict() | judged
 
     return run
@@ -88,7 +88,7 @@ def _of_model(model: str) -> Piece:
             "agrees": models_agree(found.logits, found.gradient) and swapped > 0,
             "swapped": swapped,
             "waits": list(found.waits),
-            "peak_bytes": held.bytes,
+            "peak_bytes": held.number,
         }
 
     return run

@@ -16,7 +16,7 @@ from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost, bytes_of
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 
@@ -121,16 +121,17 @@ class Counting(Cost):
         return found
 
     def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
-        message = collectives.message(operator, args, kwargs, result)
-        if message is None:
+        name = collectives.name_of(operator)
+        if name is None:
             return
-        axis = collectives.axis(message.operator, self._axes.get(message.group.group_name, ()))
-        key = Collective(message.operator, axis, message.group.size())
+        group = collectives.group(operator, args, kwargs)
+        key = Collective(name, collectives.axis(name, self._axes.get(group.group_name, ())), group.size())
         self._counts.calls[key] += 1
-        self._counts.messages[key] += message.bytes
-        if message.cloned:
+        # what is reduced, gathered, scattered or exchanged as a whole: the larger side of it
+        self._counts.messages[key] += max(bytes_of(value) for value in (*args, *kwargs.values(), result))
+        if collectives.clones(operator) and (cloned := 2 * bytes_of(result)):
             self.launches["clone"] += 1
-            self.bytes["clone"] += 2 * message.cloned
-            self._counts.seconds["clone"] += 2 * message.cloned / self.soc.bandwidth
+            self.bytes["clone"] += cloned
+            self._counts.seconds["clone"] += cloned / self.soc.bandwidth
         if operator is torch.ops.c10d._reduce_scatter_base_.default:
             self.memory.exclude([args[0]])  # FSDP2's: what comes out is the gradient of weights

@@ -59,7 +59,9 @@ def run(
                 while (said := child.hear(end - time.monotonic())) is not None and "ended" not in said:
                     _note(outcome, said)
                 if said is None and not outcome.errors:
-                    outcome.failure = f"{outcome.step}: {_death(*child.death())}"
+                    signal, code = child.death()
+                    how = f"died of {signal}" if signal else f"ended by itself with code {code}"
+                    outcome.failure = f"{outcome.step}: the process {how}"
             except queue.Empty:
                 outcome.hung, outcome.failure = True, f"{outcome.step}: no end after {limit:.0f} s"
                 child.kill()
@@ -79,7 +81,3 @@ def _note(outcome: Outcome, said: dict[str, Any]) -> None:
         outcome.failure = f"{outcome.step}: {outcome.errors[0]}"
     else:
         outcome.facts |= said
-
-
-def _death(signal: str | None, code: int | None) -> str:
-    return f"the process died of {signal}" if signal else f"the process ended by itself with code {code}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,15 +178,16 @@ def inspect(
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
-def whole(variant: Variant) -> Counts | None:
-    """Add up the phases of a whole step; its peak is the largest of theirs. None where one was not counted."""
-    phases = [variant.counts.get(phase) for phase in WHOLE]
+def whole(variant: Variant, phases: Collection[str] = tuple(WHOLE)) -> Counts | None:
+    """Add up the phases of a whole step, or some; the peak is the largest of theirs. None where one was not counted."""
     total = Counts()
-    for counts in phases:
+    for phase in phases:
+        counts = variant.counts.get(phase)
         if counts is None:
             return None
+        peak = max(total.peak, counts.peak)
         total.add(counts)
-    total.peak = max(counts.peak for counts in phases if counts is not None)
+        total.peak = peak
     return total
 
 

@@ -7,8 +7,7 @@ for the experts that tokens are routed to: they are taken in turn. All ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.inspection.counting import collectives
+from kernels_ext_npu.inspection.replacing import replaced
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
@@ -83,8 +83,7 @@ class KnownValues:
             self._follow(operator, name, args, kwargs, result)
         return result
 
-    @contextmanager
-    def read_at_once(self) -> Iterator[None]:
+    def read_at_once(self) -> AbstractContextManager[None]:
         """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
         before = FakeTensor.tolist
 
@@ -96,11 +95,7 @@ class KnownValues:
             with _disable_current_modes():
                 return value.tolist()
 
-        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            FakeTensor.tolist = before  # type: ignore[method-assign]
+        return replaced(FakeTensor, "tolist", tolist)
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.

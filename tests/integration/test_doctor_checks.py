@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor import examination, installed_packages, known_errors
+from kernels_ext_npu.doctor import examination, findings, installed_packages
 from kernels_ext_npu.doctor.checks import device, kernel_files, libraries, python_and_torch, register_effect
 from kernels_ext_npu.doctor.findings import Verdict
-from kernels_ext_npu.doctor.outcomes import Outcome, run
+from kernels_ext_npu.doctor.observations import Outcome, run
 from kernels_ext_npu.doctor.probes import copies_and_cache, hardware_and_cann, swapped_and_compared, torch_npu_alone
 from kernels_ext_npu.machine import description
 from tests.support import doctor_faults as faults
@@ -338,7 +338,7 @@ def test_a_check_that_fails_does_not_hide_the_others() -> None:
     ],
 )
 def test_errors_of_attention_are_known(error: str, advice: str) -> None:
-    known = known_errors.explain([error])
+    known = findings.explain([error])
     assert known is not None
     assert advice in known.advice
 
@@ -348,6 +348,6 @@ def test_causes_are_explained_before_what_was_made_of_them() -> None:
         "RuntimeError: Failed to load the backend extension: torch_npu.",
         "ModuleNotFoundError: No module named 'yaml'",
     )
-    known = known_errors.explain(errors)
+    known = findings.explain(errors)
     assert known is not None
     assert known.commands == ("pip install pyyaml",)

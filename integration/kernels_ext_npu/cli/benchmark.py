@@ -9,8 +9,7 @@ import typer
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import options
-from kernels_ext_npu.cli.refusals import check_file, check_picture, take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
+from kernels_ext_npu.cli.terminal import AsJson, check_file, check_picture, console, print_json, say, take_device
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.model_configs import PUBLISHED
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress, take_device
 from kernels_ext_npu.environment import RefusedError
 
 

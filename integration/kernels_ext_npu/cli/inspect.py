@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import check_picture, take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.cli.terminal import AsJson, check_picture, console, print_json, progress, take_device
 from kernels_ext_npu.environment import RefusedError
 
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kernels_ext_npu.cli.refusals import take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
+from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say, take_device
 from kernels_ext_npu.environment import RefusedError
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from kernels_ext_npu.doctor.checks import (
     register_effect,
 )
 from kernels_ext_npu.doctor.findings import Finding, Verdict, warning
-from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations
-from kernels_ext_npu.doctor.outcomes import Outcome, run
+from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations, Outcome, run
 from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 
 # Seconds after which a probe is ended. torch and torch_npu take a minute on slow disks; a card starts in some seconds.

@@ -187,11 +187,11 @@ def _verified(found: list[Any], where: str, machine: Any) -> dict[str, Any]:
 def _cache() -> dict[str, Any]:
     from huggingface_hub import constants
 
-    from kernels_ext_npu.distribution import hub_cache
+    from kernels_ext_npu.distribution import bundles
 
     facts: dict[str, Any] = {"offline": constants.HF_HUB_OFFLINE, "hub_cache": constants.HF_HUB_CACHE}
     try:
-        folder = hub_cache.folder()
+        folder = bundles.cache_folder()
     except BundleError as error:
         return facts | {"refused": str(error)}
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
@@ -207,10 +207,10 @@ def _cache() -> dict[str, Any]:
 
 def _cached(name: str, machine: Any) -> dict[str, Any]:
     """Look for a repository as `kernels` does without a network: it wants a note of the commit and all files of it."""
-    from kernels_ext_npu.distribution import hub_cache, targets
+    from kernels_ext_npu.distribution import bundles, targets
 
     try:
-        folder = hub_cache.folder()
+        folder = bundles.cache_folder()
         snapshots = folder / f"kernels--{sources.ORGANISATION}--{name}" / "snapshots"
         if not snapshots.is_dir() or not any(snapshots.iterdir()):
             return {"state": "absent"}

@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from kernels_ext_npu import environment
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
-from kernels_ext_npu.doctor.known_errors import NO_CANN, SET_ENV, explained
+from kernels_ext_npu.doctor.findings import NO_CANN, SET_ENV, Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations, scripts
 from kernels_ext_npu.doctor.probes import CANN, DEVICE, DEVICES, SOFTNPU
 

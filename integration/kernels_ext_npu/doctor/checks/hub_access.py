@@ -8,10 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, warning
-from kernels_ext_npu.doctor.known_errors import explained
-from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.doctor.outcomes import Outcome
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, warning
+from kernels_ext_npu.doctor.observations import Observations, Outcome
 from kernels_ext_npu.doctor.probes import HEADERS
 from kernels_ext_npu.sources import ORGANISATION, VERSION
 

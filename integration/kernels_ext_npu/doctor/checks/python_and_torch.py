@@ -10,11 +10,9 @@ from packaging.version import Version
 
 from kernels_ext_npu import __file__ as package_file
 from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import CPU_INDEX, Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.installed_packages import Package
-from kernels_ext_npu.doctor.known_errors import CPU_INDEX, explained
-from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.doctor.outcomes import Outcome
+from kernels_ext_npu.doctor.observations import Observations, Outcome
 
 PYTHON = ((3, 10), (3, 15))
 ARCHITECTURES = ("x86_64", "aarch64")

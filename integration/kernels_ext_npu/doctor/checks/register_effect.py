@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
-from kernels_ext_npu.doctor.known_errors import explained
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.doctor.probes import DEVICE, KERNELS, SOFTNPU, TORCH_NPU, TRANSFORMERS
 

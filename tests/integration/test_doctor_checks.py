@@ -314,11 +314,12 @@ def test_a_model_that_computes_something_else_is_a_problem() -> None:
     assert (finding.verdict, finding.details) == (Verdict.WARNING, ("model.norm (Norm): somebody else's",))
 
 
-def test_a_check_that_fails_does_not_hide_the_others() -> None:
+def test_a_check_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(seen):
         return {}["nothing"]
 
-    (finding,) = examination._conclude("mine", examination.Check(broken), faults.observed())
+    monkeypatch.setitem(examination.CHECKS, "mine", broken)
+    (finding,) = examination._conclude("mine", faults.observed())
     assert finding.verdict is Verdict.WARNING
     assert "KeyError: 'nothing'" in finding.summary
 

@@ -82,12 +82,12 @@ def benchmark(
     providers_here = [provider.name for provider in found]
     results: list[Result] = []
     for each in models:
-        for dtype in dtypes:
+        for precision in dtypes:
             measured: list[Result] = []
-            with shown.status(f"{each.name}, {dtype}") as status:
-                for result in measured_calls.run(each, dtype, kernels, tokens, repeats, found):
+            with shown.status(f"{each.name}, {precision}") as status:
+                for result in measured_calls.run(each, precision, kernels, tokens, repeats, found):
                     measured.append(result)
-                    status.update(f"{each.name}, {dtype}, {result.phase}, {result.provider}: {result.name}")
+                    status.update(f"{each.name}, {precision}, {result.phase}, {result.provider}: {result.name}")
             results += measured
             if measured:
                 results_layout.show(shown, measured, providers_here)

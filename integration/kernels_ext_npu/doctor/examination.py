@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from kernels_ext_npu import __file__ as package_file
 from kernels_ext_npu import __version__
 from kernels_ext_npu.doctor import installed_packages, probes
 from kernels_ext_npu.doctor.checks import (
@@ -31,31 +33,46 @@ TRANSFORMERS = 30.0
 HUB_TIMEOUT = 5.0  # of one request
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check: what concludes from the observations, and the facts that each of its findings has."""
-
-    conclude: Callable[[Observations], Finding | list[Finding]]
-    facts: Callable[[Observations], dict[str, Any]] = lambda seen: {}
-
-
-CHECKS = {
-    "Python": Check(python_and_torch.python, python_and_torch.python_facts),
-    "torch": Check(python_and_torch.torch, python_and_torch.torch_facts),
-    "torch_npu": Check(python_and_torch.torch_npu, python_and_torch.torch_npu_facts),
-    "CANN": Check(device.cann, device.cann_facts),
-    "device": Check(device.device, device.facts),
-    "autoload": Check(python_and_torch.autoload, python_and_torch.autoload_facts),
-    "transformers": Check(libraries.transformers),
-    "kernels": Check(libraries.kernels),
-    "accelerate and huggingface-hub": Check(libraries.helpers),
-    "requirements": Check(libraries.requirements),
-    "kernel files": Check(kernel_files.intact),
-    "variant": Check(kernel_files.variants),
-    "Hub cache": Check(kernel_files.cache),
-    "Hub": Check(hub_access.reachable, hub_access.facts),
-    "publisher": Check(hub_access.publisher),
-    "register()": Check(register_effect.register_takes_effect, register_effect.facts),
+CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {
+    "Python": python_and_torch.python,
+    "torch": python_and_torch.torch,
+    "torch_npu": python_and_torch.torch_npu,
+    "CANN": device.cann,
+    "device": device.device,
+    "autoload": python_and_torch.autoload,
+    "transformers": libraries.transformers,
+    "kernels": libraries.kernels,
+    "accelerate and huggingface-hub": libraries.helpers,
+    "requirements": libraries.requirements,
+    "kernel files": kernel_files.intact,
+    "variant": kernel_files.variants,
+    "Hub cache": kernel_files.cache,
+    "Hub": hub_access.reachable,
+    "publisher": hub_access.publisher,
+    "register()": register_effect.register_takes_effect,
+}
+_OF_TINY_MODEL = ("software", "device", "summary", "kept", "difference", "taken")
+FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each finding of a check has, besides its own
+    "Python": lambda seen: {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file},
+    "torch": lambda seen: {"version": _version(seen, "torch"), "build": seen.torch_build},
+    "torch_npu": lambda seen: {"version": _version(seen, "torch_npu"), "errors": seen.torch.errors},
+    "CANN": lambda seen: {
+        "version": seen.cann,
+        "kernels_reads": seen.cann and device.as_kernels_reads(seen.cann),
+        "ASCEND_HOME_PATH": seen.named_cann and seen.named_cann["path"],
+        "places": seen.cann_places,
+    },
+    "device": lambda seen: {
+        "count": seen.devices,
+        "names": seen.torch.facts.get("names", []),
+        "software": seen.software,
+        "signs": seen.signs_of_hardware,
+        device.VISIBLE: seen.environment.get(device.VISIBLE),
+        "npu_smi": seen.disk.facts.get("npu_smi"),
+    },
+    "autoload": lambda seen: {python_and_torch.AUTOLOAD: seen.environment.get(python_and_torch.AUTOLOAD, "1")},
+    "Hub": hub_access.asked,
+    "register()": lambda seen: {name: seen.use.facts.get(name) for name in _OF_TINY_MODEL} if seen.use else {},
 }
 
 
@@ -69,7 +86,7 @@ def examine(source: str = "bundled") -> dict[str, Any]:
         what JSON has: version, source, whether it is healthy, which warnings leave it, and a dictionary for each check.
     """
     seen = observe(source)
-    found = [finding for name, check in CHECKS.items() for finding in _conclude(name, check, seen)]
+    found = [finding for name in CHECKS for finding in _conclude(name, seen)]
     healthy = not any(finding.verdict is Verdict.PROBLEM for finding in found)
     checks = [{"check": each.check} | asdict(each) | {"verdict": each.verdict.value} for each in found]
     return {"version": __version__, "source": source, "healthy": healthy, "checks": checks}
@@ -135,10 +152,15 @@ def _without_softnpu() -> dict[str, str]:
     return environment
 
 
-def _conclude(name: str, check: Check, seen: Observations) -> list[Finding]:
+def _version(seen: Observations, name: str) -> str | None:
+    version = seen.packages[name].version
+    return str(version) if version else None
+
+
+def _conclude(name: str, seen: Observations) -> list[Finding]:
     try:
-        found = check.conclude(seen)
-        findings, facts = found if isinstance(found, list) else [found], check.facts(seen)
+        found, facts = CHECKS[name](seen), FACTS[name](seen) if name in FACTS else {}
+        findings = found if isinstance(found, list) else [found]
     except Exception as error:  # an observation that nobody thought of must not hide the others
         said = f"doctor does not understand what it saw: {type(error).__name__}: {error}"
         return [warning(said, check=name, advice="Please report this line, with the report that --json prints.")]

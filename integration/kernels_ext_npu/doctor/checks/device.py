@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.doctor.findings import NO_CANN, SET_ENV, Finding, explained, not_checked, ok, problem, warning
@@ -55,18 +54,6 @@ def device(seen: Observations) -> Finding:
         details = ("the software device works here",) if works else ()
         return _none("no sign of a card, but CANN is set up or installed", details, advice)
     return _software(seen)
-
-
-def facts(seen: Observations) -> dict[str, Any]:
-    """Return how many devices there are, and every sign of one."""
-    return {
-        "count": seen.devices,
-        "names": seen.torch.facts.get("names", []),
-        "software": seen.software,
-        "signs": seen.signs_of_hardware,
-        VISIBLE: seen.environment.get(VISIBLE),
-        "npu_smi": seen.disk.facts.get("npu_smi"),
-    }
 
 
 def _visible(seen: Observations) -> Finding:
@@ -127,16 +114,6 @@ def cann(seen: Observations) -> Finding:
             see=NO_CANN,
         )
     return _absent(seen) if seen.cann is None and named is None else _read(seen)
-
-
-def cann_facts(seen: Observations) -> dict[str, Any]:
-    """Return the version, how `kernels` reads it, and where CANN is."""
-    return {
-        "version": seen.cann,
-        "kernels_reads": seen.cann and as_kernels_reads(seen.cann),
-        "ASCEND_HOME_PATH": seen.named_cann and seen.named_cann["path"],
-        "places": seen.cann_places,
-    }
 
 
 def as_kernels_reads(found: str) -> str | None:

@@ -61,7 +61,7 @@ def reachable(seen: Observations) -> Finding:
     return ok(f"{_where(seen)} answers and has the {in_words()} kernels", facts=outcome.facts)
 
 
-def facts(seen: Observations) -> dict[str, Any]:
+def asked(seen: Observations) -> dict[str, Any]:
     """Return which Hub was asked, and through which proxy."""
     endpoint = seen.hub.facts.get("endpoint")
     return {} if unusable_urls(seen.environment) else {"endpoint": endpoint, "proxy": _proxy(endpoint)}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from typing import Any
 
 from packaging.version import Version
 
-from kernels_ext_npu import __file__ as package_file
-from kernels_ext_npu import __version__
 from kernels_ext_npu.doctor.findings import CPU_INDEX, Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.installed_packages import Package
 from kernels_ext_npu.doctor.observations import Observations, Outcome
@@ -42,11 +39,6 @@ def python(_: Observations) -> Finding:
         advice = "torch_npu exists for Linux on x86_64 and aarch64: use such a machine, or a container."
         return problem(found, advice=advice)
     return ok(found)
-
-
-def python_facts(_: Observations) -> dict[str, Any]:
-    """Return which Python this is, and which kernels_ext_npu."""
-    return {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file}
 
 
 def torch(seen: Observations) -> Finding:
@@ -85,12 +77,6 @@ def torch(seen: Observations) -> Finding:
     return ok(f"{imported}, a CPU build")
 
 
-def torch_facts(seen: Observations) -> dict[str, Any]:
-    """Return the version of torch, and what it is built for."""
-    version = seen.packages["torch"].version
-    return {"version": version and str(version), "build": seen.torch_build}
-
-
 def autoload(seen: Observations) -> Finding:
     """Check that `import torch` works alone.
 
@@ -116,11 +102,6 @@ def autoload(seen: Observations) -> Finding:
         see="Failed to load the backend extension",
         facts={"errors": seen.autoload.errors},
     )
-
-
-def autoload_facts(seen: Observations) -> dict[str, Any]:
-    """Return the switch of autoload."""
-    return {AUTOLOAD: seen.environment.get(AUTOLOAD, "1")}
 
 
 def cpu_build(seen: Observations) -> str:
@@ -167,12 +148,6 @@ def torch_npu(seen: Observations) -> Finding:
     if unfit:
         return warning(f"{package.version} {unfit}", advice=FIT, commands=_install(seen))
     return ok(seen.torch.facts["torch_npu"])
-
-
-def torch_npu_facts(seen: Observations) -> dict[str, Any]:
-    """Return the version of torch_npu, and the errors of its import."""
-    version = seen.packages["torch_npu"].version
-    return {"version": version and str(version), "errors": seen.torch.errors}
 
 
 def _without_cann(seen: Observations) -> Finding | None:

@@ -14,7 +14,7 @@ import torch_npu
 from transformers import PreTrainedModel
 
 import softnpu
-from kernels_ext_npu.benchmarking import agreement, call_costs, whole_model_calls
+from kernels_ext_npu.benchmarking import agreement, call_costs, recorded_calls
 from kernels_ext_npu.benchmarking.agreement import Distances
 from kernels_ext_npu.benchmarking.call_costs import Before, Run, Work
 from kernels_ext_npu.benchmarking.options import DTYPES
@@ -74,12 +74,12 @@ def run(
     Raises:
         RefusedError: the model cannot be built.
     """
-    parts = [kernel for kernel in kernels if kernel not in whole_model_calls.KERNELS]
+    parts = [kernel for kernel in kernels if kernel not in recorded_calls.OF_WHOLE_MODELS]
     for phase in phases(tokens):
         if parts:
             yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, repeats)
-        if whole := whole_model_calls.wanted(kernels, phase):
-            calls_of = partial(whole_model_calls.calls, kernels=whole)
+        if whole := recorded_calls.wanted_of_whole(kernels, phase):
+            calls_of = partial(recorded_calls.whole_model_calls, kernels=whole)
             yield from _run_phase(model.whole(), dtype, phase, calls_of, found, repeats)
 
 

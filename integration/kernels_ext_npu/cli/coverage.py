@@ -28,8 +28,7 @@ def coverage(
         raise RefusedError("--markdown is about all model types, and no JSON: give it alone")
     take_device(needed=False)
     from kernels_ext_npu.coverage import tables
-    from kernels_ext_npu.coverage.model_types import find
-    from kernels_ext_npu.coverage.survey import survey
+    from kernels_ext_npu.coverage.survey import find, survey
 
     folders = find(model_types) if model_types else None
     with progress() as shown:

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kernels_ext_npu.catalogue import ACTIVATIONS, KINDS, SERVING, Kind, Repository
-from kernels_ext_npu.coverage.model_types import UNNAMED, Folder
-from kernels_ext_npu.coverage.survey import Entry, Row
+from kernels_ext_npu.coverage.survey import UNNAMED, Entry, Folder, Row
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.distribution import bundle_archive
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
-from kernels_ext_npu.distribution.variants import is_bytecode, left_out
+from kernels_ext_npu.distribution.variants import contents, is_bytecode, left_out
 from kernels_ext_npu.distribution.verification import verify_build
 from kernels_ext_npu.sources import ORGANISATION
 
@@ -100,16 +100,14 @@ def _problems(repositories: list[KernelRepository]) -> list[str]:
 
 def _from_folder(folder: Path) -> KernelRepository:
     """Return the variants in the package or of a clone, which are all that the branch of a version needs."""
-    files = {}
     for path in sorted((folder / "build").rglob("*")):
         if path.is_symlink():
             raise BundleError(f"{path} is a link, and a variant holds only files")
-        if path.is_file() and not is_bytecode(path.relative_to(folder)):
-            files[path.relative_to(folder).as_posix()] = path.read_bytes()
     try:
-        files |= {f"build/{path}": content for path, content in left_out(folder).items()}
+        found = contents(folder / "build") | left_out(folder)
     except ValueError as error:
         raise BundleError(str(error)) from error
+    files = {f"build/{path}": content for path, content in found.items()}
     return KernelRepository(folder.name, _version(files), files)
 
 
@@ -139,11 +137,7 @@ def _from_hub(name: str) -> KernelRepository:
         with tempfile.TemporaryDirectory() as cache:
             folder = published.download(api, repo_id, commit, Path(cache))
             problems = published.differences(folder, published.tree(api, repo_id, commit))
-            files = {
-                path.relative_to(folder).as_posix(): path.read_bytes()
-                for path in sorted(folder.rglob("*"))
-                if path.is_file() and not is_bytecode(path.relative_to(folder))
-            }
+            files = contents(folder)
     except Exception as error:  # whatever the Hub's client makes of a missing repository or network
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BundleError(f"{repo_id} cannot be downloaded from {api.endpoint}: {reason}") from error

@@ -27,7 +27,7 @@ _ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # gi
 _FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 # operators whose result has a size that only values tell, and the argument with these values
 _SIZED_BY = dict.fromkeys(("nonzero", "repeat_interleave", "unique_consecutive", "_unique2"), 0)
-_SIZED_BY |= {"masked_select": 1, "index": 1}
+_SIZED_BY |= {"masked_select": 1}
 
 
 class UnknownValueError(Exception):
@@ -69,9 +69,9 @@ class KnownValues:
                 raise UnknownValueError(operator)
             with _disable_current_modes():
                 return value.item()
-        if _is_sized_by_values(operator, name, args):
+        if (sizing := _sizing(operator, name, args)) is not None:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
-            return self._sized_by_values(operator, name, args, kwargs)
+            return self._sized_by_values(operator, sizing, args, kwargs)
         result = operator(*args, **kwargs)
         self.waits += _waits(operator, args, kwargs, result)
         self.copies_in += _copies_in(operator, args, result)
@@ -140,8 +140,8 @@ class KnownValues:
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
             return operator(*args, **kwargs)
 
-    def _sized_by_values(self, operator: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
-        if name not in _SIZED_BY or any(self._value(fake) is None for fake in _tensors(_sizing(name, args))):
+    def _sized_by_values(self, operator: OpOverload, sizing: Any, args: tuple, kwargs: dict) -> Any:
+        if any(self._value(fake) is None for fake in _tensors(sizing)):
             raise UnknownValueError(operator)
         known = all(self._value(fake) is not None for fake in _tensors((args, kwargs)))
         device = args[0].device
@@ -180,17 +180,17 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
+def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:
+    """Return the argument whose values tell how large a result is; None where sizes alone do."""
     if name == "index":  # by a mask, of which torch makes indices
-        return _has_mask(args[1])
+        return args[1] if _has_mask(args[1]) else None
     if name == "repeat_interleave" and len(args) > 1:  # an operator of its own on the NPU, and elsewhere two
-        return isinstance(args[1], Tensor)
-    return torch.Tag.dynamic_output_shape in operator.tags
-
-
-def _sizing(name: str, args: tuple) -> Any:
-    """Return the argument whose values tell how large a result is."""
-    return args[1] if name == "repeat_interleave" and len(args) > 1 else args[_SIZED_BY[name]]
+        return args[1] if isinstance(args[1], Tensor) else None
+    if torch.Tag.dynamic_output_shape not in operator.tags:
+        return None
+    if name not in _SIZED_BY:
+        raise UnknownValueError(operator)
+    return args[_SIZED_BY[name]]
 
 
 def _waits(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
-from kernels_ext_npu.doctor import known_errors
+from kernels_ext_npu.doctor import findings
 from kernels_ext_npu.swaps.linear import lora
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,7 @@ def test_reasons_of_packing_are_those_of_the_kernel() -> None:
 
 
 def test_doctor_refers_to_headings_that_are_there() -> None:
-    named = {known.see for known in known_errors.KNOWN if known.see}
+    named = {known.see for known in findings.KNOWN if known.see}
     for path in DOCTOR.rglob("[!_]*.py"):
         name = ".".join(path.relative_to(DOCTOR).with_suffix("").parts)
         module = importlib.import_module(f"kernels_ext_npu.doctor.{name}")

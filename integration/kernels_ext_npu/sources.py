@@ -5,27 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kernels_ext_npu.catalogue import REPOSITORIES
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch import nn
+    from kernels import LayerRepository, LocalLayerRepository
 
 ORGANISATION = "kernels-ext-npu"
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 
 
-class LayerSource(Protocol):
-    """What transformers' mapping holds: loads a layer of a kernel repository."""
-
-    def load(self) -> type[nn.Module]:
-        """Return the class of the layer."""
-
-
-def layer_sources(source: str | Path, layers: Mapping[str, str]) -> dict[str, LayerSource]:
+def layer_sources(
+    source: str | Path, layers: Mapping[str, str]
+) -> Mapping[str, LayerRepository | LocalLayerRepository]:
     """Return the entries of the mapping for layers of kernel repositories.
 
     Args:

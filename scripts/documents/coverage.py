@@ -8,7 +8,7 @@ import transformers
 
 import softnpu  # noqa: F401  before torch
 from documents import DocumentError
-from kernels_ext_npu.coverage import markdown
+from kernels_ext_npu.coverage import tables
 from kernels_ext_npu.coverage.survey import Row, survey
 from kernels_ext_npu.coverage.tables import columns
 from kernels_ext_npu.matching.classification import COUNTED
@@ -88,7 +88,7 @@ _CELLS = {
 
 def page() -> bytes:
     """Return docs/coverage.md."""
-    return markdown.page(_rows()).encode()
+    return tables.page(_rows()).encode()
 
 
 def summary(language: str) -> str:
@@ -96,14 +96,14 @@ def summary(language: str) -> str:
     count = sum(len(row.folder.model_types) for row in _rows())
     sums = [
         [f"[{kernel}]({kernel}/README.md)", _word(kind, language), *numbers]
-        for kernel, kind, *numbers in markdown.sums(_rows())
+        for kernel, kind, *numbers in tables.sums(_rows())
     ]
     headers = [_word(text, language) for text in ("kernel", "for", "served", "not served")]
     first, last = _SENTENCES[language]
     return "\n".join(
         [
             first.format(version=transformers.__version__, types=count) + "\n",
-            markdown.table(headers, sums, right=2),
+            tables.table(headers, sums, right=2),
             last + "\n",
         ]
     )
@@ -114,9 +114,9 @@ def best_known(language: str) -> str:
     rows = {model_type: row for row in _rows() for model_type in row.folder.model_types}
     kernels = [kernel.name for kernel in columns(_rows())]
     known = [
-        [_name(name, rows[name], _word("with", language)), *markdown.cells(_rows(), rows[name])] for name in BEST_KNOWN
+        [_name(name, rows[name], _word("with", language)), *tables.cells(_rows(), rows[name])] for name in BEST_KNOWN
     ]
-    table = markdown.table([_word("model type", language), *kernels], known, right=len(kernels))
+    table = tables.table([_word("model type", language), *kernels], known, right=len(kernels))
     return f"{_CELLS[language]}\n\n{table}"
 
 

@@ -37,7 +37,7 @@ def violations(local: Local, version: int, pruned: tuple[str, ...] = (), load: b
         for entry in verified:
             found += [f"{entry.variant}/{problem}" for problem in entry.problems]
             found += [f"{entry.variant}/{problem}" for problem in _variant(entry, version)]
-        loadable = [e.variant for e in verified if (e.path / METADATA).exists() and trial.loadable(e.path)]
+        loadable = [e.variant for e in verified if e.is_variant and trial.loadable(e.path)]
         if load and loadable:
             found += trial.load_local({variant: build / variant for variant in loadable})
     return found

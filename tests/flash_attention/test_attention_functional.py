@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softnpu
-from kernels_ext_npu.selftest.functions import attention_formula
+from kernels_ext_npu.selftest.functions import attention as attention_formula
 
 # Weights and values are rounded to the dtype, sums of a few values are in float32: the result, a mean of values of size
 # one, is off by a rounding of itself and as many of weights as there are keys, which add up to one. Gradients have one

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 import softnpu
-from kernels_ext_npu.selftest.functions import attention_formula
+from kernels_ext_npu.selftest.functions import attention as attention_formula
 
 TOKENS = 12
 SEQUENCES = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])

@@ -14,7 +14,7 @@ from build import ROOT
 from transformers import AutoModelForCausalLM
 
 import softnpu
-from kernels_ext_npu.benchmarking import recorded_calls, results_layout, shrunk_models, timing, whole_model_calls
+from kernels_ext_npu.benchmarking import call_costs, recorded_calls, results_layout, shrunk_models
 from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import EXPERTS, TOKENS, run, write_config
@@ -27,12 +27,12 @@ TIMES = ("lower_quartile_ms", "median_ms", "upper_quartile_ms")
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The software device says that it is real: its events tell how long the host took."""
     monkeypatch.setattr(softnpu, "is_software", lambda: False)
-    monkeypatch.setattr(timing, "WARM_UP", 1)
+    monkeypatch.setattr(call_costs, "WARM_UP", 1)
 
 
 def lines_of(kernels: set[str]) -> set[str]:
     """What a report has of a model for which these kernels have calls."""
-    in_training = {whole_model_calls.HEAD}
+    in_training = {recorded_calls.HEAD}
     return {
         f"{kernel}, {phase}, {direction}"
         for kernel in kernels
@@ -131,7 +131,7 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     for name in {model for model, _ in named}:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shrunk_models.load(name, 8).config)
-        known = lines_of({call.kernel for call in recorded_calls.calls_of(model)} | set(whole_model_calls.KERNELS))
+        known = lines_of({call.kernel for call in recorded_calls.calls_of(model)} | set(recorded_calls.OF_WHOLE_MODELS))
         assert {line for model, line in named if model == name} <= known
     assert {name for name, _ in named} <= set(PUBLISHED)
     of_kernels = {line.partition(",")[0] for _, line in named}

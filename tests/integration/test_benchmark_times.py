@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import pairwise
 
 import numpy
@@ -10,27 +11,22 @@ import pytest
 import torch
 
 import softnpu
-from kernels_ext_npu.benchmarking import timing
+from kernels_ext_npu.benchmarking import call_costs
 
 
-class WrittenClock:
-    """A clock whose runs take what the test says, on a device that does its work when it is waited for."""
+class WrittenDevice:
+    """A device whose runs take what the test says, and which has done its work when it is waited for."""
 
-    def __init__(self, *runs: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *runs: float) -> None:
         self.runs = iter(runs)
         self.now, self.waits, self.passed = 0.0, 0, False
-
-    def mark(self) -> float:
-        self.passed = False
-        return self.now
+        monkeypatch.setattr(softnpu, "is_software", lambda: False)
+        monkeypatch.setattr("torch_npu.npu.synchronize", self.wait)
+        monkeypatch.setattr("torch_npu.npu.Event", partial(WrittenEvent, self))
 
     def wait(self) -> None:
         self.waits += 1
         self.passed = True
-
-    def between(self, start: float, end: float) -> float:
-        assert self.passed, "the device may not be there yet"
-        return end - start
 
     def prepare(self) -> str:
         self.now += 1000
@@ -41,11 +37,27 @@ class WrittenClock:
         self.now += next(self.runs)
 
 
-def test_each_run_has_its_time_and_what_comes_before_none() -> None:
-    clock = WrittenClock(900, 800, 3, 1, 2, 5, 4)
-    assert timing.times(clock, clock.prepare, clock.run, warm_up=2, repeats=5) == [3, 1, 2, 5, 4]
-    assert clock.waits == 2
-    assert next(clock.runs, None) is None
+class WrittenEvent:
+    """An event of such a device."""
+
+    def __init__(self, device: WrittenDevice, enable_timing: bool) -> None:
+        assert enable_timing
+        self.device = device
+
+    def record(self) -> None:
+        self.device.passed = False
+        self.at = self.device.now
+
+    def elapsed_time(self, end: WrittenEvent) -> float:
+        assert self.device.passed, "the device may not be there yet"
+        return end.at - self.at
+
+
+def test_each_run_has_its_time_and_what_comes_before_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = WrittenDevice(monkeypatch, 900, 800, 3, 1, 2, 5, 4)
+    assert call_costs.times(device.prepare, device.run, warm_up=2, repeats=5) == [3, 1, 2, 5, 4]
+    assert device.waits == 2
+    assert next(device.runs, None) is None
 
 
 def test_events_enclose_each_run_and_nothing_else() -> None:
@@ -60,7 +72,7 @@ def test_events_enclose_each_run_and_nothing_else() -> None:
         prepared.add_(1)
 
     softnpu.reset_counters()
-    events = timing.record(timing.DeviceClock(), before, run, warm_up=3, repeats=5)
+    events = call_costs.record(before, run, warm_up=3, repeats=5)
     assert order == ["before", "run"] * 8
     assert softnpu.counters()["add_"] == 8
     assert softnpu.counters()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
@@ -74,8 +86,7 @@ def test_events_enclose_each_run_and_nothing_else() -> None:
 
 def test_what_comes_before_a_run_is_outside_of_its_events() -> None:
     """Of a device that works at once; the numbers are those of the two sleeps."""
-    clock = timing.DeviceClock()
-    events = timing.record(clock, lambda: time.sleep(0.05), lambda _: time.sleep(0.005), warm_up=0, repeats=3)
+    events = call_costs.record(lambda: time.sleep(0.05), lambda _: time.sleep(0.005), warm_up=0, repeats=3)
     for start, end in events:
         assert start.elapsed_time(end) >= 5
     for (_, end), (start, _) in pairwise(events):
@@ -83,12 +94,12 @@ def test_what_comes_before_a_run_is_outside_of_its_events() -> None:
 
 
 def test_the_software_device_gives_no_times_whoever_asks() -> None:
-    with pytest.raises(timing.NoTimesError, match="The software device computes on the host"):
-        timing.times(timing.DeviceClock(), lambda: None, lambda _: None, warm_up=0, repeats=2)
+    with pytest.raises(call_costs.NoTimesError, match="The software device computes on the host"):
+        call_costs.times(lambda: None, lambda _: None, warm_up=0, repeats=2)
 
 
 @pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 4.0], [1.0] * 50, [0.1, 0.2, 9.0, 0.15], [1.0, 2.0]])
 def test_the_spread_is_median_and_quartiles(times) -> None:
     lower, median, upper = numpy.percentile(times, [25, 50, 75])
     expected = {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}
-    assert timing.spread(times) == pytest.approx(expected)
+    assert call_costs.spread(times) == pytest.approx(expected)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.cli import app
-from kernels_ext_npu.distribution import bundle_archive, bundles, hub_cache
+from kernels_ext_npu.distribution import bundle_archive, bundles
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
 from kernels_ext_npu.distribution.variants import names
 from tests.support import bundle_faults
@@ -42,7 +42,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_cache_holds_the_version_and_its_files(cache: Path) -> None:
-    places = hub_cache.install(NEW, cache)
+    places = bundles.put_into_cache(NEW, cache)
     assert [place.before for place in places] == [None, None]
     for repository in NEW:
         home = cache / f"kernels--kernels-ext-npu--{repository.name}"
@@ -52,23 +52,23 @@ def test_the_cache_holds_the_version_and_its_files(cache: Path) -> None:
 
 
 def test_installing_again_changes_nothing(cache: Path) -> None:
-    hub_cache.install(NEW, cache)
+    bundles.put_into_cache(NEW, cache)
     (cache / HOME / "snapshots" / NEW[0].commit / "build" / "__pycache__").mkdir()
     (cache / HOME / "snapshots" / NEW[0].commit / "build" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"")
     before = content(cache)
-    assert [place.before for place in hub_cache.install(NEW, cache)] == [each.commit for each in NEW]
+    assert [place.before for place in bundles.put_into_cache(NEW, cache)] == [each.commit for each in NEW]
     assert content(cache) == before
 
 
 def test_other_snapshots_and_versions_stay(cache: Path) -> None:
-    hub_cache.install(OLD, cache)
+    bundles.put_into_cache(OLD, cache)
     (cache / HOME / "refs" / "v2").write_text("2" * 40)
     before = content(cache)
-    hub_cache.install(NEW, cache)
+    bundles.put_into_cache(NEW, cache)
     after = content(cache)
     refs = {f"kernels--kernels-ext-npu--{each.name}/refs/v1" for each in NEW}
     assert {path for path in before if after[path] != before[path]} == refs
-    hub_cache.install(OLD, cache)  # and back
+    bundles.put_into_cache(OLD, cache)  # and back
     assert {path: after[path] for path in after if path not in refs}.items() <= content(cache).items()
     assert {path: content(cache)[path] for path in refs} == {path: before[path] for path in refs}
 
@@ -83,29 +83,29 @@ def test_a_download_of_one_variant_is_completed(cache: Path) -> None:
     pointer.parent.mkdir(parents=True)
     blob.write_bytes(repository.files[first])
     pointer.symlink_to(os.path.relpath(blob, pointer.parent))
-    hub_cache.install(NEW, cache)
+    bundles.put_into_cache(NEW, cache)
     assert pointer.is_symlink()
     assert content(cache / HOME / "snapshots" / repository.commit) == repository.files
     blob.unlink()  # as somebody does who wants the space
-    hub_cache.install(NEW, cache)
+    bundles.put_into_cache(NEW, cache)
     assert content(cache / HOME / "snapshots" / repository.commit) == repository.files
 
 
 @pytest.mark.parametrize("change", ["changed", "extra"])
 def test_other_content_under_the_same_commit_is_refused(cache: Path, change: str) -> None:
-    hub_cache.install(OLD, cache)
+    bundles.put_into_cache(OLD, cache)
     snapshot = cache / HOME / "snapshots" / NEW[0].commit
     path = snapshot / (next(iter(NEW[0].files)) if change == "changed" else "build/torch29-cann85-aarch64-linux/x.py")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"import os")
     before = content(cache)
     with pytest.raises(BundleError) as refusal:
-        hub_cache.install(NEW, cache)
+        bundles.put_into_cache(NEW, cache)
     what = "differs from the one in the bundle" if change == "changed" else "is not in the bundle"
     assert str(refusal.value) == f"{path} {what}, and belongs to the same commit: remove {snapshot} and install again"
     assert content(cache) == before
     shutil.rmtree(snapshot)
-    hub_cache.install(NEW, cache)
+    bundles.put_into_cache(NEW, cache)
 
 
 def test_a_model_of_the_same_name_that_hides_the_kernel_is_refused(cache: Path) -> None:
@@ -114,14 +114,14 @@ def test_a_model_of_the_same_name_that_hides_the_kernel_is_refused(cache: Path) 
     ref.parent.mkdir(parents=True)
     ref.write_text("1" * 40)
     with pytest.raises(BundleError, match=rf"{ref} would be taken .* remove {ref.parent.parent}, left by an"):
-        hub_cache.install(NEW, cache)
+        bundles.put_into_cache(NEW, cache)
     assert not (cache / HOME).exists()
 
 
 def test_others_can_read_a_shared_cache(cache: Path) -> None:
     before = os.umask(0o022)
     try:
-        hub_cache.install(NEW, cache)
+        bundles.put_into_cache(NEW, cache)
     finally:
         os.umask(before)
     for path in cache.rglob("*"):
@@ -130,7 +130,7 @@ def test_others_can_read_a_shared_cache(cache: Path) -> None:
 
 def test_several_installations_at_once(cache: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        for made in [pool.submit(hub_cache.install, NEW, cache) for _ in range(8)]:
+        for made in [pool.submit(bundles.put_into_cache, NEW, cache) for _ in range(8)]:
             made.result()
     for repository in NEW:
         home = cache / f"kernels--kernels-ext-npu--{repository.name}"

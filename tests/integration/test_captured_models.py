@@ -12,7 +12,7 @@ from transformers import CompileConfig
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.demo import tiny_models
+from kernels_ext_npu.demo import model_comparison
 
 # Both are float32, with sums in another order: the demo's own tolerance.
 FLOAT32 = 1e-5
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     config = model_configs.config(name)
-    return tiny_models.loader(config).from_config(config).eval()
+    return model_comparison.loader(config).from_config(config).eval()
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -55,10 +55,12 @@ def test_nothing_that_a_first_call_prepares_is_lost_in_a_graph(name: str) -> Non
 def test_greedy_tokens_in_graphs_are_those_on_the_cpu(name: str) -> None:
     model = build(name)
     options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
-    made = tiny_models.inputs(model.config)
+    made = model_comparison.inputs(model.config)
     expected = model.generate(**made, **options)
     ours = kernels_ext_npu.kernelize(model.to("npu"))
     softnpu.reset_counters()
-    found = ours.generate(**tiny_models.on("npu", made), **options, compile_config=CompileConfig(backend="NPUGraph"))
+    found = ours.generate(
+        **model_comparison.on("npu", made), **options, compile_config=CompileConfig(backend="NPUGraph")
+    )
     assert found.tolist() == expected.tolist()
     assert softnpu.counters()["graph_replays"] == 5  # the prompt gives a token, and the first step is not replayed

@@ -14,7 +14,6 @@ import transformers
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, FUNCTIONS, HEADS, NORMS, ROTARY, ROUTERS, SERVING, TABLES
-from kernels_ext_npu.coverage import model_types
 from kernels_ext_npu.coverage import survey as surveying
 from kernels_ext_npu.coverage.survey import Entry, Row
 from kernels_ext_npu.matching import classification
@@ -292,7 +291,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(imports: str = "") -> Row:
         monkeypatch.delitem(sys.modules, "modeling_toy", raising=False)
         (tmp_path / "modeling_toy.py").write_text(TOY.replace("{imports}", imports))
-        (row,) = surveying.survey([model_types.Folder("toy", (ToyConfig.model_type,), ("modeling_toy",))])
+        (row,) = surveying.survey([surveying.Folder("toy", (ToyConfig.model_type,), ("modeling_toy",))])
         return row
 
     yield make

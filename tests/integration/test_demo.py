@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kernels_ext_npu
 from kernels_ext_npu import cli, model_configs, sources
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.demo import model_comparison, tiny_models
+from kernels_ext_npu.demo import model_comparison
 
 
 def invoke(*arguments: str):
@@ -58,7 +58,7 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
         *differences, tokens, in_graphs, agrees = agreement[name]
         assert all(float(difference) <= 1e-5 for difference in differences)
         assert (tokens, agrees) == ("equal", "yes")
-        assert in_graphs == ("equal, 6 replays" if name in tiny_models.IN_GRAPHS else "not run")
+        assert in_graphs == ("equal, 6 replays" if name in model_comparison.IN_GRAPHS else "not run")
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
@@ -94,7 +94,7 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
         {"loss": 1.0},
         {"same_tokens": False},
         pytest.param({"norm_calls": 2}, marks=pytest.mark.software),
-        {"in_graphs": model_comparison.InGraphs(False, 6)},
+        {"same_in_graphs": False, "replays": 6},
     ],
 )
 def test_what_is_not_shown_to_agree_disagrees(change) -> None:
@@ -142,7 +142,7 @@ def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -
 
 
 def test_norms_of_the_saved_models_are_not_all_ones(tmp_path: Path) -> None:
-    tiny_models.save("Llama", tmp_path)
+    model_comparison.save("Llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not torch.allclose(model.model.norm.weight, torch.ones(()), atol=0.1)
 

@@ -18,8 +18,8 @@ from kernels_ext_npu.catalogue import in_words
 from kernels_ext_npu.doctor import display
 from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Finding, Verdict
-from kernels_ext_npu.doctor.outcomes import run
-from kernels_ext_npu.doctor.probes.kernel_copies import copies_and_cache
+from kernels_ext_npu.doctor.observations import run
+from kernels_ext_npu.doctor.probes import copies_and_cache
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 

@@ -12,23 +12,12 @@ from pathlib import Path
 import pytest
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor import examination, installed_packages, known_errors
-from kernels_ext_npu.doctor.checks import (
-    cann,
-    device,
-    kernel_files,
-    libraries,
-    python_and_torch,
-    register_effect,
-    torch_npu,
-)
+from kernels_ext_npu.doctor import examination, findings, installed_packages
+from kernels_ext_npu.doctor.checks import device, kernel_files, libraries, python_and_torch, register_effect
 from kernels_ext_npu.doctor.findings import Verdict
-from kernels_ext_npu.doctor.outcomes import Outcome, run
-from kernels_ext_npu.doctor.probes.disk import hardware_and_cann
-from kernels_ext_npu.doctor.probes.imports import torch_npu_alone
-from kernels_ext_npu.doctor.probes.kernel_copies import copies_and_cache
-from kernels_ext_npu.doctor.probes.tiny_model import swapped_and_compared
-from kernels_ext_npu.machine import hardware
+from kernels_ext_npu.doctor.observations import Outcome, run
+from kernels_ext_npu.doctor.probes import copies_and_cache, hardware_and_cann, swapped_and_compared, torch_npu_alone
+from kernels_ext_npu.machine import description
 from tests.support import doctor_faults as faults
 
 
@@ -172,7 +161,7 @@ def test_what_a_package_asks_for_and_does_not_get(monkeypatch, tmp_path: Path) -
     seen = faults.observed(torch=Outcome({"torch": "2.13.0+cpu", "passed": ["import torch"], "xpu": None}, failure="x"))
     finding = libraries.requirements(seen)
     assert finding.details[0].startswith("torch_npu asks for pyyaml>=99: found ")
-    finding = torch_npu.torch_npu(seen)
+    finding = python_and_torch.torch_npu(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert "2.13.0 asks for torch==2.12.0.*, and torch is 2.13.0+cpu" in finding.details
     assert finding.commands[0] == "pip install --no-deps torch_npu==2.13.0"
@@ -201,11 +190,11 @@ def test_requirements_of_the_package_are_the_declared_ones() -> None:
 def test_versions_of_cann(monkeypatch, tmp_path: Path, version: str | None, verdict: Verdict, words: str) -> None:
     home = faults.cann(tmp_path / "toolkit" / "latest", version)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
-    finding = cann.cann(faults.observed(disk=run(hardware_and_cann, 20)))
+    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 20)))
     assert (finding.verdict, finding.summary) == (verdict, words.format(home=home))
     if verdict is Verdict.PROBLEM:
         assert "InvalidVersion" in str(finding.advice)
-        assert finding.see == cann.UNREADABLE
+        assert finding.see == device.UNREADABLE
 
 
 def test_what_kernels_reads_is_what_it_reads(monkeypatch) -> None:
@@ -218,12 +207,12 @@ def test_what_kernels_reads_is_what_it_reads(monkeypatch) -> None:
             expected = str(backends._backend().version)
         except (ValueError, IndexError):
             expected = None
-        assert cann.as_kernels_reads(found) == expected, found
+        assert device.as_kernels_reads(found) == expected, found
 
 
 def test_a_folder_of_cann_that_does_not_exist(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "gone"))
-    finding = cann.cann(faults.observed(disk=run(hardware_and_cann, 20)))
+    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 20)))
     assert finding.verdict is Verdict.PROBLEM
     assert f"ASCEND_HOME_PATH is {tmp_path}/gone, which is no folder" == finding.summary
 
@@ -235,27 +224,27 @@ def test_torch_npu_with_cann_but_without_a_device(monkeypatch, tmp_path: Path) -
         monkeypatch.setenv(name, value)
     seen = faults.observed(disk=run(hardware_and_cann, 20), torch=run(torch_npu_alone, 60))
     assert seen.torch.failure is None
-    assert torch_npu.torch_npu(seen).verdict is Verdict.OK
+    assert python_and_torch.torch_npu(seen).verdict is Verdict.OK
     finding = device.device(seen)
     assert (finding.verdict, finding.summary) == (Verdict.PROBLEM, "none visible to torch_npu")
     assert finding.commands == ("unset ASCEND_RT_VISIBLE_DEVICES",)
-    assert "one digit before the dot" in str(cann.cann(seen).advice)
+    assert "one digit before the dot" in str(device.cann(seen).advice)
     assert seen.expects_a_card
     assert not examination._is_usable(seen)
 
 
 def test_signs_of_a_card_without_a_device_node(tmp_path: Path) -> None:
     failed = Outcome(failure="import torch_npu: x", errors=(f"ImportError: {faults.NO_CANN}",))
-    seen = faults.observed(disk=Outcome(hardware.signs(faults.card(tmp_path / "a"))), torch=failed)
+    seen = faults.observed(disk=Outcome(description.signs(faults.card(tmp_path / "a"))), torch=failed)
     finding = device.device(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert finding.summary == "a card is meant to be here, but there is no /dev/davinci*"
     assert finding.details == ("there is 1 on the PCI bus (0000:c1:00.0)", "there is the driver (25.2.0)")
     assert "--device /dev/davinci0" in str(finding.advice)
-    nodes = faults.observed(disk=Outcome(hardware.signs(faults.card(tmp_path / "b", nodes=2))), torch=failed)
+    nodes = faults.observed(disk=Outcome(description.signs(faults.card(tmp_path / "b", nodes=2))), torch=failed)
     assert nodes.nodes == ["/dev/davinci0", "/dev/davinci1"]
     assert device.device(nodes).verdict is Verdict.NOT_CHECKED  # torch_npu is the problem there
-    assert cann.cann(nodes).verdict is Verdict.PROBLEM
+    assert device.cann(nodes).verdict is Verdict.PROBLEM
 
 
 def test_a_tool_of_the_driver_that_fails(monkeypatch, tmp_path: Path) -> None:
@@ -278,7 +267,9 @@ def test_a_machine_without_a_compiler_has_no_software_device(monkeypatch, tmp_pa
     assert "no software device: ImportError: softnpu builds a small library" in finding.summary
     assert "apt-get install gcc" in finding.commands[0]
     assert (
-        torch_npu.torch_npu(seen).verdict is register_effect.register_takes_effect(seen).verdict is Verdict.NOT_CHECKED
+        python_and_torch.torch_npu(seen).verdict
+        is register_effect.register_takes_effect(seen).verdict
+        is Verdict.NOT_CHECKED
     )  # told once
 
 
@@ -323,11 +314,12 @@ def test_a_model_that_computes_something_else_is_a_problem() -> None:
     assert (finding.verdict, finding.details) == (Verdict.WARNING, ("model.norm (Norm): somebody else's",))
 
 
-def test_a_check_that_fails_does_not_hide_the_others() -> None:
+def test_a_check_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(seen):
         return {}["nothing"]
 
-    (finding,) = examination._conclude("mine", examination.Check(broken), faults.observed())
+    monkeypatch.setitem(examination.CHECKS, "mine", broken)
+    (finding,) = examination._conclude("mine", faults.observed())
     assert finding.verdict is Verdict.WARNING
     assert "KeyError: 'nothing'" in finding.summary
 
@@ -347,7 +339,7 @@ def test_a_check_that_fails_does_not_hide_the_others() -> None:
     ],
 )
 def test_errors_of_attention_are_known(error: str, advice: str) -> None:
-    known = known_errors.explain([error])
+    known = findings.explain([error])
     assert known is not None
     assert advice in known.advice
 
@@ -357,6 +349,6 @@ def test_causes_are_explained_before_what_was_made_of_them() -> None:
         "RuntimeError: Failed to load the backend extension: torch_npu.",
         "ModuleNotFoundError: No module named 'yaml'",
     )
-    known = known_errors.explain(errors)
+    known = findings.explain(errors)
     assert known is not None
     assert known.commands == ("pip install pyyaml",)

@@ -15,8 +15,8 @@ from pathlib import Path
 import softnpu, torch
 import kernels_ext_npu
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.demo import tiny_models
 from kernels_ext_npu.binding import forward_binding
+from kernels_ext_npu.demo import model_comparison
 from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
@@ -24,18 +24,18 @@ from transformers import AutoConfig
 FOLDER = Path(tempfile.mkdtemp())
 
 def load(name, **options):
-    auto = tiny_models.loader(AutoConfig.from_pretrained(FOLDER / name))
+    auto = model_comparison.loader(AutoConfig.from_pretrained(FOLDER / name))
     return auto.from_pretrained(FOLDER / name, dtype=torch.float32, device_map="npu", **options)
 
 def use(model):
-    made = tiny_models.on("npu", tiny_models.inputs(model.config))
+    made = model_comparison.on("npu", model_comparison.inputs(model.config))
     model.train()
     model(**made, labels=made["input_ids"]).loss.backward()
     model.eval().generate(**made, max_new_tokens=2, do_sample=False)
 
 # what transformers and kernels change by themselves, and what stays on purpose
 for name in model_configs.TINY:
-    tiny_models.save(name, FOLDER / name)
+    model_comparison.save(name, FOLDER / name)
     use(load(name))
 hub_kernels.register_kernel_mapping_transformers()
 forward_binding.install()

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kernels_ext_npu import cli, sources
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.environment import RefusedError
-from kernels_ext_npu.measuring import waits
+from kernels_ext_npu.measuring.costs import host_waits, profiled_waits
 from kernels_ext_npu.selftest import comparing, functions, pieces, result_report, runner
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
@@ -188,9 +188,9 @@ def test_a_report_has_no_path_name_or_token(monkeypatch) -> None:
 def test_the_profiler_sees_the_waits_that_the_software_device_counts(read) -> None:
     x = torch.ones(4, device="npu")
     read(x)
-    with waits.counted() as counted:
+    with host_waits() as counted:
         read(x)
-    with waits.profiled() as profiled:
+    with profiled_waits() as profiled:
         read(x)
     assert profiled.number == counted.number
 

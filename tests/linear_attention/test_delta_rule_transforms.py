@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels_ext_npu.selftest.functions.delta_rule_formula import delta_rule
+from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.support.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}

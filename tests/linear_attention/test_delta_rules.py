@@ -14,7 +14,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import softnpu
-from kernels_ext_npu.selftest.functions.delta_rule_formula import delta_rule
+from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.support.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.selftest.functions.delta_rule_formula import delta_rule
+from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.support.delta_rule_inputs import draw
 
 CHUNK = 64

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from kernels_ext_npu.distribution import hub_cache
+from kernels_ext_npu.distribution import bundles
 from kernels_ext_npu.distribution.bundle_archive import KernelRepository
 
 
@@ -50,12 +50,12 @@ class Steps:
         if self.how == "a kill":
             child = os.fork()
             if child == 0:
-                hub_cache.install(NEW, cache)
+                bundles.put_into_cache(NEW, cache)
                 os._exit(0)
             self.left = None
             return os.waitpid(child, 0)[1] != 0, False
         try:
-            hub_cache.install(NEW, cache)
+            bundles.put_into_cache(NEW, cache)
             ended = False
         except (OSError, KeyboardInterrupt):
             ended = not self.cleaning
@@ -87,7 +87,7 @@ def main(how: str, before: str, folder: Path) -> None:
     while failed:
         cache = folder / str(step)
         if before == "old":
-            hub_cache.install(OLD, cache)
+            bundles.put_into_cache(OLD, cache)
         failed, ended = steps.install(step, cache)
         found = states(cache)
         if how == "a kill":
@@ -98,7 +98,7 @@ def main(how: str, before: str, folder: Path) -> None:
         else:  # a folder was there already, or what was left to do was to clean up
             assert found == ["new", "new"], (step, found)
         if how == "a kill":  # what it left does not stand in the way of the next
-            hub_cache.install(NEW, cache)
+            bundles.put_into_cache(NEW, cache)
             assert states(cache) == ["new", "new"]
         shutil.rmtree(cache, ignore_errors=True)
         step += 1

@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 from kernels_ext_npu.doctor.installed_packages import read
-from kernels_ext_npu.doctor.observations import STACK, Observations
-from kernels_ext_npu.doctor.outcomes import Outcome
+from kernels_ext_npu.doctor.observations import STACK, Observations, Outcome
 from softnpu import runtime
 
 # what the loader says of the real wheel on a machine without CANN

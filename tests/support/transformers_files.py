@@ -12,7 +12,7 @@ from types import ModuleType
 from torch import nn
 
 from kernels_ext_npu.catalogue import ROTARY, Kind
-from kernels_ext_npu.coverage import model_types
+from kernels_ext_npu.coverage import survey
 from kernels_ext_npu.coverage.survey import SHARED, classes_of, functions_of
 from kernels_ext_npu.matching import classification
 
@@ -45,7 +45,7 @@ def modeling_files() -> tuple[ModuleType, ...]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = [model_types.load(file) for folder in model_types.folders() for file in folder.files]
+            loaded = [survey.load(file) for folder in survey.all_folders() for file in folder.files]
     finally:
         logging.disable(before)
     return tuple(module for module in loaded if isinstance(module, ModuleType))

@@ -1,8 +1,13 @@
-"""One call, run once to be compared and once to be counted."""
+"""One call, run once to be compared, once to be counted, and on a card many times to be timed.
+
+Times are between device events around each run, so that the host waits for none of them.
+"""
 
 from __future__ import annotations
 
 import gc
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +17,68 @@ from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
-from kernels_ext_npu.benchmarking.timing import Before, Run
-from kernels_ext_npu.inspection.counting.fallbacks import fallback
-from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.measuring.peak_memory import peak
+from kernels_ext_npu.inspection.counting.dispatch import fallback
+from kernels_ext_npu.measuring.costs import Cost, peak
 from softnpu.counting import STREAM_SYNCS
+
+# what comes before a run and gives its argument, and the run
+Before = Callable[[], Any]
+Run = Callable[[Any], Any]
+
+WARM_UP = 10
+NO_TIMES = (
+    "The software device computes on the host and says nothing about how fast a card is: it counts launches, bytes, "
+    "waits of the host and memory, and measures no times. Run the same command on a machine with a card for those."
+)
+
+
+class NoTimesError(RuntimeError):
+    """There is no device here whose times would mean anything."""
+
+
+def method(repeats: int) -> str:
+    """Say how times are measured."""
+    return (
+        f"Times are between device events around each of {repeats} runs, after {WARM_UP} that are not counted: median "
+        "and quartiles. The host waits for the device before the first and after the last, not in between."
+    )
+
+
+def record(before: Before, run: Run, warm_up: int, repeats: int) -> list[tuple[Any, Any]]:
+    """Run it between two events of the device, and return the events of each run; what comes before lies outside.
+
+    The device waits for nothing but its work when the first run begins, and has done the last one in the end.
+    """
+    for _ in range(warm_up):
+        run(before())
+    torch_npu.npu.synchronize()
+    events = []
+    for _ in range(repeats):
+        prepared = before()
+        start, end = (torch_npu.npu.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run(prepared)
+        end.record()
+        events.append((start, end))
+    torch_npu.npu.synchronize()
+    return events
+
+
+def times(before: Before, run: Run, warm_up: int, repeats: int) -> list[float]:
+    """Return the milliseconds of each of some runs.
+
+    Raises:
+        NoTimesError: it is the software device, whoever asks.
+    """
+    if softnpu.is_software():
+        raise NoTimesError(NO_TIMES)
+    return [start.elapsed_time(end) for start, end in record(before, run, warm_up, repeats)]
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Return median, quartiles and number of some times."""
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}
 
 
 @dataclass
@@ -107,7 +169,7 @@ def count(before: Before, run: Run) -> dict[str, int]:
             result = run(prepared)
     finally:
         gc.enable()
-    counted = {"launches": cost.launches.total(), "bytes": cost.bytes.total(), "peak_memory_bytes": held.bytes}
+    counted = {"launches": cost.launches.total(), "bytes": cost.bytes.total(), "peak_memory_bytes": held.number}
     if softnpu.is_software():
         counted["host_waits"] = softnpu.counters().get(STREAM_SYNCS, 0) - waited
     del result

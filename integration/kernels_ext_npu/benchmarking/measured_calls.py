@@ -14,14 +14,13 @@ import torch_npu
 from transformers import PreTrainedModel
 
 import softnpu
-from kernels_ext_npu.benchmarking import agreement, call_costs, timing, whole_model_calls
+from kernels_ext_npu.benchmarking import agreement, call_costs, recorded_calls
 from kernels_ext_npu.benchmarking.agreement import Distances
-from kernels_ext_npu.benchmarking.call_costs import Work
-from kernels_ext_npu.benchmarking.options import DTYPES, Asked
+from kernels_ext_npu.benchmarking.call_costs import Before, Run, Work
+from kernels_ext_npu.benchmarking.options import DTYPES
 from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
 from kernels_ext_npu.benchmarking.recorded_calls import Call, Phase, phases, record
 from kernels_ext_npu.benchmarking.shrunk_models import Model
-from kernels_ext_npu.benchmarking.timing import Before, Run
 from kernels_ext_npu.measuring.distance import DisagreementError, distances
 
 CallsOf = Callable[[Model, PreTrainedModel, Phase], list[Call]]
@@ -59,24 +58,29 @@ class Result:
         return {key: value for key, value in (fields | figures).items() if value is not None}
 
 
-def run(model: Model, dtype: str, asked: Asked, found: list[Provider]) -> Iterator[Result]:
+def run(
+    model: Model, dtype: str, kernels: list[str], tokens: int, repeats: int, found: list[Provider]
+) -> Iterator[Result]:
     """Measure a model by everybody who can compute it, one phase after the other, and give each result.
 
     Args:
         dtype: bf16 or fp16.
-        asked: what is measured of it.
+        kernels: the repositories whose calls are measured, "layer" for that of the last layer, and "step" for that of
+            the whole model.
+        tokens: those of a prefill and of a training step.
+        repeats: how many times a call is timed on a card.
         found: who computes it, the original first: the others are compared with what it differs.
 
     Raises:
         RefusedError: the model cannot be built.
     """
-    parts = [kernel for kernel in asked.kernels if kernel not in whole_model_calls.KERNELS]
-    for phase in phases(asked.tokens):
+    parts = [kernel for kernel in kernels if kernel not in recorded_calls.OF_WHOLE_MODELS]
+    for phase in phases(tokens):
         if parts:
-            yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, asked.repeats)
-        if whole := whole_model_calls.wanted(asked.kernels, phase):
-            calls_of = partial(whole_model_calls.calls, kernels=whole)
-            yield from _run_phase(model.whole(), dtype, phase, calls_of, found, asked.repeats)
+            yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, repeats)
+        if whole := recorded_calls.wanted_of_whole(kernels, phase):
+            calls_of = partial(recorded_calls.whole_model_calls, kernels=whole)
+            yield from _run_phase(model.whole(), dtype, phase, calls_of, found, repeats)
 
 
 def _run_phase(
@@ -157,5 +161,5 @@ def _sentence(error: Exception) -> str:
 def _figures(before: Before, measured: Run, repeats: int) -> dict[str, Any]:
     figures: dict[str, Any] = call_costs.count(before, measured)
     if not softnpu.is_software():
-        figures |= timing.spread(timing.times(timing.DeviceClock(), before, measured, timing.WARM_UP, repeats))
+        figures |= call_costs.spread(call_costs.times(before, measured, call_costs.WARM_UP, repeats))
     return figures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kernels_ext_npu.catalogue import CATALOGUE
 from kernels_ext_npu.environment import RefusedError
@@ -12,26 +11,6 @@ from kernels_ext_npu.environment import RefusedError
 KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
 REPEATS = 50  # of a call, on a card
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for of each model.
-
-    Attributes:
-        dtypes: by their short names.
-        kernels: the repositories whose calls are measured, "layer" for that of the last layer, and "step" for that of
-            the whole model.
-        tokens: those of a prefill and of a training step.
-        shrink: what widths, heads and experts are divided by.
-        repeats: how many times a call is timed on a card.
-    """
-
-    dtypes: list[str]
-    kernels: list[str]
-    tokens: int
-    shrink: int
-    repeats: int = REPEATS
 
 
 def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool = False) -> list[str]:

@@ -90,19 +90,14 @@ def load(name: str, shrink: int) -> Model:
     Raises:
         RefusedError: there is no such model, or transformers cannot read its config.
     """
-    if name in model_configs.PUBLISHED:
-        return _made(name, model_configs.source(name), model_configs.config(name), shrink)
     try:
         found = subject.find(name)
     except subject.CannotInspectError as error:
         if "/" in name:
             raise RefusedError(f"--model: {error}") from error
         raise RefusedError(f"{unknown('--model', name, model_configs.PUBLISHED)}. Of others: {error}") from error
-    source = "; ".join([name, *found.remarks])
-    return _made(name, source, found.config.get_text_config(decoder=True), shrink)
-
-
-def _made(name: str, source: str, config: Any, shrink: int) -> Model:
+    source = model_configs.source(name) if name in model_configs.PUBLISHED else "; ".join([name, *found.remarks])
+    config = found.config.get_text_config(decoder=True)
     vocabulary = -(-getattr(config, "vocab_size", VOCABULARY) // shrink)  # one without cannot be built, and says so
     return Model(name, source, _reduce(config, shrink), vocabulary)
 

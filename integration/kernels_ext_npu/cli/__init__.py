@@ -14,8 +14,8 @@ from kernels_ext_npu.cli.coverage import coverage
 from kernels_ext_npu.cli.demo import demo
 from kernels_ext_npu.cli.doctor import doctor
 from kernels_ext_npu.cli.inspect import inspect
-from kernels_ext_npu.cli.refusals import Commands
 from kernels_ext_npu.cli.selftest import selftest
+from kernels_ext_npu.cli.terminal import Commands
 from kernels_ext_npu.cli.verify import verify
 
 # what torchao says when transformers imports it, on every machine without CUDA

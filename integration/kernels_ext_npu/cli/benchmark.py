@@ -9,14 +9,12 @@ import typer
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import options
-from kernels_ext_npu.cli.refusals import check_file, check_picture, take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
+from kernels_ext_npu.cli.terminal import AsJson, check_file, check_picture, console, print_json, say, take_device
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.model_configs import PUBLISHED
 
 if TYPE_CHECKING:
     from kernels_ext_npu.benchmarking.measured_calls import Result
-    from kernels_ext_npu.benchmarking.shrunk_models import Model
 
 
 def benchmark(
@@ -61,71 +59,55 @@ def benchmark(
     environment.check()
     options.check_device(dtypes)
     import softnpu
+    from kernels_ext_npu.benchmarking import agreement, call_costs, measured_calls, providers, results_layout
     from kernels_ext_npu.benchmarking.shrunk_models import load
-    from kernels_ext_npu.benchmarking.timing import NO_TIMES
+    from kernels_ext_npu.machine import description
 
     software = softnpu.is_software()
     if software and report is not None:
-        raise RefusedError(f"--report: {NO_TIMES}")
+        raise RefusedError(f"--report: {call_costs.NO_TIMES}")
     tokens, shrink = tokens or (64 if software else 4096), shrink or (8 if software else 1)
-    asked = options.Asked(dtypes, kernels, tokens, shrink, repeats)
-    wrong = _run([load(name, shrink) for name in names], asked, report, plot, as_json)
-    raise typer.Exit(1 if wrong else 0)
-
-
-def _run(models: list[Model], asked: options.Asked, report: Path | None, plot: Path | None, as_json: bool) -> bool:
-    """Measure, show, and tell whether one of our kernels was wrong."""
-    import softnpu
-    from kernels_ext_npu.benchmarking import (
-        agreement,
-        measured_calls,
-        providers,
-        results_layout,
-        results_picture,
-        timing,
-    )
-    from kernels_ext_npu.machine import description
-
+    models = [load(name, shrink) for name in names]
     shown = console(stderr=as_json)
     if not shown.is_terminal:  # then nothing says how wide it is
         shown.width = max(shown.width, 140)
     found, llama_factory = providers.providers()
     machine = description.describe() | {"LLaMA-Factory": llama_factory}
-    note = timing.NO_TIMES if softnpu.is_software() else timing.method(asked.repeats)
+    note = call_costs.NO_TIMES if software else call_costs.method(repeats)
     device, versions = description.device(machine), description.versions(machine)
-    sizes = {"tolerance": agreement.RULE, "tokens": asked.tokens, "shrink": asked.shrink}
-    shrunk = f", widths, heads and experts divided by {asked.shrink}" if asked.shrink > 1 else ""
+    sizes = {"tolerance": agreement.RULE, "tokens": tokens, "shrink": shrink}
+    shrunk = f", widths, heads and experts divided by {shrink}" if shrink > 1 else ""
     named = ", ".join(f"{name} {value}" for name, value in versions.items())
     say(shown, f"{device}{shrunk}\n{named}\n{note}\n{agreement.RULE}\n")
-    names = [provider.name for provider in found]
+    providers_here = [provider.name for provider in found]
     results: list[Result] = []
-    for model in models:
-        for dtype in asked.dtypes:
+    for each in models:
+        for precision in dtypes:
             measured: list[Result] = []
-            with shown.status(f"{model.name}, {dtype}") as status:
-                for result in measured_calls.run(model, dtype, asked, found):
+            with shown.status(f"{each.name}, {precision}") as status:
+                for result in measured_calls.run(each, precision, kernels, tokens, repeats, found):
                     measured.append(result)
-                    status.update(f"{model.name}, {dtype}, {result.phase}, {result.provider}: {result.name}")
+                    status.update(f"{each.name}, {precision}, {result.phase}, {result.provider}: {result.name}")
             results += measured
             if measured:
-                results_layout.show(shown, measured, names)
+                results_layout.show(shown, measured, providers_here)
             else:
-                say(shown, f"{model.name} has nothing of {', '.join(asked.kernels)}")
+                say(shown, f"{each.name} has nothing of {', '.join(kernels)}")
             if report is not None:  # each time: what comes next may end the process
                 head = {"machine": machine, "method": note} | sizes
-                head["models"] = [{"name": each.name} | each.sizes() for each in models]
+                head["models"] = [{"name": one.name} | one.sizes() for one in models]
                 report.write_text(results_layout.report(head, results))
     if not any(result.figures for result in results):
-        nothing = f"none of the models has a call of {', '.join(asked.kernels)}"
+        nothing = f"none of the models has a call of {', '.join(kernels)}"
         raise RefusedError(next((str(result.refused) for result in results), nothing))
     if plot is not None:
-        title = f"{device}, {asked.dtypes[0]}, {asked.tokens} tokens{shrunk}"
-        results_picture.draw(plot, results, names, title)
+        title = f"{device}, {dtypes[0]}, {tokens} tokens{shrunk}"
+        results_layout.draw(plot, results, providers_here, title)
         say(shown, f"drawn into {plot}")
     if report is not None:
         say(shown, f"Wrote {report}: it can be attached to an issue as it is.")
     if as_json:
         said = {"device": device, "versions": versions, "note": note} | sizes
-        said["models"] = {model.name: {"source": model.source, "sizes": model.sizes()} for model in models}
+        said["models"] = {each.name: {"source": each.source, "sizes": each.sizes()} for each in models}
         print_json(said | {"results": [result.to_dict() for result in results]})
-    return any(result.wrong and result.provider == providers.OURS for result in results)
+    raise typer.Exit(int(any(result.wrong and result.provider == providers.OURS for result in results)))

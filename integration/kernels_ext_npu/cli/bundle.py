@@ -24,7 +24,7 @@ def bundle(
 
     if (output is None) == (install is None):
         raise typer.BadParameter("give either --output or --install")
-    from kernels_ext_npu.distribution import bundles, hub_cache
+    from kernels_ext_npu.distribution import bundles
 
     try:
         if output is not None:
@@ -38,7 +38,7 @@ def bundle(
                 changes = {made.commit: "was there already", None: "is new"}
                 change = changes.get(place.before, f"in place of {place.before}, whose files stay in the cache")
                 typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {change}")
-            typer.echo(f"installed in {hub_cache.folder()}")
+            typer.echo(f"installed in {bundles.cache_folder()}")
             typer.echo("Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks which versions there are.")
     except OSError as error:
         raise BundleError(str(error)) from error

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress, take_device
 from kernels_ext_npu.environment import RefusedError
 
 
@@ -29,9 +28,7 @@ def coverage(
         raise RefusedError("--markdown is about all model types, and no JSON: give it alone")
     take_device(needed=False)
     from kernels_ext_npu.coverage import tables
-    from kernels_ext_npu.coverage.markdown import page
-    from kernels_ext_npu.coverage.model_types import find
-    from kernels_ext_npu.coverage.survey import survey
+    from kernels_ext_npu.coverage.survey import find, survey
 
     folders = find(model_types) if model_types else None
     with progress() as shown:
@@ -39,6 +36,6 @@ def coverage(
     if as_json:
         print_json(tables.to_json(rows))
     elif markdown:
-        typer.echo(page(rows), nl=False)
+        typer.echo(tables.page(rows), nl=False)
     else:
         console().print(tables.detailed(rows) if model_types else tables.whole(rows))

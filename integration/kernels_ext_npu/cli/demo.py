@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import take_device
-from kernels_ext_npu.cli.terminal import console
+from kernels_ext_npu.cli.terminal import console, take_device
 
 
 def demo(

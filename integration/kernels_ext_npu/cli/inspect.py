@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import check_picture, take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress
+from kernels_ext_npu.cli.terminal import AsJson, check_picture, console, print_json, progress, take_device
 from kernels_ext_npu.environment import RefusedError
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -89,7 +88,7 @@ def inspect(
         check_picture(plot)
         mesh = Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         check(mesh)
-        task = shown.add_task("", total=inspecting.steps(compare, update))
+        task = shown.add_task("", total=None)
         inspection = inspecting.inspect(
             find(model),
             SOCS[soc],
@@ -97,7 +96,7 @@ def inspect(
             batch,
             tokens,
             compare,
-            lambda what: shown.update(task, advance=1, description=what),
+            lambda what: shown.update(task, description=what),
             mesh,
             checkpointing,
             lora,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.refusals import check_file
-from kernels_ext_npu.cli.terminal import AsJson, console, progress
+from kernels_ext_npu.cli.terminal import AsJson, check_file, console, progress
 
 
 def selftest(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kernels_ext_npu.cli.refusals import take_device
-from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say
+from kernels_ext_npu.cli.terminal import AsJson, console, print_json, say, take_device
 from kernels_ext_npu.environment import RefusedError
 
 if TYPE_CHECKING:
@@ -49,10 +45,9 @@ def verify(
         disable_progress_bars()
     try:
         machine = variant_choice.describe(torch, cann, arch)
-        with _found(target, version, signed_by) as repositories:
-            report = [_report(name, commit, found, machine) for name, commit, found in repositories]
-            if not Path(target).expanduser().is_dir() and not constants.HF_HUB_OFFLINE:
-                report[0]["refusal"] = published.refusal(target, version)
+        report = [_report(name, commit, found, machine) for name, commit, found in _found(target, version, signed_by)]
+        if not Path(target).expanduser().is_dir() and not constants.HF_HUB_OFFLINE:
+            report[0]["refusal"] = published.refusal(target, version)
     except (ValueError, LookupError, *published.FAILURES) as error:
         raise RefusedError(str(error)) from error
     shown = console(stderr=as_json)
@@ -63,11 +58,7 @@ def verify(
     raise typer.Exit(0 if all(entry["intact"] for entry in report) else 1)
 
 
-Found = tuple[str, str | None, "list[Verified]"]
-
-
-@contextmanager
-def _found(target: str, version: int, signers: list[str] | None) -> Iterator[list[Found]]:
+def _found(target: str, version: int, signers: list[str] | None) -> list[tuple[str, str | None, list[Verified]]]:
     """Find the name, commit and variants of each repository that the target means."""
     from huggingface_hub import constants
 
@@ -75,14 +66,11 @@ def _found(target: str, version: int, signers: list[str] | None) -> Iterator[lis
 
     path = Path(target).expanduser()
     if path.is_dir():
-        yield [(found.name, None, found.verify(signers)) for found in targets.find(path)]
-    elif target.count("/") != 1 or target.startswith((".", "/", "~")):
+        return [(found.name, None, found.verify(signers)) for found in targets.find(path)]
+    if target.count("/") != 1 or target.startswith((".", "/", "~")):
         raise RefusedError(f"{target} is neither a folder nor a repository id such as organisation/name")
-    elif constants.HF_HUB_OFFLINE:
-        yield [(target, *targets.verify_cached(target, version, signers))]
-    else:
-        with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as folder:
-            yield [(target, *targets.verify_published(target, version, signers, Path(folder)))]
+    verify_it = targets.verify_cached if constants.HF_HUB_OFFLINE else targets.verify_published
+    return [(target, *verify_it(target, version, signers))]
 
 
 def _report(name: str, commit: str | None, found: list[Verified], machine: Machine | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,30 +60,31 @@ def find(path: Path) -> list[Target]:
     return clone
 
 
-def verify_published(repo_id: str, version: int, signers: list[str] | None, folder: Path) -> tuple[str, list[Verified]]:
-    """Download a version from the Hub into a folder, and verify it; returns its commit, and what was found.
+def verify_published(repo_id: str, version: int, signers: list[str] | None) -> tuple[str, list[Verified]]:
+    """Download a version from the Hub, and verify it; returns its commit, and what was found.
 
     Raises:
         LookupError: there is no such version, or no variant in it.
         Exception: one of `published.FAILURES` where the Hub cannot be asked.
     """
     api = HfApi()
-    try:
-        commit = published.head(api, repo_id, version)
-        files = published.tree(api, repo_id, commit)
-        snapshot = published.download(api, repo_id, commit, folder)
-    except httpx2.TransportError as error:
-        raise ConnectionError(
-            f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
-            "cache, or give a path."
-        ) from error
-    if not (snapshot / "build").is_dir():
-        raise LookupError(f"{repo_id} has no variants on v{version}")
-    found = verify_build(snapshot / "build", signers=signers)
-    for entry in found:
-        if entry.version not in (None, version):
-            entry.problems.append(f"{METADATA}: says version {entry.version} on the branch v{version}")
-    found.append(Verified("(download)", snapshot, len(files), problems=published.differences(snapshot, files)))
+    with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as folder:
+        try:
+            commit = published.head(api, repo_id, version)
+            files = published.tree(api, repo_id, commit)
+            snapshot = published.download(api, repo_id, commit, Path(folder))
+        except httpx2.TransportError as error:
+            raise ConnectionError(
+                f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
+                "cache, or give a path."
+            ) from error
+        if not (snapshot / "build").is_dir():
+            raise LookupError(f"{repo_id} has no variants on v{version}")
+        found = verify_build(snapshot / "build", signers=signers)
+        for entry in found:
+            if entry.version not in (None, version):
+                entry.problems.append(f"{METADATA}: says version {entry.version} on the branch v{version}")
+        found.append(Verified("(download)", snapshot, len(files), problems=published.differences(snapshot, files)))
     return commit, found
 
 

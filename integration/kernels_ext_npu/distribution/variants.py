@@ -73,8 +73,7 @@ def left_out(repository: Path) -> dict[str, bytes]:
     # a folder may be left with the bytecode of a variant that the tree once held
     missing = [name for name in names(repository.parent) if not any(published_files(build / name))]
     source = build / NOARCH[0]
-    paths = [path for path in published_files(source) if path.is_file()]
-    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+    files = contents(source)
     try:
         return {f"{name}/{path}": content for name in missing for path, content in renamed(files, name).items()}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -98,6 +97,12 @@ def published_files(variant: Path) -> Iterator[Path]:
     for path in sorted(variant.rglob("*")):
         if not (path.is_dir() and not path.is_symlink()) and not is_bytecode(path.relative_to(variant)):
             yield path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder by their paths in it, without bytecode."""
+    files = [path for path in published_files(folder) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def is_bytecode(path: Path) -> bool:

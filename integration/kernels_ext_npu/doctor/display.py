@@ -30,7 +30,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print("What to do", style="bold")
     for check in sorted(asking, key=lambda check: check["verdict"] != "problem"):
         console.print()
-        console.print(_title(check))
+        title = Text(f"{check['verdict']}: ", style=STYLES[check["verdict"]])
+        console.print(title.append(f"{check['check']}: {check['summary']}"))
         if check["advice"]:
             console.print(Text(check["advice"]), highlight=False)
         for line in check["commands"]:
@@ -49,11 +50,6 @@ def page() -> str:
         if path.is_file():
             return str(path)
     return "docs/troubleshooting.md"
-
-
-def _title(check: dict[str, Any]) -> Text:
-    title = Text(f"{check['verdict']}: ", style=STYLES[check["verdict"]])
-    return title.append(f"{check['check']}: {check['summary']}")
 
 
 def _verdict(report: dict[str, Any]) -> str:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from kernels_ext_npu import __file__ as package_file
 from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor import installed_packages
+from kernels_ext_npu.doctor import installed_packages, probes
 from kernels_ext_npu.doctor.checks import (
-    cann,
     device,
     hub_access,
     kernel_files,
     libraries,
     python_and_torch,
     register_effect,
-    torch_npu,
 )
 from kernels_ext_npu.doctor.findings import Finding, Verdict, warning
-from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations
-from kernels_ext_npu.doctor.outcomes import Outcome, run
-from kernels_ext_npu.doctor.probes import disk, hub, imports, kernel_copies, tiny_model
+from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations, Outcome, run
 from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 
 # Seconds after which a probe is ended. torch and torch_npu take a minute on slow disks; a card starts in some seconds.
@@ -35,31 +33,46 @@ TRANSFORMERS = 30.0
 HUB_TIMEOUT = 5.0  # of one request
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check: what concludes from the observations, and the facts that each of its findings has."""
-
-    conclude: Callable[[Observations], Finding | list[Finding]]
-    facts: Callable[[Observations], dict[str, Any]] = lambda seen: {}
-
-
-CHECKS = {
-    "Python": Check(python_and_torch.python, python_and_torch.python_facts),
-    "torch": Check(python_and_torch.torch, python_and_torch.torch_facts),
-    "torch_npu": Check(torch_npu.torch_npu, torch_npu.facts),
-    "CANN": Check(cann.cann, cann.facts),
-    "device": Check(device.device, device.facts),
-    "autoload": Check(python_and_torch.autoload, python_and_torch.autoload_facts),
-    "transformers": Check(libraries.transformers),
-    "kernels": Check(libraries.kernels),
-    "accelerate and huggingface-hub": Check(libraries.helpers),
-    "requirements": Check(libraries.requirements),
-    "kernel files": Check(kernel_files.intact),
-    "variant": Check(kernel_files.variants),
-    "Hub cache": Check(kernel_files.cache),
-    "Hub": Check(hub_access.reachable, hub_access.facts),
-    "publisher": Check(hub_access.publisher),
-    "register()": Check(register_effect.register_takes_effect, register_effect.facts),
+CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {
+    "Python": python_and_torch.python,
+    "torch": python_and_torch.torch,
+    "torch_npu": python_and_torch.torch_npu,
+    "CANN": device.cann,
+    "device": device.device,
+    "autoload": python_and_torch.autoload,
+    "transformers": libraries.transformers,
+    "kernels": libraries.kernels,
+    "accelerate and huggingface-hub": libraries.helpers,
+    "requirements": libraries.requirements,
+    "kernel files": kernel_files.intact,
+    "variant": kernel_files.variants,
+    "Hub cache": kernel_files.cache,
+    "Hub": hub_access.reachable,
+    "publisher": hub_access.publisher,
+    "register()": register_effect.register_takes_effect,
+}
+_OF_TINY_MODEL = ("software", "device", "summary", "kept", "difference", "taken")
+FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each finding of a check has, besides its own
+    "Python": lambda seen: {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file},
+    "torch": lambda seen: {"version": _version(seen, "torch"), "build": seen.torch_build},
+    "torch_npu": lambda seen: {"version": _version(seen, "torch_npu"), "errors": seen.torch.errors},
+    "CANN": lambda seen: {
+        "version": seen.cann,
+        "kernels_reads": seen.cann and device.as_kernels_reads(seen.cann),
+        "ASCEND_HOME_PATH": seen.named_cann and seen.named_cann["path"],
+        "places": seen.cann_places,
+    },
+    "device": lambda seen: {
+        "count": seen.devices,
+        "names": seen.torch.facts.get("names", []),
+        "software": seen.software,
+        "signs": seen.signs_of_hardware,
+        device.VISIBLE: seen.environment.get(device.VISIBLE),
+        "npu_smi": seen.disk.facts.get("npu_smi"),
+    },
+    "autoload": lambda seen: {python_and_torch.AUTOLOAD: seen.environment.get(python_and_torch.AUTOLOAD, "1")},
+    "Hub": hub_access.asked,
+    "register()": lambda seen: {name: seen.use.facts.get(name) for name in _OF_TINY_MODEL} if seen.use else {},
 }
 
 
@@ -73,7 +86,7 @@ def examine(source: str = "bundled") -> dict[str, Any]:
         what JSON has: version, source, whether it is healthy, which warnings leave it, and a dictionary for each check.
     """
     seen = observe(source)
-    found = [finding for name, check in CHECKS.items() for finding in _conclude(name, check, seen)]
+    found = [finding for name in CHECKS for finding in _conclude(name, seen)]
     healthy = not any(finding.verdict is Verdict.PROBLEM for finding in found)
     checks = [{"check": each.check} | asdict(each) | {"verdict": each.verdict.value} for each in found]
     return {"version": __version__, "source": source, "healthy": healthy, "checks": checks}
@@ -82,22 +95,22 @@ def examine(source: str = "bundled") -> dict[str, Any]:
 def observe(source: str) -> Observations:
     """Run the probes, and collect what they saw."""
     with ended_at_an_interrupt(), ThreadPoolExecutor(4) as pool:
-        on_disk = pool.submit(run, disk.hardware_and_cann, DISK)
-        alone = pool.submit(run, imports.torch_npu_alone, TORCH, _without_softnpu())
+        on_disk = pool.submit(run, probes.hardware_and_cann, DISK)
+        alone = pool.submit(run, probes.torch_npu_alone, TORCH, _without_softnpu())
         asked = pool.submit(_ask_hub)
         installed = {name: installed_packages.read(name) for name in STACK}
         seen = Observations(source, installed, on_disk.result(), alone.result(), asked.result())
         later = {"repositories": pool.submit(_look_at_repositories, seen)}
         if _is_usable(seen):
             dead = source == "hub" and seen.hub.failure is not None
-            later["use"] = pool.submit(run, tiny_model.swapped_and_compared, USE, source=None if dead else source)
+            later["use"] = pool.submit(run, probes.swapped_and_compared, USE, source=None if dead else source)
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
         if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
-            later["autoload"] = pool.submit(run, imports.plain_torch, AUTOLOAD, _without_softnpu())
+            later["autoload"] = pool.submit(run, probes.plain_torch, AUTOLOAD, _without_softnpu())
         for name, future in later.items():
             setattr(seen, name, future.result())
-    if seen.use is None or not seen.use.passed(imports.TRANSFORMERS):
-        seen.imports = run(imports.transformers_and_kernels, TRANSFORMERS)
+    if seen.use is None or not seen.use.passed(probes.TRANSFORMERS):
+        seen.imports = run(probes.transformers_and_kernels, TRANSFORMERS)
     return seen
 
 
@@ -109,16 +122,16 @@ def _is_usable(seen: Observations) -> bool:
 def _ask_hub() -> Outcome:
     if hub_access.unusable_urls(dict(os.environ)):  # the client would tell the value, with the password in it
         return Outcome(failure="not asked")
-    return run(hub.versions_and_publisher, HUB, timeout=HUB_TIMEOUT)
+    return run(probes.versions_and_publisher, HUB, timeout=HUB_TIMEOUT)
 
 
 def _look_at_repositories(seen: Observations) -> Outcome:
     torch = seen.torch.facts.get("torch") or str(seen.packages["torch"].version or "2.13")
-    cann_version = cann.as_kernels_reads(seen.cann) if seen.cann else None
+    cann_version = device.as_kernels_reads(seen.cann) if seen.cann else None
     if seen.cann is None and seen.software_is_possible and seen.packages["torch_npu"].installed:
-        cann_version = cann.as_kernels_reads(SOFTWARE_CANN)
+        cann_version = device.as_kernels_reads(SOFTWARE_CANN)
     return run(
-        kernel_copies.copies_and_cache,
+        probes.copies_and_cache,
         REPOSITORIES,
         source=seen.source,
         torch=torch,
@@ -139,10 +152,15 @@ def _without_softnpu() -> dict[str, str]:
     return environment
 
 
-def _conclude(name: str, check: Check, seen: Observations) -> list[Finding]:
+def _version(seen: Observations, name: str) -> str | None:
+    version = seen.packages[name].version
+    return str(version) if version else None
+
+
+def _conclude(name: str, seen: Observations) -> list[Finding]:
     try:
-        found = check.conclude(seen)
-        findings, facts = found if isinstance(found, list) else [found], check.facts(seen)
+        found, facts = CHECKS[name](seen), FACTS[name](seen) if name in FACTS else {}
+        findings = found if isinstance(found, list) else [found]
     except Exception as error:  # an observation that nobody thought of must not hide the others
         said = f"doctor does not understand what it saw: {type(error).__name__}: {error}"
         return [warning(said, check=name, advice="Please report this line, with the report that --json prints.")]

@@ -1,11 +1,27 @@
-"""What doctor says: one finding a check, each with a verdict and with what to do."""
+"""What doctor says: one finding a check, each with a verdict and with what to do.
+
+Errors that users of torch_npu, kernels and transformers meet are known, with what they mean, and what to do.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+SET_ENV = (
+    "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
+    "source /usr/local/Ascend/cann/set_env.sh  # since CANN 8.5",
+)
+NO_CANN = "libhccl.so: cannot open shared object file"
+# name of a module -> name of its package
+PACKAGES = {"yaml": "pyyaml", "torch_npu": "--no-deps torch_npu", "PIL": "pillow", "attr": "attrs"}
 
 
 class Verdict(str, Enum):
@@ -46,3 +62,58 @@ ok = partial(Finding, Verdict.OK)
 warning = partial(Finding, Verdict.WARNING)
 problem = partial(Finding, Verdict.PROBLEM)
 not_checked = partial(Finding, Verdict.NOT_CHECKED)
+
+
+class Known(NamedTuple):
+    """An error that is known: how it is recognised, what it means, and what to do.
+
+    Attributes:
+        pattern: the regular expression that finds it in the text of an exception.
+        meaning: why it happens.
+        advice: what to do.
+        commands: what to do, for a shell.
+        see: the heading in docs/troubleshooting.md.
+        source: where the message is written, if that is hard to find.
+    """
+
+    pattern: str
+    meaning: str
+    advice: str
+    commands: list[str] | tuple[str, ...] = ()
+    see: str | None = None
+    source: str | None = None
+
+
+KNOWN = [Known(**entry) for entry in json.loads(Path(__file__).with_name("known_errors.json").read_text("utf-8"))]
+
+
+def explain(errors: Iterable[str]) -> Known | None:
+    """Find what is known of an error, given with those that caused it; None if nothing is."""
+    for error in reversed([*errors]):  # the cause says more than what was made of it
+        if match := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", error):
+            module = match[1].partition(".")[0]
+            install = f"pip install {PACKAGES.get(module, module)}"
+            return Known("", f"the package of the module {match[1]} is missing", "Install it.", (install,))
+        for known in KNOWN:
+            if re.search(known.pattern, error):
+                return known
+    return None
+
+
+def explained(
+    errors: tuple[str, ...], otherwise: str = "Look at the error.", commands: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return what a finding says of an error: details, advice, commands, and where to read more.
+
+    Args:
+        errors: the error with those that caused it, outermost first.
+        otherwise: the advice where nothing is known of it.
+        commands: those where none are known.
+    """
+    known = explain(errors) or Known("", "", otherwise)
+    return {
+        "details": (known.meaning,) if known.meaning else (),
+        "advice": known.advice,
+        "commands": tuple(known.commands) or commands,
+        "see": known.see,
+    }

@@ -1,23 +1,95 @@
-"""What doctor looks at, before anything is concluded from it."""
+"""What doctor looks at, before anything is concluded from it: the outcomes of probes, and what they mean together."""
 
 from __future__ import annotations
 
 import os
+import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.doctor import installed_packages, known_errors
+from kernels_ext_npu.doctor import findings, installed_packages, probes
 from kernels_ext_npu.doctor.findings import Finding, problem, warning
 from kernels_ext_npu.doctor.installed_packages import Package
-from kernels_ext_npu.doctor.outcomes import Outcome
-from kernels_ext_npu.doctor.probes import imports, tiny_model
+from kernels_ext_npu.machine.processes import Child
 
 # what softnpu says as the version of CANN: importing it would import torch
 _RUNTIME = (installed_packages.module_folder("softnpu") or Path()) / "runtime.py"
 SOFTWARE_CANN = os.environ.get("SOFTNPU_CANN") or str(installed_packages.constants(_RUNTIME).get("CANN_VERSION"))
 STACK = ("torch", "torch_npu", "transformers", "kernels", "huggingface-hub", "accelerate")
+START = "starting Python"
+
+
+@dataclass
+class Outcome:
+    """What a probe found out, and how it ended.
+
+    Attributes:
+        facts: what it found out; ``passed`` are the steps that it completed.
+        step: what it was doing at last.
+        failure: how it failed in one line, None if it did not.
+        errors: the exception that ended it and those that caused it, outermost first, as "Type: message".
+        hung: whether it was stopped because its time was over.
+        output: the end of what it printed.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    step: str = START
+    failure: str | None = None
+    errors: tuple[str, ...] = ()
+    hung: bool = False
+    output: str = ""
+
+    @property
+    def cause(self) -> str | None:
+        """The failure in a line: what caused it, without what was made of it."""
+        return self.errors[-1].splitlines()[0] if self.errors else self.failure
+
+    def passed(self, step: str) -> bool:
+        """Tell whether a step was completed."""
+        return self.failure is None or step in self.facts.get("passed", ())
+
+
+def run(
+    probe: Callable[..., None], limit: float, environment: dict[str, str] | None = None, **arguments: Any
+) -> Outcome:
+    """Run a function of `kernels_ext_npu.doctor.probes`, for at most `limit` seconds.
+
+    Args:
+        environment: variables in place of those of this process; they are kept by default.
+        arguments: what the function is given.
+    """
+    outcome, end = Outcome({"passed": []}), time.monotonic() + limit
+    try:
+        with Child(f"{probe.__module__}:{probe.__name__}", arguments, environment) as child:
+            try:
+                while (said := child.hear(end - time.monotonic())) is not None and "ended" not in said:
+                    _note(outcome, said)
+                if said is None and not outcome.errors:
+                    signal, code = child.death()
+                    how = f"died of {signal}" if signal else f"ended by itself with code {code}"
+                    outcome.failure = f"{outcome.step}: the process {how}"
+            except queue.Empty:
+                outcome.hung, outcome.failure = True, f"{outcome.step}: no end after {limit:.0f} s"
+                child.kill()
+            outcome.output = child.printed()
+    except OSError as error:  # no memory, no more processes
+        outcome.failure = f"Python could not be started: {error}"
+    return outcome
+
+
+def _note(outcome: Outcome, said: dict[str, Any]) -> None:
+    if "step" in said:
+        if outcome.step != START:
+            outcome.facts["passed"].append(outcome.step)
+        outcome.step = said["step"]
+    elif "errors" in said:
+        outcome.errors = tuple(said["errors"])
+        outcome.failure = f"{outcome.step}: {outcome.errors[0]}"
+    else:
+        outcome.facts |= said
 
 
 @dataclass
@@ -68,18 +140,18 @@ class Observations:
     @property
     def torch_works(self) -> bool:
         """Whether torch could be imported."""
-        return self.torch.passed(imports.TORCH)
+        return self.torch.passed(probes.TORCH)
 
     @property
     def torch_npu_works(self) -> bool:
         """Whether torch_npu could be imported without the software device, which is with CANN."""
-        return self.torch.passed(imports.TORCH_NPU)
+        return self.torch.passed(probes.TORCH_NPU)
 
     @property
     def only_cann_is_missing(self) -> bool:
         """Whether torch_npu would work, were CANN's libraries there: the software device has them."""
-        found = [known_errors.explain([error]) for error in self.torch.errors]
-        return any(known is not None and known.see == known_errors.NO_CANN for known in found)
+        found = [findings.explain([error]) for error in self.torch.errors]
+        return any(known is not None and known.see == findings.NO_CANN for known in found)
 
     def missing(self, outcome: Outcome) -> str | None:
         """Return the package of the stack for want of which a probe failed.
@@ -118,7 +190,7 @@ class Observations:
     @property
     def runs_on_software(self) -> bool:
         """Whether torch_npu was imported by the software device."""
-        return self.use is not None and self.software and self.use.passed(imports.TORCH_NPU)
+        return self.use is not None and self.software and self.use.passed(probes.TORCH_NPU)
 
     @property
     def software_failed_by_itself(self) -> bool:
@@ -126,7 +198,7 @@ class Observations:
 
         It did not where torch_npu cannot be imported with it either.
         """
-        if self.use is None or self.use.step != tiny_model.SOFTNPU or not self.use.errors:
+        if self.use is None or self.use.step != probes.SOFTNPU or not self.use.errors:
             return False
         first = self.use.errors[0]
         return first.startswith("ImportError: softnpu ") and "softnpu runs the real torch_npu wheel" not in first

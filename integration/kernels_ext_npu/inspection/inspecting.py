@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,7 +127,7 @@ def inspect(
 
     Args:
         compare: count each kernel alone, too.
-        advance: is called with what comes next; steps() tells how often.
+        advance: is called with what comes next.
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
         lora: the rank of adapters of all linear layers but the head, which alone are trained then; none with 0.
@@ -170,32 +170,25 @@ def inspect(
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
                     variants.append(variant)
             weights = weight_bytes(model)
-    if not any(counts for variant in variants for counts in variant.counts.values()):
+    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
+    if not counted:
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    remarks = [*dict.fromkeys(remarks), *_unknown(variants)]
+    unknown = remark.unknown_products({name for counts in counted for name in counts.launches})
+    remarks = [*dict.fromkeys(remarks), *unknown]
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 
-def whole(variant: Variant) -> Counts | None:
-    """Add up the phases of a whole step; its peak is the largest of theirs. None where one was not counted."""
-    phases = [variant.counts.get(phase) for phase in WHOLE]
+def whole(variant: Variant, phases: Collection[str] = tuple(WHOLE)) -> Counts | None:
+    """Add up the phases of a whole step, or some; the peak is the largest of theirs. None where one was not counted."""
     total = Counts()
-    for counts in phases:
+    for phase in phases:
+        counts = variant.counts.get(phase)
         if counts is None:
             return None
+        peak = max(total.peak, counts.peak)
         total.add(counts)
-    total.peak = max(counts.peak for counts in phases if counts is not None)
+        total.peak = peak
     return total
-
-
-def steps(compare: bool, update: bool = False) -> int:
-    """Return how often inspect() says what comes next."""
-    return 1 + (len(PHASES) + update * len(WHOLE)) * len(_variants(compare))
-
-
-def _unknown(variants: list[Variant]) -> list[str]:
-    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
-    return remark.unknown_products({name for counts in counted for name in counts.launches})
 
 
 def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DistributedConfig, PreTrainedModel
 
 from kernels_ext_npu.inspection.remarks import first_line
+from kernels_ext_npu.inspection.replacing import replaced
 from kernels_ext_npu.inspection.subject import CannotInspectError
 
 AXES = ("tp", "fsdp", "efsdp", "ep")
@@ -100,8 +101,7 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
         sys.excepthook = hook  # torch's names a rank
 
 
-@contextmanager
-def _unseen_propagation() -> Iterator[None]:
+def _unseen_propagation() -> AbstractContextManager[None]:
     """Hide the calls on fake tensors by which DTensor finds the shape of a result that is new to it.
 
     They are none of the model's.
@@ -112,11 +112,7 @@ def _unseen_propagation() -> Iterator[None]:
             return before(*args)
 
     before = ShardingPropagator._propagate_tensor_meta_non_cached
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]
+    return replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
 
 def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:

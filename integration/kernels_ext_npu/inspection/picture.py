@@ -22,7 +22,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kernels_ext_npu.inspection.counting.counts import Counts
-from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, Variant
+from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, whole
 
 _SHOWN = 9  # operators
 BEFORE, AFTER = "#b0b7c3", "#c7000b"
@@ -54,9 +54,9 @@ def draw(inspection: Inspection) -> Figure:
     before, after = pair = _pair(inspection, phase)
     work = "a training step" if phase == "step" else "a forward"
     rows = [("forward and\nbackward" if phase == "step" else "forward", pair)]
-    is_whole = all(variant.counts.get(part) for variant in inspection.ends for part in UPDATE)
-    if is_whole:
-        rows.append(("clipping and\noptimizer", (_update(inspection.ends[0]), _update(inspection.ends[1]))))
+    one, other = (whole(variant, UPDATE) for variant in inspection.ends)  # what follows a backward
+    if one is not None and other is not None:
+        rows.append(("clipping and\noptimizer", (one, other)))
     layout = ConstrainedLayoutEngine(rect=(0.01, 0.04, 0.98, 0.78), h_pad=0.15, w_pad=0.15)
     figure = plt.figure(figsize=(16, 9), dpi=120, layout=layout)
     grid = figure.add_gridspec(2, 1, height_ratios=(1, 2))
@@ -69,7 +69,7 @@ def draw(inspection: Inspection) -> Figure:
     _draw_operators(operators[1], "GB moved", before.bytes, after.bytes, 1e9)
     figure.text(0.02, 0.955, f"{inspection.subject.name[-_LONGEST:]}, {work} with kernels:", fontsize=_LARGE)
     figure.text(0.02, 0.91, result(before, after), fontsize=_LARGE, fontweight="bold", color=AFTER)
-    figure.text(0.02, 0.89, _said(inspection, phase, is_whole), fontsize=_SMALL, va="top")
+    figure.text(0.02, 0.89, _said(inspection, phase, other if len(rows) > 1 else None), fontsize=_SMALL, va="top")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (BEFORE, AFTER)]
     figure.legend(handles, [ORIGINAL, ALL], loc="upper right", fontsize=_MEDIUM, ncols=2, frameon=False)
     figure.text(0.99, 0.01, NOTE, ha="right", fontsize=_SMALL)
@@ -97,21 +97,12 @@ def _pair(inspection: Inspection, phase: str) -> tuple[Counts, Counts]:
     return before, after
 
 
-def _update(variant: Variant) -> Counts:
-    """Add up what follows a backward, whose peak is the largest one."""
-    total, found = Counts(), [counts for phase in UPDATE if (counts := variant.counts[phase]) is not None]
-    for counts in found:
-        total.add(counts)
-    total.peak = max(counts.peak for counts in found)
-    return total
-
-
-def _said(inspection: Inspection, phase: str, is_whole: bool) -> str:
+def _said(inspection: Inspection, phase: str, update: Counts | None) -> str:
     """Say what was counted, how often the host waits, and what the optimizer adds."""
     waits = " → ".join(str(counts.waits) for counts in _pair(inspection, phase))
     said = f"{inspection.inputs} in {str(inspection.dtype).removeprefix('torch.')}. The host waits {waits} times."
-    if is_whole:
-        launches, moved, peak = (_number(of(_update(inspection.ends[1]))) for _, _, of in _MEASURES[:3])
+    if update is not None:
+        launches, moved, peak = (_number(of(update)) for _, _, of in _MEASURES[:3])
         said += (
             f"\nClipping and AdamW, in lists, add {launches} launches and {moved} GB moved to both, and hold {peak} GB "
             "in lists of their own, once all activations are gone."

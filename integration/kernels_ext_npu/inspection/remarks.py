@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.inspection.replacing import replaced
 from kernels_ext_npu.measuring.products import is_unknown
 
 _WORTH_IT = 0.01  # of all parameters
@@ -26,12 +26,9 @@ def idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
         called.add(module)
         return original(module, *args, **kwargs)
 
-    patches = Patches()  # no hook, nor another __call__: kernels step aside for those that watch all modules
-    patches.attribute(nn.Module, "_call_impl", noted)
-    try:
+    # no hook, nor another __call__: kernels step aside for those that watch all modules
+    with replaced(nn.Module, "_call_impl", noted):
         yield
-    finally:
-        patches.undo()
     if model in called:
         remarks += [f"not counted, since these inputs do not reach it: {part}" for part in _idle(model, called)]
 

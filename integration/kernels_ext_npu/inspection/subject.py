@@ -21,10 +21,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.remarks import first_line
+from kernels_ext_npu.inspection.replacing import replaced
 
 # the classes of a configuration, the whole model before its parts
 _MAPPINGS = (
@@ -113,16 +113,12 @@ def adapt(model: PreTrainedModel, rank: int, dropout: float = 0.0) -> str:
     def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return module  # it was made where it belongs, and fake tensors cannot be moved
 
-    patches = Patches()
-    patches.attribute(nn.Module, "to", stay)
     try:
-        with torch.device("npu"):
+        with torch.device("npu"), replaced(nn.Module, "to", stay):
             wanted = LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear")
             inject_adapter_in_model(wanted, model)
     except ValueError as error:
         raise CannotInspectError(f"--lora: {error}") from error
-    finally:
-        patches.undo()
     return f", with adapters of rank {rank}"
 
 

@@ -1,4 +1,4 @@
-"""What a computation costs, counted: launches, and the bytes that go in and out of them.
+"""What a computation costs, counted: launches, the bytes that go in and out of them, waits of the host, and memory.
 
 Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. Holds for real
 tensors and for fake ones, whose operators only run torch_npu's meta kernels.
@@ -7,14 +7,25 @@ tensors and for fake ones, whose operators only run torch_npu's meta kernels.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import softnpu
+from softnpu.counting import STREAM_SYNCS
+
 # allocations, and a note to the allocator
 NO_LAUNCHES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"}
+# of operators that read a value on the host, or whose result has as many elements as values say
+READING = frozenset(
+    f"aten::{name}"
+    for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim")
+)
 
 
 class Cost(TorchDispatchMode):
@@ -39,18 +50,18 @@ class Cost(TorchDispatchMode):
         """Count a call, and return the bytes that it moves; None if it is no launch."""
         given = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         name = operator._schema.name.partition("::")[2]
-        if (
-            operator.namespace == "prim"
-            or not (given or _writes(operator))
-            or _is_view(operator)
-            or name in NO_LAUNCHES
-        ):
+        moves = operator.namespace != "prim" and name not in NO_LAUNCHES and not _is_view(operator)
+        if not moves or not (given or _writes(operator)):
             return None
-        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in taken + given) - _unread(name, args, given)
+        moved = bytes_of((args, kwargs, result)) - _unread(name, args, given)
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
+
+
+def bytes_of(values: Any) -> int:
+    """Return the bytes of all tensors in some values."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def _unread(name: str, args: tuple, given: list[torch.Tensor]) -> int:
@@ -60,11 +71,11 @@ def _unread(name: str, args: tuple, given: list[torch.Tensor]) -> int:
     ``_grouped_mm`` has one without rows for each of these experts.
     """
     if name == "mm" and not given[0].numel():
-        return sum(tensor.numel() * tensor.element_size() for tensor in args)
+        return bytes_of(args)
     if name != "npu_grouped_matmul" or len(args[1]) > 1 or args[1][0].dim() < 3:
         return 0
     rows, weight = sum(len(x) for x in args[0]), args[1][0]
-    return max(0, len(weight) - rows) * weight[0].numel() * weight.element_size()
+    return max(0, len(weight) - rows) * bytes_of(weight[0])
 
 
 def _writes(operator: torch._ops.OpOverload) -> bool:
@@ -78,3 +89,55 @@ def _is_view(operator: torch._ops.OpOverload) -> bool:
     returns = operator._schema.returns
     aliased = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
     return aliased or operator._schema.name in ("aten::_unsafe_view", "aten::_reshape_alias", "aten::detach")
+
+
+class Counted:
+    """What was counted within a context; 0 before its end."""
+
+    number: int = 0
+
+
+@contextmanager
+def host_waits() -> Iterator[Counted]:
+    """Count how often the host waits: always on the software device, and on a card for operators of torch."""
+    waits = Counted()
+    if softnpu.is_software():
+        before = softnpu.counters().get(STREAM_SYNCS, 0)
+        yield waits
+        waits.number = softnpu.counters().get(STREAM_SYNCS, 0) - before
+        return
+    with profiled_waits() as waits:
+        yield waits
+
+
+@contextmanager
+def profiled_waits() -> Iterator[Counted]:
+    """Count by torch's profiler the operators that read on the host."""
+    waits = Counted()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield waits
+    waits.number = sum(event.name in READING and not _is_part(event) for event in profile.events())
+
+
+def _is_part(event: Any) -> bool:
+    """Tell whether an operator runs within another one that reads: what came to the host is read there once more."""
+    while (event := event.cpu_parent) is not None:
+        if event.name in READING:
+            return True
+    return False
+
+
+@contextmanager
+def peak() -> Iterator[Counted]:
+    """Count the bytes that are asked for at the peak, beyond what was held before; blocks of memory are larger.
+
+    Collect garbage before where it would be freed in between.
+    """
+    torch_npu.npu.reset_peak_memory_stats()
+    held, before = Counted(), _requested("current")
+    yield held
+    held.number = _requested("peak") - before
+
+
+def _requested(when: str) -> int:
+    return torch_npu.npu.memory_stats()[f"requested_bytes.all.{when}"]

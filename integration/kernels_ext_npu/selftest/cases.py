@@ -64,23 +64,18 @@ class Layer:
         repository: the repository.
         name: what it is called in ``layers``.
         compute: takes the class of the layer and a dtype, and returns what it gives and what it has to give.
-        of: what it takes the place of, where there are several.
+        at: what it takes the place of, where there are several.
     """
 
     repository: str
     name: str
     compute: Callable[[type, torch.dtype], tuple[Results, Results]]
-    of: str = ""
+    at: str = ""
 
     @property
     def title(self) -> str:
         """What a report calls it."""
-        return f"{self.name}, {self.of}" if self.of else self.name
-
-    @property
-    def at(self) -> str:
-        """Nothing: layers are called with one set of arguments."""
-        return ""
+        return f"{self.name}, {self.at}" if self.at else self.name
 
     def compare(self, kernel: ModuleType, dtype: torch.dtype) -> Difference:
         """Compute it on the NPU and on the host, and return how far they are apart."""

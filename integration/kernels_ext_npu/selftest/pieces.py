@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+import kernels_ext_npu
+import softnpu
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.measuring.peak_memory import peak
+from kernels_ext_npu.demo import model_comparison
+from kernels_ext_npu.measuring.costs import peak
+from kernels_ext_npu.measuring.distance import OF_MODELS, models_agree
 from kernels_ext_npu.model_configs import TINY
-from kernels_ext_npu.selftest import comparing, whole_models
+from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Case, Function
 from kernels_ext_npu.selftest.functions import FUNCTIONS
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
@@ -55,18 +61,35 @@ def _piece(case: Case, dtype: torch.dtype) -> Piece:
         with peak() as held:
             found = case.compare(kernel, dtype)
         tolerance = comparing.TOLERANCE[dtype]
-        judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.bytes}
+        judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.number}
         return found._asdict() | judged
 
     return run
 
 
 def _of_model(model: str) -> Piece:
+    """Compare a whole tiny model of the demo, in float32, with its original on the host."""
+
     def run(source: str) -> dict[str, Any]:
         gc.collect()
-        with peak() as held:
-            found = whole_models.compare(model, source)
-        return found | {"peak_bytes": held.bytes}
+        with peak() as held, tempfile.TemporaryDirectory() as folder:
+            kernels_ext_npu.register(source=source)
+            try:
+                model_comparison.save(model, Path(folder))
+                found = model_comparison.compare(Path(folder), steps=0)
+            finally:
+                kernels_ext_npu.unregister()
+                gc.collect()
+        swapped = sum(row.swapped for row in found.report)
+        return {
+            "forward": found.logits,
+            "backward": found.gradient,
+            "tolerance": OF_MODELS[softnpu.is_software()],
+            "agrees": models_agree(found.logits, found.gradient) and swapped > 0,
+            "swapped": swapped,
+            "waits": list(found.waits),
+            "peak_bytes": held.number,
+        }
 
     return run
 

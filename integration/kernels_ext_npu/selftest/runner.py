@@ -23,14 +23,12 @@ class Outcome:
 
     Attributes:
         quick: whether only a part was asked for.
-        only: parts of the ids that were asked for.
         machine: what it ran on.
         rows: what was found of each piece, by id; every one has ``agrees``.
         ids: all that was to do.
     """
 
     quick: bool
-    only: tuple[str, ...] = ()
     machine: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)
@@ -73,7 +71,7 @@ def run(
     Raises:
         RefusedError: no process came as far as the first piece.
     """
-    outcome = Outcome(quick, tuple(only))
+    outcome = Outcome(quick)
     for _ in range(MOST_ENDS):
         arguments = {"source": source, "quick": quick, "only": list(only), "done": list(outcome.rows)}
         with Child("kernels_ext_npu.selftest.worker:work", arguments) as child:

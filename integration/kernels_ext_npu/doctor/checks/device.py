@@ -1,14 +1,13 @@
-"""Checks the card, finds out why there is none, or checks the software device in its place."""
+"""Checks CANN and the card, finds out why one is not there, or checks the software device in their place."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem
-from kernels_ext_npu.doctor.known_errors import explained
-from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.doctor.probes.imports import DEVICES
-from kernels_ext_npu.doctor.probes.tiny_model import DEVICE, SOFTNPU
+from kernels_ext_npu import environment
+from kernels_ext_npu.doctor.findings import NO_CANN, SET_ENV, Finding, explained, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations, scripts
+from kernels_ext_npu.doctor.probes import CANN, DEVICE, DEVICES, SOFTNPU
 
 INVISIBLE = "none visible to torch_npu"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -18,6 +17,7 @@ NODES = (
     "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc, and mount /usr/local/Ascend/driver. On the "
     "host install or load the driver."
 )
+UNREADABLE = "InvalidVersion: Invalid version"
 ASK_DRIVER, LIST_NODES = ("npu-smi info",), ("ls -l /dev/davinci*",)
 
 
@@ -56,18 +56,6 @@ def device(seen: Observations) -> Finding:
     return _software(seen)
 
 
-def facts(seen: Observations) -> dict[str, Any]:
-    """Return how many devices there are, and every sign of one."""
-    return {
-        "count": seen.devices,
-        "names": seen.torch.facts.get("names", []),
-        "software": seen.software,
-        "signs": seen.signs_of_hardware,
-        VISIBLE: seen.environment.get(VISIBLE),
-        "npu_smi": seen.disk.facts.get("npu_smi"),
-    }
-
-
 def _visible(seen: Observations) -> Finding:
     names, chosen = seen.torch.facts.get("names"), seen.environment.get(VISIBLE)
     found = f"{seen.devices} × {names[0]}" if names else f"{seen.devices} found, which do not tell their names"
@@ -97,3 +85,79 @@ def _software(seen: Observations) -> Finding:
     said = seen.use.errors[0].splitlines()[0] if seen.software_failed_by_itself else seen.use.cause
     facts = {"errors": seen.use.errors, "output": seen.use.output}
     return problem(f"no NPU here, and no software device: {said}", **explained(seen.use.errors), facts=facts)
+
+
+def cann(seen: Observations) -> Finding:
+    """Check which CANN is there, where, and how `kernels` reads its version."""
+    named, places = seen.named_cann, seen.cann_places
+    if seen.torch.hung and seen.torch.step == CANN:
+        return problem(
+            "torch_npu reads its version without an end",
+            advice="It looks through every folder below ASCEND_HOME_PATH or, where that is not set, below the current "
+            "folder. Source the script of CANN.",
+            commands=seen.cann_scripts or SET_ENV,
+        )
+    if named is not None and not named["exists"]:
+        return problem(
+            f"ASCEND_HOME_PATH is {named['path']}, which is no folder",
+            advice="Source the script of the CANN that is installed; without one, unset ASCEND_HOME_PATH.",
+            commands=seen.cann_scripts or SET_ENV,
+            see="ASCEND_OPP_PATH environment variable is not set",
+        )
+    if named is None and places and not seen.torch_npu_works:
+        versions = ", ".join(dict.fromkeys(place["version"] for place in places))
+        return problem(
+            f"{versions} on disk, but its environment is not set up",
+            details=tuple(f"{place['version']} in {place['path']}" for place in places),
+            advice="Source its script in the shell that starts Python, or in the script of the job.",
+            commands=scripts(places[:1]) or seen.cann_scripts or SET_ENV,
+            see=NO_CANN,
+        )
+    return _absent(seen) if seen.cann is None and named is None else _read(seen)
+
+
+def as_kernels_reads(found: str) -> str | None:
+    """Return the first and the third character, as `kernels` does; None where these make no version."""
+    characters = found[:3]
+    return f"{characters[0]}.{characters[2]}" if re.fullmatch(r"\d.\d", characters) else None
+
+
+def _read(seen: Observations) -> Finding:
+    named = seen.named_cann
+    found = seen.cann or "not known"  # what torch_npu makes of a folder without a file that names it
+    place = f" in {named['path']}" if named else ""
+    refusal = environment.refuse_cann(found)
+    if refusal is not None:
+        unknown = not re.match(r"\d", found)
+        readable = [other for other in seen.cann_places if environment.refuse_cann(other["version"]) is None]
+        return problem(
+            f"version {f'unknown ({found!r})' if unknown else found}{place}, and kernels cannot read it",
+            details=(f"it is read from {named['info']}",) if named and named["info"] else (),
+            advice=refusal,
+            commands=(scripts(readable) or SET_ENV) if unknown else (),
+            see=UNREADABLE,
+        )
+    read, true = as_kernels_reads(found), re.match(r"(\d+)\.(\d+)", found)
+    if read and true and read != f"{int(true[1])}.{int(true[2])}":
+        return warning(
+            f"{found}{place}, which kernels reads as {read}",
+            advice=f"kernels takes single digits, and would take a variant for CANN {read}. "
+            "The variants torch-npu and torch-universal fit every CANN.",
+            see=UNREADABLE,
+        )
+    return ok(f"{found}{place}; kernels reads {read}")
+
+
+def _absent(seen: Observations) -> Finding:
+    if seen.disk.failure:
+        return not_checked(f"its files could not be read: {seen.disk.failure}")
+    if seen.expects_a_card:
+        return problem(
+            "not found: ASCEND_HOME_PATH is not set, and it is in none of its usual folders",
+            advice="Install CANN, or source the script of the one that is installed elsewhere.",
+            commands=SET_ENV,
+            see=NO_CANN,
+        )
+    if seen.software:
+        return ok(f"none, and none is needed: the software device stands for {SOFTWARE_CANN}")
+    return not_checked("none found; the software device needs none")

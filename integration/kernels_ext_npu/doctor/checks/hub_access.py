@@ -8,11 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, warning
-from kernels_ext_npu.doctor.known_errors import explained
-from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.doctor.outcomes import Outcome
-from kernels_ext_npu.doctor.probes.hub import HEADERS
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, warning
+from kernels_ext_npu.doctor.observations import Observations, Outcome
+from kernels_ext_npu.doctor.probes import HEADERS
 from kernels_ext_npu.sources import ORGANISATION, VERSION
 
 UNREACHABLE, UNTRUSTED = "ConnectError: …", "is not from a trusted publisher"
@@ -63,7 +61,7 @@ def reachable(seen: Observations) -> Finding:
     return ok(f"{_where(seen)} answers and has the {in_words()} kernels", facts=outcome.facts)
 
 
-def facts(seen: Observations) -> dict[str, Any]:
+def asked(seen: Observations) -> dict[str, Any]:
     """Return which Hub was asked, and through which proxy."""
     endpoint = seen.hub.facts.get("endpoint")
     return {} if unusable_urls(seen.environment) else {"endpoint": endpoint, "proxy": _proxy(endpoint)}

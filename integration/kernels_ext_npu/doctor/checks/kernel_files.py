@@ -7,10 +7,9 @@ from typing import Any
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem
-from kernels_ext_npu.doctor.known_errors import explained
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations
-from kernels_ext_npu.doctor.probes.kernel_copies import COPIES
+from kernels_ext_npu.doctor.probes import COPIES
 
 OFFLINE = "is not available in the local cache and Hugging Face Hub is in offline mode"
 CHANGED = "changed, its digest differs"

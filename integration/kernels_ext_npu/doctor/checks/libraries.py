@@ -9,11 +9,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from kernels_ext_npu.doctor import installed_packages
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.installed_packages import Package
-from kernels_ext_npu.doctor.known_errors import explained
 from kernels_ext_npu.doctor.observations import STACK, Observations
-from kernels_ext_npu.doctor.probes.imports import KERNELS, TRANSFORMERS
+from kernels_ext_npu.doctor.probes import KERNELS, TRANSFORMERS
 from kernels_ext_npu.environment import TESTED
 
 # what kernels_ext_npu itself asks for, beside transformers and kernels

@@ -1,24 +1,32 @@
-"""Checks Python, torch, and what a plain `import torch` does."""
+"""Checks Python, torch and torch_npu, whether they fit one another, and what a plain `import torch` does."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from typing import Any
 
 from packaging.version import Version
 
-from kernels_ext_npu import __file__ as package_file
-from kernels_ext_npu import __version__
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import CPU_INDEX, Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.installed_packages import Package
-from kernels_ext_npu.doctor.known_errors import CPU_INDEX, explained
-from kernels_ext_npu.doctor.observations import Observations
+from kernels_ext_npu.doctor.observations import Observations, Outcome
 
 PYTHON = ((3, 10), (3, 15))
 ARCHITECTURES = ("x86_64", "aarch64")
 WRONG_BUILD = "Two accelerators cannot be used at the same time"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+SOFTNPU_FIRST = "Put `import softnpu` before torch, or run programs with `python -m softnpu`."
+NPU_FIRST = "It works again when torch_npu does. Programs that need no NPU work in an environment without torch_npu."
+WITHOUT_AUTOLOAD = (
+    "Switching autoload off helps programs that use torch alone: transformers imports torch_npu where it is installed."
+)
+FIT = "Install the releases of torch and torch_npu that belong together; torch_npu names its torch in its own metadata."
+SOURCE = "CANN is on this machine: source its script in the shell that starts Python, or in the script of the job."
+UNKNOWN = "Look at the error, and install torch_npu again in the release that fits."
+HUNG = (
+    "Its import does not end. Look whether the driver answers (npu-smi info), whether ASCEND_HOME_PATH lies on a slow "
+    "disk, and start Python with `-X importtime` to see where it stays."
+)
 
 
 def python(_: Observations) -> Finding:
@@ -31,11 +39,6 @@ def python(_: Observations) -> Finding:
         advice = "torch_npu exists for Linux on x86_64 and aarch64: use such a machine, or a container."
         return problem(found, advice=advice)
     return ok(found)
-
-
-def python_facts(_: Observations) -> dict[str, Any]:
-    """Return which Python this is, and which kernels_ext_npu."""
-    return {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file}
 
 
 def torch(seen: Observations) -> Finding:
@@ -74,12 +77,6 @@ def torch(seen: Observations) -> Finding:
     return ok(f"{imported}, a CPU build")
 
 
-def torch_facts(seen: Observations) -> dict[str, Any]:
-    """Return the version of torch, and what it is built for."""
-    version = seen.packages["torch"].version
-    return {"version": version and str(version), "build": seen.torch_build}
-
-
 def autoload(seen: Observations) -> Finding:
     """Check that `import torch` works alone.
 
@@ -107,18 +104,6 @@ def autoload(seen: Observations) -> Finding:
     )
 
 
-SOFTNPU_FIRST = "Put `import softnpu` before torch, or run programs with `python -m softnpu`."
-NPU_FIRST = "It works again when torch_npu does. Programs that need no NPU work in an environment without torch_npu."
-WITHOUT_AUTOLOAD = (
-    "Switching autoload off helps programs that use torch alone: transformers imports torch_npu where it is installed."
-)
-
-
-def autoload_facts(seen: Observations) -> dict[str, Any]:
-    """Return the switch of autoload."""
-    return {AUTOLOAD: seen.environment.get(AUTOLOAD, "1")}
-
-
 def cpu_build(seen: Observations) -> str:
     """Return the command that installs the right torch."""
     return f"pip install --force-reinstall --no-deps torch=={wanted_torch(seen)} --index-url {CPU_INDEX}"
@@ -143,3 +128,82 @@ def _contradiction(package: Package, imported: str | None) -> bool:
         return False
     found, named = Version(imported), package.version
     return found.public != named.public or bool(found.local and named.local and found.local != named.local)
+
+
+def torch_npu(seen: Observations) -> Finding:
+    """Check that torch_npu is installed, can be imported, and is for this torch."""
+    package, unfit = seen.packages["torch_npu"], _unfit(seen)
+    if not package.installed:
+        return problem(
+            "not installed",
+            advice="Install the release that fits torch and CANN: with --no-deps, or pip may take another torch. The "
+            "software device runs on it too.",
+            commands=_install(seen),
+            see="torch_npu is not installed",
+        )
+    if not seen.torch_works or seen.torch_build is not None:
+        return not_checked(f"{package.version}, but torch does not work with it: see torch above")
+    if not seen.torch_npu_works:
+        return _without_cann(seen) or _failed(seen, seen.torch)
+    if unfit:
+        return warning(f"{package.version} {unfit}", advice=FIT, commands=_install(seen))
+    return ok(seen.torch.facts["torch_npu"])
+
+
+def _without_cann(seen: Observations) -> Finding | None:
+    """Judge torch_npu by the software device where nothing points to a card; None where that says nothing.
+
+    CANN's libraries are to be missing there.
+    """
+    if not seen.only_cann_is_missing or seen.expects_a_card or seen.use is None:
+        return None
+    version = seen.packages["torch_npu"].version
+    if seen.runs_on_software:
+        alone = f"alone it ends in {seen.torch.cause}: there is no CANN here"
+        return ok(f"{version}, on the software device", details=(alone,))
+    if seen.software_failed_by_itself:
+        return not_checked(f"{version}; the software device does not start: see device")
+    # with CANN's libraries it comes further, and says what else is missing
+    return _failed(seen, seen.use) if seen.use.failure else None
+
+
+def _failed(seen: Observations, outcome: Outcome) -> Finding:
+    version, unfit = seen.packages["torch_npu"].version, _unfit(seen)
+    told = explained(outcome.errors, UNKNOWN, _install(seen))
+    if outcome.hung:
+        told |= {"advice": HUNG, "commands": ()}
+    elif unfit:
+        told |= {"advice": FIT, "commands": _install(seen)}
+    elif told["see"] == WRONG_BUILD:
+        told["commands"] = (cpu_build(seen),)
+    elif seen.only_cann_is_missing and seen.expects_a_card and not (seen.named_cann and seen.named_cann["exists"]):
+        told |= {"advice": "See CANN below.", "commands": ()}
+    elif seen.only_cann_is_missing and seen.cann_scripts:
+        told |= {"advice": SOURCE, "commands": seen.cann_scripts}
+    if seen.only_cann_is_missing and seen.runs_on_software:
+        told["details"] += ("the software device has them: it works here",)
+    if unfit:
+        told["details"] += (f"{version} {unfit}",)
+    facts = {"failure": outcome.failure, "output": outcome.output}
+    return problem(f"{version} cannot be imported: {outcome.cause}", **told, facts=facts)
+
+
+def _install(seen: Observations) -> tuple[str, ...]:
+    torch = seen.packages["torch"].version
+    release = torch.base_version if torch else wanted_torch(seen)
+    return f"pip install --no-deps torch_npu=={release}", "pip install numpy pyyaml"
+
+
+def _unfit(seen: Observations) -> str | None:
+    """Say how torch_npu's metadata disagrees with torch; None if it does not."""
+    package, found = seen.packages["torch_npu"], seen.torch.facts.get("torch")
+    if package.trouble:
+        return f"is installed badly: {package.trouble}"
+    if found is None or package.version is None:
+        return None
+    for requirement in package.requires:
+        if requirement.name == "torch" and not requirement.specifier.contains(Version(found), prereleases=True):
+            return f"asks for torch{requirement.specifier}, and torch is {found}"
+    if package.version.release[:2] != Version(found).release[:2]:
+        return f"is for torch {package.version.major}.{package.version.minor}, and torch is {found}"
+    return None

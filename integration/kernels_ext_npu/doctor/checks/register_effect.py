@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, warning
-from kernels_ext_npu.doctor.known_errors import explained
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.observations import Observations
-from kernels_ext_npu.doctor.probes.imports import KERNELS, TORCH_NPU, TRANSFORMERS
-from kernels_ext_npu.doctor.probes.tiny_model import DEVICE, SOFTNPU
+from kernels_ext_npu.doctor.probes import DEVICE, KERNELS, SOFTNPU, TORCH_NPU, TRANSFORMERS
 
 HUNG = "Look whether another process holds the device, and whether the Hub answers where the kernels come from there."
 
@@ -48,12 +44,6 @@ def register_takes_effect(seen: Observations) -> Finding:
     variants = sorted({folder.rpartition("/")[2] for folder in found["taken"].values()})
     loaded = f"loaded the variant {', '.join(variants)} of {', '.join(sorted(found['taken']))}"
     return ok(f"takes effect {where}: {found['summary']}, and the results agree", details=(loaded,))
-
-
-def facts(seen: Observations) -> dict[str, Any]:
-    """Return what was found out about the tiny model."""
-    names = ("software", "device", "summary", "kept", "difference", "taken")
-    return {name: seen.use.facts.get(name) for name in names} if seen.use else {}
 
 
 def _is_told_elsewhere(seen: Observations, step: str) -> bool:

@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
-from kernels_ext_npu.inspection.counting.fallbacks import fallback
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.costs import Cost, bytes_of
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
+
+
+def fallback(operator: OpOverload) -> Callable[..., Tensor] | None:
+    """Return the loop that runs in the place of an operator; None where the operator runs itself.
+
+    The host waits once in it, for the sizes of the groups.
+    """
+    if operator is not torch.ops.aten._grouped_mm.default:
+        return None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
+    return None if has_kernel else grouped_mm
+
+
+def grouped_mm(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: object = None
+) -> Tensor:
+    """Multiply group by group, as ``_grouped_mm_fallback`` of ATen/native/GroupedMMUtils.h does.
+
+    ``[T, K]`` and ``[G, K, N]`` make ``[T, N]``; ``[G, M, K]`` and ``[K, T]`` make ``[M, T]``; ``[M, T]`` and
+    ``[T, N]`` make ``[G, M, N]``. The T rows or columns lie in G groups, here of one size: fake tensors do not tell
+    where they end.
+    """
+    if offs is None:
+        return torch.bmm(self, mat2)
+    groups = offs.numel()
+    if mat2.dim() == 3:  # rows of the one side in groups, a matrix of the other for each
+        out = self.new_empty(self.shape[0], mat2.shape[2])
+        left, right, outs = _split(self, groups, 0), mat2, _split(out, groups, 0)
+    elif self.dim() == 3:
+        out = self.new_empty(self.shape[1], mat2.shape[1])
+        left, right, outs = self, _split(mat2, groups, 1), _split(out, groups, 1)
+    else:  # the sums that are products go over groups
+        out = self.new_empty(groups, self.shape[0], mat2.shape[1])
+        left, right, outs = _split(self, groups, 1), _split(mat2, groups, 0), out
+    for one, other, target in zip(left, right, outs):
+        torch.mm(one, other, out=target)
+    return out
+
+
+def _split(tensor: Tensor, groups: int, dim: int) -> Any:
+    """Split a dimension into groups as evenly as can be: the first ones are larger by one."""
+    size, larger = divmod(tensor.shape[dim], groups)
+    return tensor.split([size + (group < larger) for group in range(groups)], dim)
+
 
 Axes = Mapping[str, tuple[str, ...]]
 
@@ -77,16 +121,17 @@ class Counting(Cost):
         return found
 
     def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
-        message = collectives.message(operator, args, kwargs, result)
-        if message is None:
+        name = collectives.name_of(operator)
+        if name is None:
             return
-        axis = collectives.axis(message.operator, self._axes.get(message.group.group_name, ()))
-        key = Collective(message.operator, axis, message.group.size())
+        group = collectives.group(operator, args, kwargs)
+        key = Collective(name, collectives.axis(name, self._axes.get(group.group_name, ())), group.size())
         self._counts.calls[key] += 1
-        self._counts.messages[key] += message.bytes
-        if message.cloned:
+        # what is reduced, gathered, scattered or exchanged as a whole: the larger side of it
+        self._counts.messages[key] += max(bytes_of(value) for value in (*args, *kwargs.values(), result))
+        if collectives.clones(operator) and (cloned := 2 * bytes_of(result)):
             self.launches["clone"] += 1
-            self.bytes["clone"] += 2 * message.cloned
-            self._counts.seconds["clone"] += 2 * message.cloned / self.soc.bandwidth
+            self.bytes["clone"] += cloned
+            self._counts.seconds["clone"] += cloned / self.soc.bandwidth
         if operator is torch.ops.c10d._reduce_scatter_base_.default:
             self.memory.exclude([args[0]])  # FSDP2's: what comes out is the gradient of weights

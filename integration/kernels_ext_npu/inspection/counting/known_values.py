@@ -7,8 +7,7 @@ for the experts that tokens are routed to: they are taken in turn. All ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -19,14 +18,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels_ext_npu.inspection.counting import collectives, host_waits
+from kernels_ext_npu.inspection.counting import collectives
+from kernels_ext_npu.inspection.replacing import replaced
 
+_MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
 _ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices
 _FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 # operators whose result has a size that only values tell, and the argument with these values
 _SIZED_BY = dict.fromkeys(("nonzero", "repeat_interleave", "unique_consecutive", "_unique2"), 0)
-_SIZED_BY |= {"masked_select": 1, "index": 1}
+_SIZED_BY |= {"masked_select": 1}
 
 
 class UnknownValueError(Exception):
@@ -68,12 +69,12 @@ class KnownValues:
                 raise UnknownValueError(operator)
             with _disable_current_modes():
                 return value.item()
-        if _is_sized_by_values(operator, name, args):
+        if (sizing := _sizing(operator, name, args)) is not None:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
-            return self._sized_by_values(operator, name, args, kwargs)
+            return self._sized_by_values(operator, sizing, args, kwargs)
         result = operator(*args, **kwargs)
-        self.waits += host_waits.of(operator, args, kwargs, result)
-        self.copies_in += host_waits.copies_in(operator, args, result)
+        self.waits += _waits(operator, args, kwargs, result)
+        self.copies_in += _copies_in(operator, args, result)
         if name in _ROUTES:
             self._in_turn(result[1], args[0].shape[-1])
         elif collectives.is_collective(operator):
@@ -82,8 +83,7 @@ class KnownValues:
             self._follow(operator, name, args, kwargs, result)
         return result
 
-    @contextmanager
-    def read_at_once(self) -> Iterator[None]:
+    def read_at_once(self) -> AbstractContextManager[None]:
         """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
         before = FakeTensor.tolist
 
@@ -95,11 +95,7 @@ class KnownValues:
             with _disable_current_modes():
                 return value.tolist()
 
-        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            FakeTensor.tolist = before  # type: ignore[method-assign]
+        return replaced(FakeTensor, "tolist", tolist)
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.
@@ -144,8 +140,8 @@ class KnownValues:
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
             return operator(*args, **kwargs)
 
-    def _sized_by_values(self, operator: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
-        if name not in _SIZED_BY or any(self._value(fake) is None for fake in _tensors(_sizing(name, args))):
+    def _sized_by_values(self, operator: OpOverload, sizing: Any, args: tuple, kwargs: dict) -> Any:
+        if any(self._value(fake) is None for fake in _tensors(sizing)):
             raise UnknownValueError(operator)
         known = all(self._value(fake) is not None for fake in _tensors((args, kwargs)))
         device = args[0].device
@@ -184,14 +180,44 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _is_sized_by_values(operator: OpOverload, name: str, args: tuple) -> bool:
+def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:
+    """Return the argument whose values tell how large a result is; None where sizes alone do."""
     if name == "index":  # by a mask, of which torch makes indices
-        return host_waits.has_mask(args[1])
+        return args[1] if _has_mask(args[1]) else None
     if name == "repeat_interleave" and len(args) > 1:  # an operator of its own on the NPU, and elsewhere two
-        return isinstance(args[1], Tensor)
-    return torch.Tag.dynamic_output_shape in operator.tags
+        return args[1] if isinstance(args[1], Tensor) else None
+    if torch.Tag.dynamic_output_shape not in operator.tags:
+        return None
+    if name not in _SIZED_BY:
+        raise UnknownValueError(operator)
+    return args[_SIZED_BY[name]]
 
 
-def _sizing(name: str, args: tuple) -> Any:
-    """Return the argument whose values tell how large a result is."""
-    return args[1] if name == "repeat_interleave" and len(args) > 1 else args[_SIZED_BY[name]]
+def _waits(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
+    """Return how often the host waits in a call, besides for a value that it reads and a size that values tell."""
+    name = operator._schema.name.partition("::")[2]
+    if name == "copy_":
+        return args[0].device.type == "cpu" and args[1].device.type == "npu"
+    if name == "_to_copy":
+        return result.device.type == "cpu" and args[0].device.type == "npu"
+    if name in _MASKED:  # for how many a mask selects
+        return args[0].device.type == "npu" and _has_mask(args[1])
+    if name == "histc" and args[0].device.type == "npu":  # without a range op-plugin reads both ends of the data
+        low, high = [*args[2:], *(kwargs.get(end, 0) for end in ("min", "max")[len(args[2:]) :])]
+        return 2 * (low == high)
+    return 0
+
+
+def _copies_in(operator: OpOverload, args: tuple, result: Any) -> bool:
+    """Tell whether a call copies from the host, as making a tensor of its numbers does: no graph holds that."""
+    name = operator._schema.name.partition("::")[2]
+    if name == "copy_":
+        return args[0].device.type == "npu" and args[1].device.type == "cpu"
+    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+        return args[0].device.type == "npu"
+    return name == "_to_copy" and result.device.type == "npu" and args[0].device.type == "cpu"
+
+
+def _has_mask(indices: Any) -> bool:
+    """Tell whether one of these indices is a mask."""
+    return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(indices) if isinstance(leaf, Tensor))

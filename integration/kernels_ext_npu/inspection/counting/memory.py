@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from kernels_ext_npu.inspection.replacing import replaced
 
 
 class Memory:
@@ -52,8 +54,7 @@ class Memory:
                 self._follow(storage, storage.nbytes())
         self.peak = max(self.peak, self.current)
 
-    @contextmanager
-    def resized(self) -> Iterator[None]:
+    def resized(self) -> AbstractContextManager[None]:
         """Follow storages that are given back, and taken again, as FSDP2 does with gathered weights."""
         original = torch.UntypedStorage.resize_
 
@@ -63,11 +64,7 @@ class Memory:
             self._follow(storage, size)
             self.peak = max(self.peak, self.current)
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        return replaced(torch.UntypedStorage, "resize_", resize_)
 
     def _follow(self, storage, size: int) -> None:
         if storage._cdata not in self._living:

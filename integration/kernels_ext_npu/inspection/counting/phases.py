@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from kernels_ext_npu.inspection.counting.dispatch import Axes, Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
+from kernels_ext_npu.inspection.replacing import replaced
 from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
@@ -184,18 +185,12 @@ def _count_update(
     return costs.counts()
 
 
-@contextmanager
-def _untraced() -> Iterator[None]:
+def _untraced() -> AbstractContextManager[None]:
     """Let transformers take fake tensors for real ones.
 
     It takes them for a sign of tracing, and then makes masks that a model at work goes without.
     """
-    before = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda x: False
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = before
+    return replaced(import_utils, "is_fake_tensor", lambda x: False)
 
 
 def _make_causal_mask() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from kernels_ext_npu.swaps import add_norm_fusion
 _INPUT = object()  # stands for the input in what a layer gives
 
 
-class _Other(NamedTuple):
+@dataclass(frozen=True)
+class _Other:
     """A tensor that a layer gives beside what has its input's shape."""
 
     shape: torch.Size
@@ -75,7 +76,7 @@ class Kind:
         Raises:
             NotRepeatableError: the first layer gave nothing that has the input's shape.
         """
-        if not any(leaf is _INPUT for leaf in tree_leaves(self.output, is_leaf=_is_other)):
+        if not any(leaf is _INPUT for leaf in tree_leaves(self.output)):
             raise NotRepeatableError(self)
         given = _first_tensor(args, kwargs)
         add_norm_fusion.hand_on(layer, given)
@@ -85,7 +86,7 @@ class Kind:
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
             return given if leaf is _INPUT else leaf
 
-        return tree_map(value, self.output, is_leaf=_is_other)
+        return tree_map(value, self.output)
 
 
 def find_kinds(model: PreTrainedModel) -> list[Kind]:
@@ -173,10 +174,6 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
             elif hasattr(value, "__func__"):  # a kernel in the place of a forward
                 settings[f"{path}.{name}"] = value.__func__.__qualname__
     return settings
-
-
-def _is_other(value: Any) -> bool:
-    return isinstance(value, _Other)
 
 
 def _offset(value: Any, position: int) -> int | None:

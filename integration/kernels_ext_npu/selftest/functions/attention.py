@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.selftest.cases import Function, drawn
-from kernels_ext_npu.selftest.functions import attention_formula
 
 SCALE = 0.25
 HEADS = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
@@ -28,6 +28,57 @@ CAUSAL = {
 }
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute ``[B, S_q, N, D_v]`` of ``[B, S, N, D]`` in float64; a query that sees no key gives zeros.
+
+    There is a score for every query and key, from flash-attn's description of its parameters.
+    """
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    at = torch.arange(q.shape[2]).unsqueeze(1) + k.shape[2] - q.shape[2]  # the last query stands at the last key
+    ahead = torch.arange(k.shape[2]) - at
+    left, right = window[0], 0 if causal else window[1]
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        seen &= ahead >= -left
+    if right >= 0:
+        seen &= ahead <= right
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - slopes.double().view(-1, q.shape[1], 1, 1) * ahead.abs()
+    scores = scores.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]] * seen
+    return (weights @ v).transpose(1, 2)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], key_lengths: list[int], scale: float, **options: Any
+) -> Tensor:
+    """Compute ``[T, N, D_v]`` of sequences that lie one behind the other."""
+    parts = zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths))
+    slopes = options.pop("slopes", None)
+    found = []
+    for i, part in enumerate(parts):
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[i]
+        one, keys, values = (t.unsqueeze(0) for t in part)
+        found.append(attention(one, keys, values, scale, slopes=own, **options)[0])
+    return torch.cat(found)
+
+
 class SelfAttention(nn.Module):
     """What attention_forward reads of the module that calls it."""
 
@@ -35,25 +86,25 @@ class SelfAttention(nn.Module):
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    return attention_formula.attention(q, k, v, SCALE, True, (3, 0), sinks=sinks)
+    return attention(q, k, v, SCALE, True, (3, 0), sinks=sinks)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_formula.attention(q, k, v, SCALE, True)
+    return attention(q, k, v, SCALE, True)
 
 
 def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention of packed sequences whose lengths a compiled graph reads when it runs."""
     ends = torch.tensor([0, 5, 12], device=q.device)
 
-    def packed(*tensors: Tensor) -> Tensor:
+    def in_a_row(*tensors: Tensor) -> Tensor:
         return f(*tensors, ends, ends, softmax_scale=SCALE, causal=True)
 
-    return torch.compile(packed, backend="aot_eager")(q, k, v)
+    return torch.compile(in_a_row, backend="aot_eager")(q, k, v)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_formula.packed(q, k, v, [5, 7], [5, 7], SCALE, causal=True)
+    return packed(q, k, v, [5, 7], [5, 7], SCALE, causal=True)
 
 
 def _of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,7 +120,7 @@ def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_formula.attention(q, k, v, SCALE, softcap=3.0)
+    return attention(q, k, v, SCALE, softcap=3.0)
 
 
 _function = partial(Function, "FlashAttention")
@@ -84,7 +135,7 @@ FUNCTIONS = (
         _function(
             "flash_attn_func",
             lambda f, *t: f(*t, causal=True),
-            lambda q, k, v: attention_formula.attention(q, k, v, q.shape[-1] ** -0.5, True),
+            lambda q, k, v: attention(q, k, v, q.shape[-1] ** -0.5, True),
             drawn(*shapes),
             at,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,33 +43,32 @@ def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, FROZEN.to(x)) + SCALE * F.linear(F.linear(x, a), b)
 
 
+_function = partial(Function, "Linear")
+
+
 def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
     x = (*leading, INPUTS)
     layer = drawn(x, (OUTPUTS, INPUTS), (OUTPUTS,))
     adapter = drawn(x, (RANK, INPUTS), (OUTPUTS, RANK))
     return [
-        Function("Linear", "linear", lambda f, *t: f(*t), F.linear, layer, at),
-        Function(
-            "Linear",
+        _function("linear", lambda f, *t: f(*t), F.linear, layer, at),
+        _function(
             "linears",
             lambda f, x, w, b: f(x, [w, w], [b, None]),
             lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)),
             layer,
             at,
         ),
-        Function("Linear", "lora_linear", _adapted, _exactly_adapted, adapter, at),
-        Function("Linear", "lora_linears", _adapted_together, lambda *t: [_exactly_adapted(*t)] * 2, adapter, at),
-        Function(
-            "Linear",
+        _function("lora_linear", _adapted, _exactly_adapted, adapter, at),
+        _function("lora_linears", _adapted_together, lambda *t: [_exactly_adapted(*t)] * 2, adapter, at),
+        _function(
             "lora_linears",
             lambda f, x, a, b: _adapted_together(f, x, a, b, NEVER),
             lambda *t: [_exactly_adapted(*t)] * 2,
             adapter,
             f"dropout{at and ', '}{at}",
         ),
-        Function(
-            "Linear", "lora_pair", _adapted_pair, lambda *t: torch.cat([_exactly_adapted(*t)] * 2, -1), adapter, at
-        ),
+        _function("lora_pair", _adapted_pair, lambda *t: torch.cat([_exactly_adapted(*t)] * 2, -1), adapter, at),
     ]
 
 

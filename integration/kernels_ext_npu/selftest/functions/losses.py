@@ -27,29 +27,29 @@ def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     return _of_rows(hidden_states @ weight.mT + bias, labels)
 
 
+_function = partial(Function, "CrossEntropy")
+
+
 def _functions(at: str, words: int) -> list[Function]:
     chosen = labels(words)
     head = drawn((ROWS, HIDDEN), (words, HIDDEN), (words,))
     of_head = partial(_of_head, labels=chosen)
     return [
-        Function(
-            "CrossEntropy",
+        _function(
             "cross_entropy",
             lambda f, x: f(x, chosen.to(x.device), reduction="none"),
             partial(_of_rows, labels=chosen),
             drawn((ROWS, words)),
             at,
         ),
-        Function(
-            "CrossEntropy",
+        _function(
             "linear_cross_entropy",
             lambda f, h, w, b: f(h, w, chosen.to(h.device), b, reduction="none"),
             of_head,
             head,
             at,
         ),
-        Function(
-            "CrossEntropy",
+        _function(
             "linear_log_probs",
             lambda f, h, w, b: f(h, w, chosen.to(h.device), b),
             lambda *t: -of_head(*t),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -46,14 +48,14 @@ def multimodal(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return both_rotated(q, k, cos, sin)
 
 
+_function = partial(Function, "RoPE")
 FUNCTIONS = (
     *(
-        Function("RoPE", "rotary_mul", lambda f, *t: f(*t), rotated, drawn(shape, table, table), at)
+        _function("rotary_mul", lambda f, *t: f(*t), rotated, drawn(shape, table, table), at)
         for at, (shape, table) in ONE.items()
     ),
     *(
-        Function(
-            "RoPE",
+        _function(
             "rotary_mul",
             lambda f, *t: f(*t, True),
             rotated_pairs,
@@ -64,11 +66,10 @@ FUNCTIONS = (
         if "894" not in at
     ),
     *(
-        Function("RoPE", "apply_rotary_pos_emb", lambda f, *t: f(*t), both_rotated, drawn(q, k, table, table), at)
+        _function("apply_rotary_pos_emb", lambda f, *t: f(*t), both_rotated, drawn(q, k, table, table), at)
         for at, (q, k, table) in BOTH.items()
     ),
-    Function(
-        "RoPE",
+    _function(
         "apply_multimodal_rotary_pos_emb",
         lambda f, *t: f(*t, SECTION),
         multimodal,

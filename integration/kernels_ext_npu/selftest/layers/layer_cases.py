@@ -21,7 +21,6 @@ from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
-from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
 from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
@@ -118,27 +117,24 @@ def _block(cls: type[nn.Module]) -> Made:
     return _random(cls(32, 8, 2, 32)), (torch.randn(1, 10, 32),)
 
 
+# activation -> layers of MLPs with it
+MLPS = {
+    "silu": (
+        *("SwiGLUMLP", "FusedSwiGLUMLP", "ClampedSwiGLUMLP", "ScaledSwiGLUMLP"),
+        *("DroppedMLP", "GloballyScaledMLP", "FusedMLPByLayer"),
+    ),
+    "gelu_pytorch_tanh": ("GeGLUMLP", "FusedGeGLUMLP"),
+    "gelu": ("ExactGeGLUMLP", "FusedExactGeGLUMLP", "FusedDropoutMLP", "FusedAdaptedMLP"),
+}
 # layer -> modules that it serves, each with arguments
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
     "AddLayerNorm": [partial(_layer_norm, BertSelfOutput, 2)],
     "LayerNorm": [partial(_layer_norm, DebertaLayerNorm)],
     "LayerNormFloat32": [partial(_layer_norm, CohereLayerNorm), partial(_layer_norm, OlmoLayerNorm)],
-    "SwiGLUMLP": [partial(_mlp, LlamaMLP, "silu")],
-    "GeGLUMLP": [partial(_mlp, LlamaMLP, "gelu_pytorch_tanh")],
-    "FusedSwiGLUMLP": [partial(_mlp, Phi3MLP, "silu")],
-    "FusedGeGLUMLP": [partial(_mlp, Phi3MLP, "gelu_pytorch_tanh")],
-    "ExactGeGLUMLP": [partial(_mlp, LlamaMLP, "gelu")],
-    "FusedExactGeGLUMLP": [partial(_mlp, Phi3MLP, "gelu")],
-    "ClampedSwiGLUMLP": [partial(_mlp, mlp_variants.DeepseekV4MLP, "silu")],
-    "ScaledSwiGLUMLP": [partial(_mlp, mlp_variants.FalconH1MLP, "silu")],
+    **{layer: [partial(_mlp, _reference(layer), activation)] for activation, mlps in MLPS.items() for layer in mlps},
     "DropoutMLP": [partial(_mlp, mlp_variants.T5DenseGatedActDense, "gelu_new")],
-    "FusedDropoutMLP": [partial(_mlp, mlp_variants.ModernBertMLP, "gelu")],
-    "DroppedMLP": [partial(_mlp, mlp_variants.SeedOssMLP, "silu")],
-    "GloballyScaledMLP": [partial(_mlp, mlp_variants.InklingMLP, "silu")],
     "NormedMLP": [_normed_mlp],
-    "FusedMLPByLayer": [partial(_mlp, mlp_variants.MoshiGatingMLP, "silu")],
-    "FusedAdaptedMLP": [partial(_mlp, mlp_variants.Zamba2MLP, "gelu")],
     "FastGELU": [partial(_activation, FastGELUActivation)],
     "NewGELU": [partial(_activation, NewGELUActivation)],
     "QuickGELU": [partial(_activation, QuickGELUActivation)],

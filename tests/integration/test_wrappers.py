@@ -147,9 +147,8 @@ def by_compiler(module, seen):
     return torch.compile(module.forward, backend="eager")
 
 
-SHOWN = [by_closure, by_attribute, by_compiler]
+SHOWN = [by_closure, by_default, by_attribute, by_compiler]
 HIDDEN = [
-    by_default,
     by_partial,
     by_keyword_of_a_partial,
     by_named_attribute,

@@ -99,7 +99,9 @@ class BitNetMLP(LlamaMLP):
 
 
 class DeepseekV4MLP(LlamaMLP):
-    limit = 1.0
+    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", limit: float = 1.0) -> None:
+        super().__init__(hidden_size, intermediate_size, hidden_act)
+        self.limit = limit
 
     def forward(self, x):
         gate = self.gate_proj(x).clamp(max=self.limit)

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.distributed import heads, matrix, models
 from tests.distributed.models import Tensors
 
-WRAPPED = "another library has wrapped its forward, and the wrapper must see logits"
-FLAT = "its weight is a part of another tensor, as under FSDP1, whose memory may change behind the forward"
-OWN_UNIT = "FSDPLinear: the kernel multiplies with one weight"
+WRAPPED = "another library has wrapped its forward"
+FLAT = "its weight is a part of another tensor, as under FSDP1"
+OWN_UNIT = "FSDPLinear, which may compute something else"
 # why a head computes its logits; whether its head is tied makes a difference to transformers' own FSDP
 REASONS: dict[tuple[str, bool], str | None] = {
     ("DDP", False): None,

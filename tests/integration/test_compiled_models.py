@@ -89,6 +89,19 @@ def test_layers_that_are_compiled_by_themselves_share_a_graph(name: str) -> None
         assert_close(gradients(model, name, length), gradients(reference, name, length))
 
 
+def test_compiled_layers_take_a_mask_that_was_described_outside_of_them() -> None:
+    """Padding is described once a forward; the first layer makes the mask, which the others find: two graphs."""
+    ids, mask = torch.arange(2, 20).view(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    model, reference = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")), zoo.build("qwen3")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        found = model(ids.to("npu"), attention_mask=mask.to("npu")).logits.cpu()
+    truth = reference(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], truth[mask.bool()], rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 @torch.no_grad()

@@ -159,8 +159,8 @@ class MaskDescription:
         return found
 
     def _look_for_changes(self) -> None:
-        """Describe nothing but the mask itself from when somebody has written into it."""
-        mask = self._masks.get(_MASK)
+        """Describe nothing but the mask itself from when somebody has written into it; a graph cannot ask."""
+        mask = None if torch.compiler.is_compiling() else self._masks.get(_MASK)
         if mask is not None and mask._version != self._version:
             self.pattern, self._version = None, mask._version
             self._masks, self._chosen, self._beside = {_MASK: mask}, {}, None

@@ -109,7 +109,7 @@ def why_apart(gate: nn.Module, up: nn.Module) -> str | None:
     """Return why two layers with adapters that a kernel computes are two products; None if they need not be."""
     if not (owner_of(gate) == owner_of(up) == LORA):
         return None
-    first, second = _layer_of(gate), _layer_of(up)
+    first, second = _layer_of(gate, is_sharded=True), _layer_of(up, is_sharded=True)
     if first is None or second is None:
         return "peft computes what they are adapted by"
     if len(first.adapters) != 1 or len(second.adapters) != 1:
@@ -172,7 +172,7 @@ def _called_together(model: nn.Module) -> dict[nn.Module, str]:
     for parent in model.modules():
         pair = gate_up_layout.called(parent)
         for group in linear_groups.groups_of(parent) if pair is None else [pair]:
-            if _layers_of_several(group) is not None:
+            if _layers_of_several(group, is_sharded=True) is not None:  # in a call FSDP2 has gathered them
                 names = [name for name, child in parent.named_children() if child in group]
                 found |= dict.fromkeys(group, f"one node with {', '.join(names)}")
     return found
@@ -222,14 +222,14 @@ def _is_plain_call() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def _layers_of_several(modules: Sequence[nn.Module]) -> list[_Layer] | None:
+def _layers_of_several(modules: Sequence[nn.Module], is_sharded: bool = False) -> list[_Layer] | None:
     """Return what several layers are computed of; None where each has to be called, or has other than one adapter.
 
     Nor with dropout: each adapter drops others then, and hardly anything is shared.
     """
     if len(modules) < 2 or any(owner_of(module) != LORA or has_hooks(module) for module in modules):
         return None
-    layers = [_layer_of(module) for module in modules]
+    layers = [_layer_of(module, is_sharded) for module in modules]
     return layers if all(layer is not None and layer.has_one_that_keeps_all for layer in layers) else None  # type: ignore[return-value]
 
 
@@ -238,13 +238,13 @@ def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, T
     return [(weight, bias, kernel.Adapter(*adapters[0][:3])) for weight, bias, adapters in layers]
 
 
-def _layer_of(module: Any) -> _Layer | None:
+def _layer_of(module: Any, is_sharded: bool = False) -> _Layer | None:
     """Return what a layer is computed of now; None where its class has to compute it."""
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
     if members["merged_adapters"] or members["_disable_adapters"] or not members["cast_input_dtype_enabled"]:
         return None
-    if why_not_plain(base) is not None:
+    if why_not_plain(base, is_sharded) is not None:
         return None
     weight: Any = base._parameters["weight"]
     if weight.requires_grad or weight.device.type != "npu":
@@ -253,7 +253,7 @@ def _layer_of(module: Any) -> _Layer | None:
     for name in module.active_adapters:
         if name not in modules["lora_A"]._modules:
             continue
-        a, b = (_factor(modules[factors]._modules[name]) for factors in ("lora_A", "lora_B"))
+        a, b = (_factor(modules[factors]._modules[name], is_sharded) for factors in ("lora_A", "lora_B"))
         scale = members["scaling"][name]
         if a is None or b is None or name in members["lora_variant"] or not isinstance(scale, (int, float)):
             return None
@@ -263,9 +263,9 @@ def _layer_of(module: Any) -> _Layer | None:
     return _Layer(weight, base._parameters["bias"], adapters) if adapters else None
 
 
-def _factor(layer: Any) -> Tensor | None:
+def _factor(layer: Any, is_sharded: bool) -> Tensor | None:
     """Return the weight of a layer that is a product with it and nothing else; None for any other."""
-    if why_not_plain(layer) is not None or layer._parameters["bias"] is not None:
+    if why_not_plain(layer, is_sharded) is not None or layer._parameters["bias"] is not None:
         return None
     return layer._parameters["weight"]
 

@@ -67,6 +67,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
     *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
+    *(("experts with clipped SwiGLU", [("change_alpha_or_limit", number)]) for number in (53824, 61422)),
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),

@@ -120,8 +120,8 @@ def activation_of(experts: nn.Module) -> Activation:
     """Return what an experts module of transformers does between its products.
 
     The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was,
-    as long as its activation is of the same class: whoever changes what else the gate reads calls :func:`forget`, and
-    :func:`is_current` tells whether anybody has. While a graph is captured there is no time for that: a module that is
+    as long as its activation is of the same class, and the numbers that the gate reads are the same: whoever changes
+    what else decides calls :func:`forget`, and :func:`is_current` tells whether anybody has. While a graph is captured there is no time for that: a module that is
     seen there first computes its gate in torch, and so does one whose activation has hooks.
 
     Args:
@@ -162,12 +162,15 @@ def activation_of(experts: nn.Module) -> Activation:
                 kind = repr(own)
     elif "act_fn" in experts.__dict__:  # somebody has made it a function
         kind = repr(experts.__dict__["act_fn"])
-    known = getattr(experts, _KNOWN, None)
-    if known is None or known[2] != kind:
+    known, members = getattr(experts, _KNOWN, None), experts.__dict__
+    is_known = known is not None and known[2] == kind
+    for name, number in known[3] if is_known else ():
+        is_known &= members.get(name) == number
+    if not is_known:
         if torch.compiler.is_compiling():
             return experts._apply_gate
         # the module may be saved as a whole: no class
-        known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind
+        known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind, _numbers_of_gate(experts)
         setattr(experts, _KNOWN, known)
     return Gate(*known[1]) if known[1] else experts._apply_gate
 
@@ -191,6 +194,13 @@ def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
     floats = sorted((name, value) for name, value in vars(experts).items() if isinstance(value, float))
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
     return (*floats, repr(getattr(experts, "act_fn", None)), repr(gate))
+
+
+def _numbers_of_gate(experts: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Return the numbers of a module that its ``_apply_gate`` reads, with their names."""
+    code = getattr(getattr(experts._apply_gate, "__func__", experts._apply_gate), "__code__", None)
+    numbers = {name: value for name, value in vars(experts).items() if isinstance(value, float)}
+    return tuple((name, numbers[name]) for name in getattr(code, "co_names", numbers) if name in numbers)
 
 
 def _recognise(experts: nn.Module) -> Gate | None:

@@ -121,8 +121,9 @@ def activation_of(experts: nn.Module) -> Activation:
 
     The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was,
     as long as its activation is of the same class, and the numbers that the gate reads are the same: whoever changes
-    what else decides calls :func:`forget`, and :func:`is_current` tells whether anybody has. While a graph is captured there is no time for that: a module that is
-    seen there first computes its gate in torch, and so does one whose activation has hooks.
+    what else decides calls :func:`forget`, and :func:`is_current` tells whether anybody has. While a graph is captured
+    there is no time for that: a module that is seen there first computes its gate in torch, and so does one whose
+    activation has hooks.
 
     Args:
         experts: a module with transformers' experts interface.

@@ -53,6 +53,11 @@ def other_limit(model: nn.Module) -> None:
         experts.limit = 0.01
 
 
+def other_gate(model: nn.Module) -> None:
+    for experts in modules(model, "Experts"):
+        experts._apply_gate = MethodType(lambda self, both: both[..., ::2].tanh() * both[..., 1::2], experts)
+
+
 def scaled_tables(model: nn.Module) -> None:
     for table in modules(model, "RotaryEmbedding"):
         table.attention_scaling = 1.5
@@ -70,6 +75,7 @@ CHANGES = [
     pytest.param(other_experts_activation, "qwen3_moe", "experts", id="activation of experts"),
     pytest.param(other_alpha, "gpt_oss", "experts", id="alpha of experts"),
     pytest.param(other_limit, "gpt_oss", "experts", id="limit of experts"),
+    pytest.param(other_gate, "gpt_oss", "experts", id="gate of experts"),
     pytest.param(other_class, "qwen3", "norms", id="class"),
 ]
 LOOKS = {"kernelize": kernels_ext_npu.kernelize, "train": lambda model: model.train()}
@@ -103,6 +109,18 @@ def test_a_change_is_seen_at_the_next_look(
     assert (found - expected).norm() <= TOLERANCE * expected.norm()
     rows = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
     assert not [row for row in rows if row.reason and "changed since" in row.reason]
+
+
+@pytest.mark.parametrize(("change", "name", "kind"), CHANGES)
+def test_a_change_counts_at_once(registered, change: Callable[[nn.Module], None], name: str, kind: str) -> None:
+    original = zoo.build(name)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    unchanged = outputs(model, name)
+    change(original)
+    change(model)
+    expected, found = outputs(original, name), outputs(model, name)
+    assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
 
 
 def test_a_scale_of_tables_counts_at_once(registered) -> None:

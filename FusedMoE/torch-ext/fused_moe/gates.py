@@ -120,10 +120,10 @@ def activation_of(experts: nn.Module) -> Activation:
     """Return what an experts module of transformers does between its products.
 
     The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was,
-    as long as its activation is of the same class, and the numbers that the gate reads are the same: whoever changes
-    what else decides calls :func:`forget`, and :func:`is_current` tells whether anybody has. While a graph is captured
-    there is no time for that: a module that is seen there first computes its gate in torch, and so does one whose
-    activation has hooks.
+    as long as its class has the same gate, its activation is of the same class, and its numbers are the same. Whoever
+    changes what else decides calls :func:`forget`, and :func:`is_current` tells whether anybody has. While a graph is
+    captured there is no time for that: a module that is seen there first computes its gate in torch, and so does one
+    with a gate of its own, or whose activation has hooks.
 
     Args:
         experts: a module with transformers' experts interface.
@@ -163,15 +163,20 @@ def activation_of(experts: nn.Module) -> Activation:
                 kind = repr(own)
     elif "act_fn" in experts.__dict__:  # somebody has made it a function
         kind = repr(experts.__dict__["act_fn"])
-    known, members = getattr(experts, _KNOWN, None), experts.__dict__
+    attributes, gate = experts.__dict__, type(experts)._apply_gate
+    if "_apply_gate" in attributes:  # somebody has given the module one of its own
+        return experts._apply_gate
+    code = gate.__code__ if type(gate) is FunctionType else None
+    kind = kind, repr(gate) if code is None else (code.co_filename, code.co_firstlineno)
+    known = getattr(experts, _KNOWN, None)
     is_known = known is not None and known[2] == kind
-    for name, number in known[3] if is_known else ():
-        is_known &= members.get(name) == number
+    for name, number in known[0][0] if is_known else ():
+        is_known &= attributes.get(name) == number
     if not is_known:
         if torch.compiler.is_compiling():
             return experts._apply_gate
         # the module may be saved as a whole: no class
-        known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind, _numbers_of_gate(experts)
+        known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind
         setattr(experts, _KNOWN, known)
     return Gate(*known[1]) if known[1] else experts._apply_gate
 
@@ -194,14 +199,7 @@ def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
     """
     floats = sorted((name, value) for name, value in vars(experts).items() if isinstance(value, float))
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
-    return (*floats, repr(getattr(experts, "act_fn", None)), repr(gate))
-
-
-def _numbers_of_gate(experts: nn.Module) -> tuple[tuple[str, float], ...]:
-    """Return the numbers of a module that its ``_apply_gate`` reads, with their names."""
-    code = getattr(getattr(experts._apply_gate, "__func__", experts._apply_gate), "__code__", None)
-    numbers = {name: value for name, value in vars(experts).items() if isinstance(value, float)}
-    return tuple((name, numbers[name]) for name in getattr(code, "co_names", numbers) if name in numbers)
+    return tuple(floats), repr(getattr(experts, "act_fn", None)), repr(gate)
 
 
 def _recognise(experts: nn.Module) -> Gate | None:

@@ -3,8 +3,8 @@
 `kernels` takes a layer for each module whose class is marked for one, by transformers' table (kernel_mapping.py) and
 what the class says of the instance (kernel_marks.py). Where an instance decides on another layer than its class is
 marked for, that is taken behind it. Whoever changes the activation of an MLP, the gate of experts or the class of a
-module has what it was swapped in for, or the forward of its class, until ``kernelize()``, ``train()``, ``eval()`` or
-``use_kernels = True`` look again.
+module gets what that computes from the next call on; the report says so until ``kernelize()``, ``train()``, ``eval()``
+or ``use_kernels = True`` look again, and take the layer that fits by then.
 """
 
 from __future__ import annotations

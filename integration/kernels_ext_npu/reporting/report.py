@@ -123,7 +123,7 @@ def _as_fields(row: Row) -> dict[str, Any]:
 
 
 def report(model: nn.Module) -> Report:
-    """Report what was swapped, or kept and why.
+    """Report what was swapped, what was not, and why.
 
     Norms, gated MLPs, experts, routers, attention, rotary functions and tables, and heads of
     language models, each module and call by itself; linear layers apart from them, in ``report(model).projections``.

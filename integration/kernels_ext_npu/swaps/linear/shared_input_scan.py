@@ -68,5 +68,5 @@ def _is_only_read(variable: str, statements: list[ast.stmt], me: str) -> bool:
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == variable]
     given = [node for node in ast.walk(statements[-1]) if node in uses and isinstance(node.ctx, ast.Store)]  # type: ignore[attr-defined]
     looks = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "shape" and node.value in uses]
-    calls = [name for statement in statements for name, _ in _calls(statement, me) if name == variable]
+    calls = [x for statement in statements for x, _ in _calls(statement, me) if x == variable]
     return len(uses) == len(given) + len(calls) + len(looks)

@@ -1,6 +1,6 @@
 """Puts a forward of ours on a module, below what other libraries have put over its own, and takes it out again.
 
-A wrapper calls what was there before it, and holds it in one of some ways. accelerate leaves
+A wrapper calls what was there before it, and holds it in one of three ways. accelerate leaves
 
     module._old_forward = module.forward           # a method of the module: what is looked for
     module.forward = partial(new_forward, module)  # new_forward calls module._old_forward

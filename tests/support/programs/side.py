@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
@@ -101,7 +101,7 @@ class Side:
     @property
     def has_steps(self) -> bool:
         """Whether a call may change a weight: a spectral norm comes nearer to it with each that is in training."""
-        return any(parametrize.is_parametrized(module) for module in self.model.modules())
+        return any(isinstance(module, parametrizations._SpectralNorm) for module in self.model.modules())
 
     def count_places(self) -> int:
         """Return at how many places in memory the weights are: fewer than names where some are shared."""

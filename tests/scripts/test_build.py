@@ -188,13 +188,18 @@ def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Pat
 
 
 @each_variant
-def test_imports_are_relative_of_torch_or_of_the_standard_library(variant: Path) -> None:
+def test_imports_are_of_the_variant_of_torch_or_of_the_standard_library(variant: Path) -> None:
+    """Where they are relative, the module lies in the variant, whenever it is imported."""
+    own = {path.stem for path in variant.glob("*.py")}
     for path in variant.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert {alias.name.partition(".")[0] for alias in node.names} <= {"torch"} | sys.stdlib_module_names
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 assert node.module.partition(".")[0] in {"torch"} | sys.stdlib_module_names
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 1
+                assert {node.module} <= own if node.module else {alias.name for alias in node.names} <= own
 
 
 # ---- chosen ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Kernel repositories are self-contained: a helper that several of them need stands in each, word for word.
+"""What several kernel repositories need: a file of its own lies in ``common``, anything less is the same word for word.
 
 What is compared are the functions, classes and constants at the top of every file of every repository.
 """
@@ -41,9 +41,13 @@ class Definition(NamedTuple):
     node: ast.stmt
 
 
+COMMON = build.ROOT / "common"
+
+
 def sources(root: Path = build.ROOT) -> list[Path]:
-    """The files of all kernel repositories that are not copies."""
-    found = [path for repository in build.repositories(root) for path in repository.rglob("*.py")]
+    """The files of all kernel repositories that are neither copies nor links, and those that are linked."""
+    folders = [*build.repositories(root), root / "common"]
+    found = [path for folder in folders for path in folder.rglob("*.py") if not path.is_symlink()]
     return sorted(path for path in found if "build" not in path.relative_to(root).parts)
 
 
@@ -151,9 +155,35 @@ def test_every_reason_is_needed() -> None:
 
 
 def test_the_helpers_that_are_known_to_stand_twice_are_found() -> None:
-    assert {"Latest", "is_distributed", "clipped_swiglu_gradient", "are_neighbours", "_Layer", "_DISTRIBUTED"} <= set(
-        SHARED
-    )
+    assert {"_Layer", "_needs_grad", "immovable"} <= set(SHARED)
+
+
+def test_no_file_stands_twice() -> None:
+    by_content = defaultdict(list)
+    for path in sources():
+        by_content[path.read_bytes()].append(path)
+    assert [paths for paths in by_content.values() if len(paths) > 1] == []
+
+
+def test_a_repository_links_the_common_files_that_it_imports() -> None:
+    """By their names; what several repositories do not import is not common."""
+    linked = defaultdict(set)
+    for package in build.ROOT.glob("*/torch-ext/*"):
+        links = {path for path in package.iterdir() if path.is_symlink()}
+        assert {path.resolve() for path in links} == {COMMON / path.name for path in links}
+        assert {path.stem for path in links} <= imported(package)
+        for path in links:
+            linked[path.name].add(package)
+    assert linked.keys() == {path.name for path in COMMON.glob("*.py")}
+    assert [name for name, packages in linked.items() if len(packages) == 1] == []
+
+
+def imported(package: Path) -> set[str]:
+    """The modules of a package that its files import."""
+    nodes = [node for path in package.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    beside = {alias.name for node in relative if not node.module for alias in node.names}
+    return beside | {node.module for node in relative if node.module}
 
 
 @pytest.fixture

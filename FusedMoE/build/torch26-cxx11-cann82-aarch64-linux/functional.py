@@ -10,12 +10,13 @@ from torch import Tensor
 
 from . import grouped_products, permutation
 from .checks import check_experts, check_indices, check_product
-from .distributed import is_distributed, on_whole
+from .distributed import is_distributed
 from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped_products import GmmFunction
 from .in_torch import experts_in_torch, product_in_torch
 from .stacked_training import StackedExpertsFunction, without_gradient
 from .transforms import is_transformed
+from .whole import on_whole
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:

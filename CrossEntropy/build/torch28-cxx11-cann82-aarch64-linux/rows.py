@@ -17,18 +17,10 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
         tokens, words = logits.shape
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
-        lse, picked, total = [], [], []
-        for rows in pieces.of_rows(tokens, pieces.how_many(tokens, words)):
-            z = objective.logits(logits[rows])
-            lse.append(torch.logsumexp(z, -1))
-            picked.append(z.gather(1, inside[rows]).squeeze(-1))
-            if objective.label_smoothing:
-                total.append(z.sum(-1))
-        joined, at_label = torch.cat(lse), torch.cat(picked)
+        lse, picked, total = objective.statistics(logits, inside, pieces.how_many(tokens, words))
         ctx.objective = objective
-        ctx.save_for_backward(logits, labels, joined, at_label)
-        loss = objective.loss(joined, at_label, torch.cat(total) if total else None, words)
-        return torch.where(labels == objective.ignore_index, 0.0, loss)
+        ctx.save_for_backward(logits, labels, lse, picked)
+        return torch.where(labels == objective.ignore_index, 0.0, objective.loss(lse, picked, total, words))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,9 +15,9 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
-        tokens, words = logits.shape
+        words = logits.shape[1]
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
-        lse, picked, total = objective.statistics(logits, inside, pieces.how_many(tokens, words))
+        lse, picked, total = objective.statistics(logits, inside)
         ctx.objective = objective
         ctx.save_for_backward(logits, labels, lse, picked)
         return torch.where(labels == objective.ignore_index, 0.0, objective.loss(lse, picked, total, words))
@@ -37,7 +37,7 @@ class CrossEntropy(torch.autograd.Function):
         gradient = ctx.objective.gradient(counted, lse, picked, words)
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
         d_logits = logits.new_empty(logits.shape)
-        for rows in pieces.of_rows(tokens, pieces.how_many(tokens, words)):
+        for rows in pieces.of_rows(tokens, pieces.in_float32(tokens, words)):
             part = gradient.rows(rows)
             d_rows = part.of_words(logits[rows]).scatter_(1, inside[rows], part.at_label)
             torch.mul(d_rows, part.sign, out=d_logits[rows])

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from . import pieces
 
-_PARTS = 2  # in which rows are taken: in the dtype of the statistics they take no more than the logits then
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -51,16 +49,15 @@ class Objective:
             return z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         return z if self.logit_scale == 1 else z.mul_(self.logit_scale)
 
-    def statistics(self, x: Tensor, labels: Tensor, parts: int = _PARTS) -> tuple[Tensor, Tensor, Tensor | None]:
+    def statistics(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ``log Σ exp z``, ``z`` at the label and, with label smoothing, ``Σ z`` of each row: ``[N]`` each.
 
         Args:
             x: what the head gives, ``[N, W]``.
             labels: ``[N, 1]``, in ``[0, W)``.
-            parts: in how many pieces rows are taken.
         """
         found = []
-        for rows in pieces.of_rows(x.shape[0], parts):
+        for rows in pieces.of_rows(x.shape[0], pieces.in_float32(*x.shape)):
             z = self.logits(x[rows])
             found.append((torch.logsumexp(z, -1), z.sum(-1) if self.label_smoothing else None))
             del z
@@ -140,7 +137,7 @@ class Gradient:
 
     def overwrite(self, x: Tensor) -> None:
         """Put the gradient for what the head gives, ``[N, W]``, in its place, as if no word were a label."""
-        for rows in pieces.of_rows(x.shape[0], _PARTS):
+        for rows in pieces.of_rows(x.shape[0], pieces.in_float32(*x.shape)):
             x[rows].copy_(self.rows(rows).of_words(x[rows]))
 
     def of_words(self, x: Tensor) -> Tensor:

@@ -74,10 +74,12 @@ options = st.fixed_dictionaries(
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(0, 9), st.integers(4, 300), st.integers(1, 12), st.integers(0, 99), st.booleans(), st.integers(1, 9),
-    options,
+    st.integers(0, 9), st.integers(4, 300), st.integers(1, 12), st.integers(0, 99), st.booleans(), st.booleans(),
+    st.none() | st.integers(1, 9), options,
 )  # fmt: skip
-def test_values_and_gradients_with_all_options(kernel: ModuleType, name, n, words, hidden, seed, bias, pieces, chosen):
+def test_values_and_gradients_with_all_options(
+    kernel: ModuleType, name, n, words, hidden, seed, bias, is_frozen, pieces, chosen
+) -> None:
     drawn = draw(n, words, hidden, seed, bias)
     labels = torch.where(drawn.labels == IGNORED, chosen.get("ignore_index", IGNORED), drawn.labels)
     scales = {key: chosen[key] for key in ("logit_scale", "softcap") if key in chosen}
@@ -89,6 +91,9 @@ def test_values_and_gradients_with_all_options(kernel: ModuleType, name, n, word
     back(expected, drawn.grad)
 
     ours, moved = leaves(drawn[:3], torch.float32, "npu"), {k: on_npu(v) for k, v in chosen.items()}
+    for leaf in ours[1:] if is_frozen else ():
+        if leaf is not None:
+            leaf.requires_grad_(False)
     if name == "cross_entropy":
         found = kernel.cross_entropy(F.linear(*ours), labels.npu(), **moved)
     else:
@@ -98,26 +103,41 @@ def test_values_and_gradients_with_all_options(kernel: ModuleType, name, n, word
     assert found.shape == expected.shape
     assert is_as_exact_as_float32(found, expected)
     for leaf, exact_leaf in zip(ours, exact):
-        assert leaf is None or is_as_exact_as_float32(leaf.grad, exact_leaf.grad)
+        assert leaf is None or not leaf.requires_grad or is_as_exact_as_float32(leaf.grad, exact_leaf.grad)
 
 
 def on_npu(value: object) -> object:
     return value.npu() if isinstance(value, Tensor) else value
 
 
+# the logits, and two products for each gradient but that of the bias; whoever names pieces has logits computed again
+@pytest.mark.parametrize(("pieces", "again"), [(None, 0), (3, 1)])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_counters, wanted) -> None:
+def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_counters, wanted, pieces, again) -> None:
     drawn = draw(6, 40, 8, bias=True)
     tensors = [tensor.npu().requires_grad_(i in wanted) for i, tensor in enumerate(drawn[:3])]
-    loss = kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=1)
     before = products(npu_counters())
-    loss.backward()
-    assert products(npu_counters()) - before == 1 + len(wanted)  # the logits once more
+    kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces).backward()
+    is_frozen = wanted == (0,)
+    assert products(npu_counters()) - before == (pieces or 2) * (2 if is_frozen else 1 + again + len(wanted))
     exact = leaves(drawn[:3], torch.float64, "cpu")
     loss_of(logits_of(*exact), drawn.labels).backward()
     for i, (tensor, expected) in enumerate(zip(tensors, exact)):
         assert (tensor.grad is None) == (i not in wanted)
         assert tensor.grad is None or is_as_exact_as_float32(tensor.grad, expected.grad)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_logits_that_are_kept_change_no_number(kernel: ModuleType, monkeypatch, kept) -> None:
+    """Of two pieces none, one or both are kept, for the first backward; the second one computes all of them again."""
+    drawn = draw(6, 40, 8, bias=True)
+    monkeypatch.setattr(kernel.functional.pieces_of, "KEPT", kept * 6 * 20 * 2)
+    found = []
+    for pieces in (None, 2):
+        tensors = leaves(drawn[:3], torch.bfloat16, "npu")
+        loss = kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces)
+        found += [torch.autograd.grad(loss, tensors, retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
 
 
 def products(calls: dict[str, int]) -> int:
@@ -154,8 +174,9 @@ def test_log_probs_are_those_of_log_softmax(kernel: ModuleType) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("pieces", [2, 8])
 @pytest.mark.parametrize("closeness", [0.0, 2.0, 6.0])
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_bfloat16_is_no_further_from_float64_than_the_path_of_transformers(
-    kernel: ModuleType, closeness, pieces, softcap
+    kernel: ModuleType, is_frozen, closeness, pieces, softcap
 ) -> None:
     """ForCausalLMLoss of transformers 5.22.2, loss/loss_utils.py, for an untrained head and for trained ones.
 
@@ -167,10 +188,10 @@ def test_bfloat16_is_no_further_from_float64_than_the_path_of_transformers(
     tensors = [t.bfloat16() for t in (hidden, weight)]
 
     def errors(function, dtype, device):
-        leaves = [t.to(device, dtype).requires_grad_() for t in tensors]
+        leaves = [t.to(device, dtype).requires_grad_(i == 0 or not is_frozen) for i, t in enumerate(tensors)]
         rows = function(*leaves, drawn.labels.to(device))
         (rows.sum() / 90).backward()
-        return [t.detach().cpu().double() for t in (rows, *(leaf.grad for leaf in leaves))]
+        return [t.detach().cpu().double() for t in (rows, *(leaf.grad for leaf in leaves if leaf.requires_grad))]
 
     def transformers(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(h, w)

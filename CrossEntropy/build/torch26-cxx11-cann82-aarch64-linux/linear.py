@@ -1,15 +1,17 @@
-"""Cross entropy of a head's logits, without the logits: in pieces of the vocabulary.
+"""Cross entropy of the logits of a head that is trained: in pieces of the vocabulary.
 
-Each piece takes all tokens and some words. Forward keeps two numbers a token, ``log Σ exp`` and the logit of the label;
-backward computes the logits of a piece again. So the rows of the weight's gradient are one product each, rounded once,
-the weight is read once a product, and only the gradient of the hidden states is a sum over pieces, in float32. There
-the label's word is left out of the products and added by itself: it is most of the gradient, and would be rounded with
-every piece.
+Each piece takes all tokens and some words. Forward keeps two numbers a token, ``log Σ exp`` and the logit of the label,
+and the logits of the first pieces in the dtype of the head; backward turns them into their gradient in place, and
+computes those of the other pieces again. So the rows of the weight's gradient are one product each, rounded once, the
+weight is read once a product, and only the gradient of the hidden states is a sum over pieces, in float32. There the
+label's word is left out of the products and added by itself: it is most of the gradient, and would be rounded with
+every piece. frozen.py has heads that are not trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -21,14 +23,13 @@ from .derivatives import gradients
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard
 
-_HALVES = 2
-
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Computes the loss of each row ``[N]``.
 
-    ``apply(hidden_states, weight, bias, labels, objective, shard, pieces)`` takes ``[N, H]``, ``[W, H]``, ``[W]`` or
-    None, ``[N]``, the options, the shard that the weight is or None, and the number of pieces.
+    ``apply(hidden_states, weight, bias, labels, objective, shard, pieces, budget)`` takes ``[N, H]``, ``[W, H]``,
+    ``[W]`` or None, ``[N]``, the options, the shard that the weight is or None, the number of pieces, and how many
+    bytes of logits are kept.
     """
 
     @staticmethod
@@ -41,15 +42,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         objective: Objective,
         shard: Shard | None,
         number: int,
+        budget: int,
     ) -> Tensor:
-        lse, picked, total = [], [], []
+        lse, picked, total, kept = [], [], [], []
         for part in _cut(weight, bias, labels, shard, number):
-            z = objective.logits(F.linear(hidden_states, part.weight, part.bias))
-            lse.append(torch.logsumexp(z, -1))
-            picked.append(torch.where(part.is_inside, z.gather(1, part.inside), 0).squeeze(-1))
-            if objective.label_smoothing:
-                total.append(z.sum(-1))
-            del z
+            x = F.linear(hidden_states, part.weight, part.bias)
+            found = objective.statistics(x, part.inside)
+            lse.append(found[0])
+            picked.append(torch.where(part.is_inside.squeeze(-1), found[1], 0))
+            if found[2] is not None:
+                total.append(found[2])
+            if (budget := budget - x.numel() * x.element_size()) >= 0:
+                kept.append(x)
+            del x
         joined = torch.logsumexp(torch.stack(lse), 0)
         at_label = torch.stack(picked).sum(0)
         sums = torch.stack(total).sum(0) if total else None
@@ -58,15 +63,16 @@ class LinearCrossEntropy(torch.autograd.Function):
             words, joined, at_label = shard.words, shard.lse(joined), shard.total(at_label)
             sums = None if sums is None else shard.total(sums)
         ctx.options = objective, shard, number, words
-        ctx.save_for_backward(hidden_states, weight, bias, labels, joined, at_label)
+        ctx.are_logits = True  # what is kept, until a backward has made their gradient of them
+        ctx.save_for_backward(hidden_states, weight, bias, labels, joined, at_label, *kept)
         return torch.where(labels == objective.ignore_index, 0.0, objective.loss(joined, at_label, sums, words))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias, labels, lse, picked = ctx.saved_tensors
+        hidden_states, weight, bias, labels, lse, picked, *kept = ctx.saved_tensors
         objective, shard, number, words = ctx.options
         needs = ctx.needs_input_grad[:3]
-        nothing = None, None, None, None
+        nothing = None, None, None, None, None
         if torch.is_grad_enabled():
             if shard is not None:
                 raise RuntimeError("linear_cross_entropy: no second derivative with a weight that is a shard")
@@ -79,7 +85,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *found, *nothing
         counted = torch.where(labels == objective.ignore_index, 0.0, grad)
         gradient = objective.gradient(counted, lse, picked, words)
-        found = _gradients(hidden_states, _cut(weight, bias, labels, shard, number), gradient, weight, bias, needs)
+        parts = _cut(weight, bias, labels, shard, number)
+        logits = [x.data for x in kept] if ctx.are_logits else []  # autograd need not know that they change
+        ctx.are_logits = False
+        found = _gradients(hidden_states, zip_longest(parts, logits), gradient, weight, bias, needs)
         if shard is not None and found[0] is not None:
             found = shard.total(found[0]), *found[1:]
         d_hidden = None if found[0] is None else found[0].to(hidden_states.dtype)
@@ -117,13 +126,17 @@ def _cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | Non
 
 def _gradients(
     hidden_states: Tensor,
-    parts: Iterator[_Part],
+    parts: Iterable[tuple[_Part, Tensor | None]],
     gradient: Gradient,
     weight: Tensor,
     bias: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states, in the dtype of the statistics, of the weight and of the bias."""
+    """Return the gradients of the hidden states, in the dtype of the statistics, of the weight and of the bias.
+
+    Args:
+        parts: pieces of the vocabulary with their logits, which are overwritten; None where they are to be computed.
+    """
     needs_hidden, needs_weight, needs_bias = needs
     dtype = statistics_dtype(hidden_states.dtype)
     sign = gradient.sign.to(hidden_states.dtype)
@@ -131,10 +144,10 @@ def _gradients(
     d_hidden = torch.zeros_like(hidden_states, dtype=dtype) if needs_hidden else None
     d_weight = weight.new_empty(weight.shape) if needs_weight else None
     d_bias = bias.new_empty(bias.shape) if bias is not None and needs_bias else None
-    for part in parts:
-        found = F.linear(hidden_states, part.weight, part.bias)
-        for rows in pieces.of_rows(found.shape[0], _HALVES):  # in place: float32 takes no more than the logits then
-            found[rows].copy_(gradient.rows(rows).of_words(found[rows]))
+    for part, found in parts:
+        if found is None:
+            found = F.linear(hidden_states, part.weight, part.bias)
+        gradient.overwrite(found)
         others = found.gather(1, part.inside)
         if d_hidden is not None:
             found.scatter_(1, part.inside, others.masked_fill(part.is_inside, 0))

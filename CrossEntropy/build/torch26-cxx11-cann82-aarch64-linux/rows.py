@@ -15,20 +15,12 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
-        tokens, words = logits.shape
+        words = logits.shape[1]
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
-        lse, picked, total = [], [], []
-        for rows in pieces.of_rows(tokens, pieces.how_many(tokens, words)):
-            z = objective.logits(logits[rows])
-            lse.append(torch.logsumexp(z, -1))
-            picked.append(z.gather(1, inside[rows]).squeeze(-1))
-            if objective.label_smoothing:
-                total.append(z.sum(-1))
-        joined, at_label = torch.cat(lse), torch.cat(picked)
+        lse, picked, total = objective.statistics(logits, inside)
         ctx.objective = objective
-        ctx.save_for_backward(logits, labels, joined, at_label)
-        loss = objective.loss(joined, at_label, torch.cat(total) if total else None, words)
-        return torch.where(labels == objective.ignore_index, 0.0, loss)
+        ctx.save_for_backward(logits, labels, lse, picked)
+        return torch.where(labels == objective.ignore_index, 0.0, objective.loss(lse, picked, total, words))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,7 +37,7 @@ class CrossEntropy(torch.autograd.Function):
         gradient = ctx.objective.gradient(counted, lse, picked, words)
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
         d_logits = logits.new_empty(logits.shape)
-        for rows in pieces.of_rows(tokens, pieces.how_many(tokens, words)):
+        for rows in pieces.of_rows(tokens, pieces.in_float32(tokens, words)):
             part = gradient.rows(rows)
             d_rows = part.of_words(logits[rows]).scatter_(1, inside[rows], part.at_label)
             torch.mul(d_rows, part.sign, out=d_logits[rows])

@@ -1,17 +1,32 @@
-"""Into how many pieces tokens x words are cut: two at least, so that no tensor has all of them, and few launches."""
+"""Into how many pieces tokens x words are cut: two at least, so that no tensor has all of them, and few launches.
+
+Logits of a head that is trained are kept for the backward as long as they fit into `KEPT` bytes; those of the pieces
+behind are computed again there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-_ELEMENTS = 2**27  # of a piece, 512 MiB in float32
+_ELEMENTS = 2**27  # of a piece of the vocabulary, 512 MiB in float32
 _AT_LEAST, _AT_MOST = 2, 8
+KEPT = 9 * 2**28  # bytes: all logits of 4,096 tokens and 294,912 words in 16 bits
 _ALIGNED = 128  # words: rows of 256 bytes in float16 and bfloat16
 
 
 def how_many(tokens: int, words: int) -> int:
     """Return the number of pieces for tokens x words."""
     return min(max(-(-tokens * words // _ELEMENTS), _AT_LEAST), _AT_MOST)
+
+
+def of_tokens(tokens: int, words: int) -> int:
+    """Return the number of pieces for tokens x words where each has all words, whose weight it reads twice."""
+    return max(-(-tokens * words // (4 * _ELEMENTS)), _AT_LEAST)
+
+
+def in_float32(tokens: int, words: int) -> int:
+    """Return the number of pieces for what is computed of logits in float32: 256 MiB each, or half of the logits."""
+    return max(-(-2 * tokens * words // _ELEMENTS), _AT_LEAST)
 
 
 def of_rows(rows: int, pieces: int) -> Iterator[slice]:

@@ -11,6 +11,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from . import in_torch
 from . import pieces as pieces_of
 from .distributed import is_distributed
+from .frozen import FrozenLinearCrossEntropy
 from .linear import LinearCrossEntropy
 from .objective import Objective
 from .rows import CrossEntropy
@@ -88,8 +89,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without a tensor of all logits.
 
-    Forward and backward take the vocabulary in pieces, and backward computes the logits of a piece again: one product
-    more than with all logits. They are rounded to the dtype of the hidden states, as a head's are; statistics are
+    A head that is trained takes the vocabulary in pieces, and keeps logits for its backward up to 2.25 GiB; of those
+    beyond, it computes each again. One that is not takes the tokens in pieces, and computes the gradient of the hidden
+    states in the forward. Logits are rounded to the dtype of the hidden states, as a head's are; statistics are
     float32. Only the gradients that are wanted are computed. Differentiable twice, but with a shard; whoever does so,
     transforms it by torch.func or has DTensors gets the formula in torch, with all logits. Autocast casts hidden
     states, weight and bias as it casts those of a linear layer.
@@ -102,7 +104,8 @@ def linear_cross_entropy(
         ignore_index: as for `cross_entropy`, as are all options up to ``num_items``.
         shard: which words the rows of ``weight`` are, where they are not all. Every shard's process has to call this
             with the same hidden states and labels; the gradient of the hidden states is that over all shards.
-        pieces: in how many the vocabulary is cut; by default 2 to 8, by size. More take less memory.
+        pieces: in how many the vocabulary, or the tokens, are cut; by default two or more, by size. Where they are
+            given no logits are kept, and more pieces take less memory.
 
     Returns:
         As for `cross_entropy`.
@@ -132,9 +135,15 @@ def linear_cross_entropy(
             raise ValueError(f"{name}: a shard is neither transformed by torch.func nor a DTensor")
         rows = in_torch.linear_loss(hidden_states, weight, bias, labels, objective)
     else:
-        number = pieces or pieces_of.how_many(hidden_states.shape[0], weight.shape[0])
+        size = hidden_states.shape[0], weight.shape[0]
         with _without_autocast(hidden_states):
-            rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number)
+            if shard is None and torch.is_grad_enabled() and _is_frozen(hidden_states, weight, bias):
+                number = pieces or pieces_of.of_tokens(*size)
+                rows = FrozenLinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, number)
+            else:
+                number = pieces or pieces_of.how_many(*size)
+                budget = 0 if pieces else _kept(hidden_states, weight, bias)
+                rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number, budget)
     words = weight.shape[0] if shard is None else shard.words
     return _reduced(rows, labels, words, objective, reduction, num_items)
 
@@ -233,6 +242,17 @@ def _check_reduction(name: str, reduction: str, num_items: float | Tensor | None
         raise ValueError(f"{name}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"{name}: num_items is what reduction='mean' divides by, but reduction is {reduction!r}")
+
+
+def _is_frozen(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether the hidden states alone take a gradient."""
+    return hidden_states.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def _kept(*tensors: Tensor | None) -> int:
+    """Return how many bytes of logits are kept for a backward: none in a graph, where they cannot be overwritten."""
+    needed = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return pieces_of.KEPT if needed and not torch.compiler.is_compiling() else 0
 
 
 def _without_autocast(tensor: Tensor) -> torch.autocast:

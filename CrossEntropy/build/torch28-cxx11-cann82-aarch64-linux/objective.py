@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import pieces
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -35,10 +37,10 @@ class Objective:
     """
 
     ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    logit_scale: float
-    softcap: float | None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics."""
@@ -46,6 +48,22 @@ class Objective:
         if self.softcap is not None:
             return z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         return z if self.logit_scale == 1 else z.mul_(self.logit_scale)
+
+    def statistics(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ``log Σ exp z``, ``z`` at the label and, with label smoothing, ``Σ z`` of each row: ``[N]`` each.
+
+        Args:
+            x: what the head gives, ``[N, W]``.
+            labels: ``[N, 1]``, in ``[0, W)``.
+        """
+        found = []
+        for rows in pieces.of_rows(x.shape[0], pieces.in_float32(*x.shape)):
+            z = self.logits(x[rows])
+            found.append((torch.logsumexp(z, -1), z.sum(-1) if self.label_smoothing else None))
+            del z
+        picked = self.logits(x.gather(1, labels)).squeeze(-1)
+        lse, total = zip(*found)
+        return torch.cat(lse), picked, torch.cat(total) if self.label_smoothing else None
 
     def loss(self, lse: Tensor, picked: Tensor, total: Tensor | None, words: int) -> Tensor:
         """Return the loss of each row ``[N]``.
@@ -116,6 +134,11 @@ class Gradient:
         """Return that of some rows."""
         shared = None if self.shared is None else self.shared[where]
         return Gradient(self.objective, self.offset[where], shared, self.at_label[where], self.sign[where])
+
+    def overwrite(self, x: Tensor) -> None:
+        """Put the gradient for what the head gives, ``[N, W]``, in its place, as if no word were a label."""
+        for rows in pieces.of_rows(x.shape[0], pieces.in_float32(*x.shape)):
+            x[rows].copy_(self.rows(rows).of_words(x[rows]))
 
     def of_words(self, x: Tensor) -> Tensor:
         """Return the gradient for what the head gives, ``[N, W]``, as if no word were a label."""

@@ -57,7 +57,7 @@ class Objective:
             labels: ``[N, 1]``, in ``[0, W)``.
         """
         found = []
-        for rows in pieces.of_rows(x.shape[0], pieces.in_float32(*x.shape)):
+        for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
             z = self.logits(x[rows])
             found.append((torch.logsumexp(z, -1), z.sum(-1) if self.label_smoothing else None))
             del z
@@ -137,7 +137,7 @@ class Gradient:
 
     def overwrite(self, x: Tensor) -> None:
         """Put the gradient for what the head gives, ``[N, W]``, in its place, as if no word were a label."""
-        for rows in pieces.of_rows(x.shape[0], pieces.in_float32(*x.shape)):
+        for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
             x[rows].copy_(self.rows(rows).of_words(x[rows]))
 
     def of_words(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def of_tokens(tokens: int, words: int) -> int:
     return max(-(-tokens * words // (4 * _ELEMENTS)), _AT_LEAST)
 
 
-def in_float32(tokens: int, words: int) -> int:
+def for_statistics(tokens: int, words: int) -> int:
     """Return the number of pieces for what is computed of logits in float32: 256 MiB each, or half of the logits."""
     return max(-(-2 * tokens * words // _ELEMENTS), _AT_LEAST)
 

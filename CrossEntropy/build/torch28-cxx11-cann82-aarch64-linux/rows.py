@@ -37,7 +37,7 @@ class CrossEntropy(torch.autograd.Function):
         gradient = ctx.objective.gradient(counted, lse, picked, words)
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
         d_logits = logits.new_empty(logits.shape)
-        for rows in pieces.of_rows(tokens, pieces.in_float32(tokens, words)):
+        for rows in pieces.of_rows(tokens, pieces.for_statistics(tokens, words)):
             part = gradient.rows(rows)
             d_rows = part.of_words(logits[rows]).scatter_(1, inside[rows], part.at_label)
             torch.mul(d_rows, part.sign, out=d_logits[rows])

@@ -135,8 +135,7 @@ def _from_hub(name: str) -> KernelRepository:
     try:
         commit = published.head(api, repo_id, sources.VERSION)
         with tempfile.TemporaryDirectory() as cache:
-            folder = published.download(api, repo_id, commit, Path(cache))
-            problems = published.differences(folder, published.tree(api, repo_id, commit))
+            folder, problems = published.download(api, repo_id, commit, Path(cache))
             files = contents(folder)
     except Exception as error:  # whatever the Hub's client makes of a missing repository or network
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

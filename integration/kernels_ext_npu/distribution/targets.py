@@ -71,8 +71,7 @@ def verify_published(repo_id: str, version: int, signers: list[str] | None) -> t
     with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as folder:
         try:
             commit = published.head(api, repo_id, version)
-            files = published.tree(api, repo_id, commit)
-            snapshot = published.download(api, repo_id, commit, Path(folder))
+            snapshot, differences = published.download(api, repo_id, commit, Path(folder))
         except httpx2.TransportError as error:
             raise ConnectionError(
                 f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
@@ -84,7 +83,8 @@ def verify_published(repo_id: str, version: int, signers: list[str] | None) -> t
         for entry in found:
             if entry.version not in (None, version):
                 entry.problems.append(f"{METADATA}: says version {entry.version} on the branch v{version}")
-        found.append(Verified("(download)", snapshot, len(files), problems=published.differences(snapshot, files)))
+        files = sum(path.is_file() for path in snapshot.rglob("*"))
+        found.append(Verified("(download)", snapshot, files, problems=differences))
     return commit, found
 
 

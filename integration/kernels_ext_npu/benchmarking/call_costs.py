@@ -83,16 +83,13 @@ def spread(times: list[float]) -> dict[str, float]:
 
 @dataclass
 class Work:
-    """A call of a model, ready to be run forward and backward.
-
-    Attributes:
-        gradients: of the outputs, the same for all who compute the call; empty where nothing is trained.
-    """
+    """A call of a model, ready to be run forward and backward."""
 
     call: Call
     model: nn.Module
     dtype: torch.dtype
     training: bool
+    # of the outputs, the same for all who compute the call; empty where nothing is trained
     gradients: list[Tensor] = field(default_factory=list)
 
     def prepare(self) -> tuple[tuple, dict[str, Any], list[Tensor]]:

@@ -31,16 +31,12 @@ NOISE, LOGIT = 0.5, 3.0
 
 @dataclass(frozen=True)
 class Model:
-    """A model to measure: its config with a layer of each kind and few words, and where its sizes come from.
-
-    Attributes:
-        vocabulary: how many words it has as a whole.
-    """
+    """A model to measure: its config with a layer of each kind and few words, and where its sizes come from."""
 
     name: str
     source: str
     config: PretrainedConfig
-    vocabulary: int
+    vocabulary: int  # how many words it has as a whole
 
     def whole(self) -> Model:
         """Return the model with all its words."""

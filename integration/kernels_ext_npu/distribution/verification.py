@@ -22,11 +22,7 @@ SIGNATURE = "metadata.json.sigstore"
 
 @dataclass
 class Verified:
-    """What was found in one variant. It is intact where there are no problems.
-
-    Attributes:
-        is_variant: whether `kernels` would see a variant there, and not what lies beside them.
-    """
+    """What was found in one variant. It is intact where there are no problems."""
 
     variant: str
     path: Path
@@ -35,7 +31,7 @@ class Verified:
     id: str | None = None
     problems: list[str] = field(default_factory=list)
     signature: str = "absent"
-    is_variant: bool = False
+    is_variant: bool = False  # whether `kernels` would see a variant there, and not what lies beside them
 
     @property
     def intact(self) -> bool:

@@ -35,27 +35,16 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-        verdict: how it ended.
-        summary: what was found, in a line or two; of a check that was not made, why.
-        details: more lines of it.
-        advice: what to do, in words; None if there is nothing to do.
-        commands: what to do, to be copied into a shell.
-        see: the heading in docs/troubleshooting.md that tells more, None if there is none.
-        facts: the same for programs; part of the JSON report only.
-        check: what was checked; that is the check's name where it makes one finding.
-    """
-
-    verdict: Verdict
-    summary: str
-    details: tuple[str, ...] = ()
-    advice: str | None = None
-    commands: tuple[str, ...] = ()
-    see: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    check: str = ""
+    verdict: Verdict  # how it ended
+    summary: str  # what was found, in a line or two; of a check that was not made, why
+    details: tuple[str, ...] = ()  # more lines of it
+    advice: str | None = None  # what to do, in words; None if there is nothing to do
+    commands: tuple[str, ...] = ()  # what to do, to be copied into a shell
+    see: str | None = None  # the heading in docs/troubleshooting.md that tells more, None if there is none
+    facts: dict[str, Any] = field(default_factory=dict)  # the same for programs; part of the JSON report only
+    check: str = ""  # what was checked; that is the check's name where it makes one finding
 
 
 ok = partial(Finding, Verdict.OK)
@@ -65,23 +54,14 @@ not_checked = partial(Finding, Verdict.NOT_CHECKED)
 
 
 class Known(NamedTuple):
-    """An error that is known: how it is recognised, what it means, and what to do.
+    """An error that is known: how it is recognised, what it means, and what to do."""
 
-    Attributes:
-        pattern: the regular expression that finds it in the text of an exception.
-        meaning: why it happens.
-        advice: what to do.
-        commands: what to do, for a shell.
-        see: the heading in docs/troubleshooting.md.
-        source: where the message is written, if that is hard to find.
-    """
-
-    pattern: str
-    meaning: str
-    advice: str
-    commands: list[str] | tuple[str, ...] = ()
-    see: str | None = None
-    source: str | None = None
+    pattern: str  # the regular expression that finds it in the text of an exception
+    meaning: str  # why it happens
+    advice: str  # what to do
+    commands: list[str] | tuple[str, ...] = ()  # what to do, for a shell
+    see: str | None = None  # the heading in docs/troubleshooting.md
+    source: str | None = None  # where the message is written, if that is hard to find
 
 
 KNOWN = [Known(**entry) for entry in json.loads(Path(__file__).with_name("known_errors.json").read_text("utf-8"))]

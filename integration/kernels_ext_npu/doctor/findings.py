@@ -14,11 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-SET_ENV = (
-    "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
-    "source /usr/local/Ascend/cann/set_env.sh  # since CANN 8.5",
-)
 NO_CANN = "libhccl.so: cannot open shared object file"
 # name of a module -> name of its package
 PACKAGES = {"yaml": "pyyaml", "torch_npu": "--no-deps torch_npu", "PIL": "pillow", "attr": "attrs"}
@@ -64,7 +59,24 @@ class Known(NamedTuple):
     source: str | None = None  # where the message is written, if that is hard to find
 
 
-KNOWN = [Known(**entry) for entry in json.loads(Path(__file__).with_name("known_errors.json").read_text("utf-8"))]
+def _read(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text("utf-8"))
+
+
+KNOWN = [Known(**entry) for entry in _read("known_errors.json")]
+REMEDIES: dict[str, dict[str, Any]] = _read("remedies.json")
+
+
+def remedy(case: str, *commands: str, **values: object) -> dict[str, Any]:
+    """Return what to do in a case of remedies.json: advice and commands, and where to read more if that is known.
+
+    Args:
+        commands: those for this machine, in place of the ones that are written there.
+        values: what stands in the place of {names} there.
+    """
+    found = REMEDIES[case]
+    written = tuple(line.format(**values) for line in found.get("commands", ()))
+    return found | {"advice": found["advice"].format(**values), "commands": commands or written}
 
 
 def explain(errors: Iterable[str]) -> Known | None:

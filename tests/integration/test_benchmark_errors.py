@@ -12,7 +12,7 @@ from tests.support.benchmark_runs import TOKENS, run, write_config
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "Qwen3-8"], "--model Qwen3-8: did you mean Qwen3-8B? there are Qwen3-8B, Qwen3-0.6B"),
+        (["--model", "Qwen3-8"], "--model Qwen3-8: did you mean Qwen3-8B? there are Gemma-3-12B, Gemma-3-1B"),
         (["--model", "/nowhere/config.json"], "is neither a folder nor a file"),
         (["--kernel", "RMSnrom"], "--kernel RMSnrom: did you mean RMSNorm? there are RMSNorm, SwiGLU"),
         (["--dtype", "float32"], "--dtype float32: there are bf16, fp16"),

@@ -115,7 +115,9 @@ class Work:
         if not self.trains(outputs):
             return found
         if not self.gradients:
-            self.gradients = _random_like([output for output in outputs if output.requires_grad])
+            torch.manual_seed(0)
+            trained = [output for output in outputs if output.requires_grad]
+            self.gradients = [torch.randn(each.shape, device=each.device).to(each.dtype) for each in trained]
         self.backward(outputs)
         inputs = {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(prepared[2])}
         parameters = self.call.parameters(self.model).items()
@@ -135,11 +137,6 @@ class Work:
             "backward": (lambda: self.forward(self.prepare()), self.backward),
             "both": (self.prepare, lambda prepared: self.backward(self.forward(prepared))),
         }
-
-
-def _random_like(outputs: list[Tensor]) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(output.shape, device=output.device).to(output.dtype) for output in outputs]
 
 
 class _Loops(Cost):

@@ -16,8 +16,18 @@ from kernels_ext_npu.selftest.comparing import Difference, Results
 Arguments = Callable[[], tuple[Tensor, ...]]
 
 
+class _Titled:
+    name: str
+    at: str
+
+    @property
+    def title(self) -> str:
+        """What a report calls it."""
+        return f"{self.name}, {self.at}" if self.at else self.name
+
+
 @dataclass(frozen=True)
-class Function:
+class Function(_Titled):
     """A function of a repository, how it is called, and its formula."""
 
     repository: str  # the repository
@@ -26,11 +36,6 @@ class Function:
     exact: Callable[..., Any]  # takes the arguments on the host, in float64
     arguments: Arguments  # makes them, in float32
     at: str = ""  # which limit the arguments are at; nothing for those that every machine has to take
-
-    @property
-    def title(self) -> str:
-        """What a report calls it."""
-        return f"{self.name}, {self.at}" if self.at else self.name
 
     def compare(self, kernel: ModuleType, dtype: torch.dtype, device: str = "npu") -> Difference:
         """Compute it on a device and on the host, and return how far they are apart."""
@@ -48,7 +53,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(_Titled):
     """A layer of a repository, and how it and what it takes the place of are computed."""
 
     repository: str  # the repository
@@ -56,11 +61,6 @@ class Layer:
     # takes the class of the layer and a dtype, and returns what it gives and what it has to give
     compute: Callable[[type, torch.dtype], tuple[Results, Results]]
     at: str = ""  # what it takes the place of, where there are several
-
-    @property
-    def title(self) -> str:
-        """What a report calls it."""
-        return f"{self.name}, {self.at}" if self.at else self.name
 
     def compare(self, kernel: ModuleType, dtype: torch.dtype) -> Difference:
         """Compute it on the NPU and on the host, and return how far they are apart."""

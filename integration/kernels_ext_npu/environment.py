@@ -14,13 +14,9 @@ TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.23"), "kernels": SpecifierSe
 
 
 class RefusedError(Exception):
-    """What was asked for cannot be done. The message says why, and what can.
+    """What was asked for cannot be done. The message says why, and what can."""
 
-    Attributes:
-        code: what a command ends with.
-    """
-
-    code = 2
+    code = 2  # what a command ends with
 
 
 class UnsupportedEnvironmentError(RefusedError, RuntimeError):

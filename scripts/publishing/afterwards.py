@@ -26,8 +26,8 @@ def check_branch(remote: Remote, applied: Applied) -> int:
         tree = remote.tree(applied.commit)
         problems = applied.last.misfits(tree)
         with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as cache:
-            folder = published.download(remote.api, remote.repo_id, applied.commit, Path(cache))
-            problems += published.differences(folder, tree)
+            folder, differences = published.download(remote.api, remote.repo_id, applied.commit, Path(cache))
+            problems += differences
             if (folder / "build").is_dir() and applied.last.branch != "main":
                 ours = {folder.split("/")[1] for folder in applied.last.wanted.owned}
                 for entry in verify_build(folder / "build"):

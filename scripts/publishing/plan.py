@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-from kernels_ext_npu.distribution.published import Content
-from publishing.remote import Remote
+from publishing.remote import Content, Remote
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
@@ -12,9 +13,10 @@ from typing import TypeVar
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
-from kernels_ext_npu.distribution import published
-from kernels_ext_npu.distribution.published import KERNEL, Content
+from kernels_ext_npu.distribution.published import KERNEL
 
 CONFLICTS = (409, 412)
 FINAL = (400, 401, 403)
@@ -36,6 +38,26 @@ class ChangedError(OSError):
 
 class RemoteError(Exception):
     """Say that the Hub changed or failed more often than we tried. The message says what it answered last."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a file as the Hub names it.
+
+    Attributes:
+        algorithm: "git", or "sha256" where the file is stored as a large one.
+        hash: the hash of the content, in hexadecimal digits.
+        size: its size in bytes.
+    """
+
+    algorithm: str
+    hash: str
+    size: int
+
+    def is_of(self, content: bytes) -> bool:
+        """Tell whether these bytes are the content."""
+        found = git_hash(content) if self.algorithm == "git" else hashlib.sha256(content).hexdigest()
+        return found == self.hash
 
 
 @dataclass
@@ -73,7 +95,15 @@ class Remote:
         return dict(sorted(heads.items(), key=lambda item: -int(item[0])))
 
     def tree(self, revision: str) -> dict[str, Content]:
-        return published.tree(self.api, self.repo_id, revision)
+        """Return every file of a revision, by its path."""
+        entries = self.api.list_repo_tree(self.repo_id, recursive=True, revision=revision, repo_type=KERNEL)
+        return {
+            file.path: Content("git", file.blob_id, file.size)
+            if file.lfs is None
+            else Content("sha256", file.lfs.sha256, file.size)
+            for file in entries
+            if isinstance(file, RepoFile)
+        }
 
     def persist(self, what: str, step: Callable[[], T]) -> T:
         """Do a step, again from its start where the Hub fails or has changed in the meantime.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from tests.support.benchmark_runs import TOKENS, run, write_config
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "Qwen3-8"], "--model Qwen3-8: did you mean Qwen3-8B? there are Qwen3-8B, Qwen3-0.6B"),
+        (["--model", "Qwen3-8"], "--model Qwen3-8: did you mean Qwen3-8B? there are Gemma-3-12B, Gemma-3-1B"),
         (["--model", "/nowhere/config.json"], "is neither a folder nor a file"),
         (["--kernel", "RMSnrom"], "--kernel RMSnrom: did you mean RMSNorm? there are RMSNorm, SwiGLU"),
         (["--dtype", "float32"], "--dtype float32: there are bf16, fp16"),
-        (["--plot", "/nowhere/plot.png"], "--plot /nowhere/plot.png cannot be written: No such file or directory"),
-        (["--plot", "plot.xyz"], "--plot plot.xyz: the name has to end in one of"),
+        (["--report", "/nowhere/a.json"], "--report /nowhere/a.json cannot be written: No such file or directory"),
         (["--tokens", "1"], "16"),
     ],
 )
@@ -62,21 +60,14 @@ def test_sizes_that_do_not_fit_each_other_are_explained(tmp_path: Path) -> None:
     assert "try another one, or 1" in result.stderr
 
 
-def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run("--plot", "plot.png")
-    assert result.exit_code == 2
-    assert "pip install 'kernels-ext-npu[plot]'" in result.stderr
-
-
 def test_a_file_that_is_there_is_kept_until_there_is_a_new_one(monkeypatch, tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
+    path = tmp_path / "report.json"
     path.write_text("old")
-    assert run("--plot", path, "--kernel", "nothing").exit_code == 2
+    assert run("--report", path, "--kernel", "nothing").exit_code == 2
     monkeypatch.setattr("torch_npu.npu.is_available", lambda: False)
-    assert run("--plot", path).exit_code == run("--plot", tmp_path / "new.png").exit_code == 2
+    assert run("--report", path).exit_code == run("--report", tmp_path / "new.json").exit_code == 2
     assert path.read_text() == "old"
-    assert not (tmp_path / "new.png").exists()
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_a_missing_device_and_a_missing_dtype_are_explained(monkeypatch) -> None:
@@ -105,6 +96,6 @@ from kernels_ext_npu.cli import app
 try:
     app()
 finally:
-    assert not {"torch", "transformers", "matplotlib"} & sys.modules.keys()
+    assert not {"torch", "transformers"} & sys.modules.keys()
 """
     assert "--tokens" in run_python(code, "benchmark", "--help").stdout

@@ -146,7 +146,7 @@ def test_several_installations_at_once(cache: Path) -> None:
 def test_a_failure_at_any_step_leaves_the_old_state(run_python, tmp_path: Path, how: str, before: str) -> None:
     """A step opens a file, renames or removes it, or makes a folder; a kill may come between two repositories."""
     steps = int(run_python(None, bundle_faults.__file__, how, before, str(tmp_path)).stdout)
-    assert steps > 30
+    assert steps >= 30
 
 
 @pytest.mark.parametrize(

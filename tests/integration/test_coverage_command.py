@@ -1,4 +1,4 @@
-"""``kernels-ext-npu coverage`` as it is called: tables, JSON, a page, and what it says of a model type that is none."""
+"""``kernels-ext-npu coverage`` as it is called: tables, JSON, and what it says of a model type that is none."""
 
 from __future__ import annotations
 
@@ -196,12 +196,6 @@ def test_an_unknown_model_type_gets_near_misses(name: str, near: str) -> None:
     assert result.stdout == ""
     assert f"has no model type {name}, which is the model_type of a config.json" in result.stderr
     assert near in result.stderr
-
-
-def test_a_page_is_about_all_model_types() -> None:
-    result = run("--markdown", "qwen3")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "give it alone" in result.stderr
 
 
 def test_no_torch_npu_is_needed(run_python) -> None:

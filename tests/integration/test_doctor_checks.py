@@ -194,7 +194,7 @@ def test_versions_of_cann(monkeypatch, tmp_path: Path, version: str | None, verd
     assert (finding.verdict, finding.summary) == (verdict, words.format(home=home))
     if verdict is Verdict.PROBLEM:
         assert "InvalidVersion" in str(finding.advice)
-        assert finding.see == device.UNREADABLE
+        assert finding.see == "InvalidVersion: Invalid version"
 
 
 def test_what_kernels_reads_is_what_it_reads(monkeypatch) -> None:

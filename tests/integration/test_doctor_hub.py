@@ -48,7 +48,7 @@ def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> 
     assert f'trust_remote_code=["kernels-ext-npu/{REPOSITORIES[0]}"]' in str(publisher.advice)
     localhub.faults.add("status", path="*/overview", status=404)
     _, publisher, _ = ask(monkeypatch)
-    assert (publisher.verdict, publisher.see) == (Verdict.WARNING, hub_access.UNTOLD)
+    assert (publisher.verdict, publisher.see) == (Verdict.WARNING, "could not verify publisher trust status")
     _, _, quiet = ask(monkeypatch, DO_NOT_TRACK="1")
     assert "kernels cannot ask it: LocalProtocolError: Illegal header value" in quiet.summary
     assert quiet.commands == ("unset HF_HUB_DISABLE_TELEMETRY DISABLE_TELEMETRY DO_NOT_TRACK",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -240,6 +241,13 @@ def test_wrong_arguments_are_refused_in_a_sentence(arguments: list[str], words: 
     assert words in result.output
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = inspect("qwen3", "--plot", "plot.png")
+    assert result.exit_code == 2
+    assert "pip install 'kernels-ext-npu[plot]'" in result.stderr
 
 
 def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:

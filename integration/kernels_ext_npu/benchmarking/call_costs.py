@@ -83,16 +83,13 @@ def spread(times: list[float]) -> dict[str, float]:
 
 @dataclass
 class Work:
-    """A call of a model, ready to be run forward and backward.
-
-    Attributes:
-        gradients: of the outputs, the same for all who compute the call; empty where nothing is trained.
-    """
+    """A call of a model, ready to be run forward and backward."""
 
     call: Call
     model: nn.Module
     dtype: torch.dtype
     training: bool
+    # of the outputs, the same for all who compute the call; empty where nothing is trained
     gradients: list[Tensor] = field(default_factory=list)
 
     def prepare(self) -> tuple[tuple, dict[str, Any], list[Tensor]]:
@@ -118,7 +115,9 @@ class Work:
         if not self.trains(outputs):
             return found
         if not self.gradients:
-            self.gradients = _random_like([output for output in outputs if output.requires_grad])
+            torch.manual_seed(0)
+            trained = [output for output in outputs if output.requires_grad]
+            self.gradients = [torch.randn(each.shape, device=each.device).to(each.dtype) for each in trained]
         self.backward(outputs)
         inputs = {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(prepared[2])}
         parameters = self.call.parameters(self.model).items()
@@ -138,11 +137,6 @@ class Work:
             "backward": (lambda: self.forward(self.prepare()), self.backward),
             "both": (self.prepare, lambda prepared: self.backward(self.forward(prepared))),
         }
-
-
-def _random_like(outputs: list[Tensor]) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(output.shape, device=output.device).to(output.dtype) for output in outputs]
 
 
 class _Loops(Cost):

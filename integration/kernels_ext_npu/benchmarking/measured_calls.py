@@ -28,14 +28,7 @@ CallsOf = Callable[[Model, PreTrainedModel, Phase], list[Call]]
 
 @dataclass(frozen=True)
 class Result:
-    """One call in one direction by one provider: figures, or why there are none.
-
-    Attributes:
-        distance: the distance of its worst output or gradient from float32, relative; by norm.
-        figures: launches, bytes and so on, by name; on a card times too.
-        refused: why there are no figures.
-        wrong: whether that is because it disagrees, or raised.
-    """
+    """One call in one direction by one provider: figures, or why there are none."""
 
     model: str
     dtype: str
@@ -46,10 +39,10 @@ class Result:
     shapes: list[list[int]]
     provider: str
     direction: str
-    distance: float | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-    refused: str | None = None
-    wrong: bool = False
+    distance: float | None = None  # the distance of its worst output or gradient from float32, relative; by norm
+    figures: dict[str, Any] = field(default_factory=dict)  # launches, bytes and so on, by name; on a card times too
+    refused: str | None = None  # why there are no figures
+    wrong: bool = False  # whether that is because it disagrees, or raised
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that have a value and the figures in one dictionary, for JSON."""

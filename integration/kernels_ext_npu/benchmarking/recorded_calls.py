@@ -54,22 +54,15 @@ def phases(tokens: int) -> list[Phase]:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module, or of a rotary function, with the arguments that the model gave.
+    """One call of a module, or of a rotary function, with the arguments that the model gave."""
 
-    Attributes:
-        kernel: the repository of the kernel for it, "layer", or "step" for the whole model.
-        name: the name of the class or function.
-        path: the path of the module in the model; of a function ``path.name``, as in a report.
-        use: where the function stands in its modeling file; None for a module.
-        of_model: takes the model before the arguments; None where the module at the path, or a function, is called.
-    """
-
-    kernel: str
-    name: str
-    path: str
-    use: Use | None = None
+    kernel: str  # the repository of the kernel for it, "layer", or "step" for the whole model
+    name: str  # the name of the class or function
+    path: str  # the path of the module in the model; of a function ``path.name``, as in a report
+    use: Use | None = None  # where the function stands in its modeling file; None for a module
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # takes the model before the arguments; None where the module at the path, or a function, is called
     of_model: Callable[..., Any] | None = None
 
     def target(self, model: nn.Module) -> Callable:

@@ -31,16 +31,12 @@ NOISE, LOGIT = 0.5, 3.0
 
 @dataclass(frozen=True)
 class Model:
-    """A model to measure: its config with a layer of each kind and few words, and where its sizes come from.
-
-    Attributes:
-        vocabulary: how many words it has as a whole.
-    """
+    """A model to measure: its config with a layer of each kind and few words, and where its sizes come from."""
 
     name: str
     source: str
     config: PretrainedConfig
-    vocabulary: int
+    vocabulary: int  # how many words it has as a whole
 
     def whole(self) -> Model:
         """Return the model with all its words."""
@@ -130,13 +126,8 @@ def _keep_layers(config: Any) -> None:
     lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
     lists = {key: value for key, value in lists.items() if len(set(map(str, value))) < count}  # no list of numbers
     derived = getattr(config, "layer_types", None) or ["one"] * count
-    kinds = list(
-        zip(
-            *(map(str, value) for value in lists.values()),
-            [dense is not None and i < dense for i in range(count)],
-            derived,
-        )
-    )
+    is_dense = [dense is not None and i < dense for i in range(count)]
+    kinds = list(zip(*(map(str, value) for value in lists.values()), is_dense, derived))
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     if len(derived) == count and "layer_types" not in vars(config):
         first = list(range(max(first) + 1)) if len(set(derived)) > 1 else first

@@ -9,7 +9,7 @@ import typer
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import options
-from kernels_ext_npu.cli.terminal import AsJson, check_file, check_picture, console, print_json, say, take_device
+from kernels_ext_npu.cli.terminal import AsJson, check_file, console, print_json, say, take_device
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.model_configs import PUBLISHED
 
@@ -40,7 +40,6 @@ def benchmark(
         Path | None,
         typer.Option(help="On a card: a JSON file with every figure, to attach to an issue. It names no one."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results into this file, such as benchmark.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure kernels, decoder layers and steps of real models against transformers' and, where installed,
@@ -53,7 +52,6 @@ def benchmark(
     names = options.choose("--model", model or [], PUBLISHED, others=True)
     kernels = options.choose("--kernel", kernel or [], options.KERNELS)
     dtypes = options.choose_dtypes(dtype or [])
-    check_picture(plot)
     check_file("--report", report)
     take_device(needed=True)
     environment.check()
@@ -100,10 +98,6 @@ def benchmark(
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(kernels)}"
         raise RefusedError(next((str(result.refused) for result in results), nothing))
-    if plot is not None:
-        title = f"{device}, {dtypes[0]}, {tokens} tokens{shrunk}"
-        results_layout.draw(plot, results, providers_here, title)
-        say(shown, f"drawn into {plot}")
     if report is not None:
         say(shown, f"Wrote {report}: it can be attached to an issue as it is.")
     if as_json:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from kernels_ext_npu.cli.terminal import AsJson, console, print_json, progress, take_device
-from kernels_ext_npu.environment import RefusedError
 
 
 def coverage(
@@ -16,16 +15,11 @@ def coverage(
         typer.Argument(metavar="MODEL_TYPE", help="Such as qwen3: every class and function of it. Default: all."),
     ] = None,
     as_json: AsJson = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="The page docs/coverage.md for this transformers.")
-    ] = False,
 ) -> None:
     """Count what of the installed transformers has a kernel, for every model type, and why the rest has none.
 
     Ends with 2 if there is no such model type.
     """
-    if markdown and (as_json or model_types):
-        raise RefusedError("--markdown is about all model types, and no JSON: give it alone")
     take_device(needed=False)
     from kernels_ext_npu.coverage import tables
     from kernels_ext_npu.coverage.survey import find, survey
@@ -35,7 +29,5 @@ def coverage(
         rows = survey(folders, lambda found: shown.track(found, description="reading transformers"))
     if as_json:
         print_json(tables.to_json(rows))
-    elif markdown:
-        typer.echo(tables.page(rows), nl=False)
     else:
         console().print(tables.detailed(rows) if model_types else tables.whole(rows))

@@ -28,19 +28,7 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="A report on standard output, and nothing else there.")]
 
-_ASCII = {
-    "–": "-",
-    "—": "-",
-    "×": "x",
-    "…": "...",
-    "·": "*",
-    "“": '"',
-    "”": '"',
-    "‘": "'",
-    "’": "'",
-    "−": "-",
-    "→": "->",
-}
+_ASCII = dict(zip("–—−×·“”‘’", "---x*\"\"''")) | {"…": "...", "→": "->"}
 
 
 class Trimmed:

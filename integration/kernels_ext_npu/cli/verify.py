@@ -27,7 +27,6 @@ def verify(
     ] = None,
     cann: Annotated[str | None, typer.Option(help="Its CANN, such as 8.2; it has no NPU without one.")] = None,
     arch: Annotated[str | None, typer.Option(help="Its processor, such as aarch64.")] = None,
-    signed_by: Annotated[list[str] | None, typer.Option(help="URI of a workflow that may sign; repeatable.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Recompute every digest of a kernel and name what was changed, is missing or is extra.
@@ -45,7 +44,7 @@ def verify(
         disable_progress_bars()
     try:
         machine = variant_choice.describe(torch, cann, arch)
-        report = [_report(name, commit, found, machine) for name, commit, found in _found(target, version, signed_by)]
+        report = [_report(name, commit, found, machine) for name, commit, found in _found(target, version)]
         if not Path(target).expanduser().is_dir() and not constants.HF_HUB_OFFLINE:
             report[0]["refusal"] = published.refusal(target, version)
     except (ValueError, LookupError, *published.FAILURES) as error:
@@ -58,7 +57,7 @@ def verify(
     raise typer.Exit(0 if all(entry["intact"] for entry in report) else 1)
 
 
-def _found(target: str, version: int, signers: list[str] | None) -> list[tuple[str, str | None, list[Verified]]]:
+def _found(target: str, version: int) -> list[tuple[str, str | None, list[Verified]]]:
     """Find the name, commit and variants of each repository that the target means."""
     from huggingface_hub import constants
 
@@ -66,11 +65,11 @@ def _found(target: str, version: int, signers: list[str] | None) -> list[tuple[s
 
     path = Path(target).expanduser()
     if path.is_dir():
-        return [(found.name, None, found.verify(signers)) for found in targets.find(path)]
+        return [(found.name, None, found.verify()) for found in targets.find(path)]
     if target.count("/") != 1 or target.startswith((".", "/", "~")):
         raise RefusedError(f"{target} is neither a folder nor a repository id such as organisation/name")
     verify_it = targets.verify_cached if constants.HF_HUB_OFFLINE else targets.verify_published
-    return [(target, *verify_it(target, version, signers))]
+    return [(target, *verify_it(target, version))]
 
 
 def _report(name: str, commit: str | None, found: list[Verified], machine: Machine | None) -> dict[str, Any]:

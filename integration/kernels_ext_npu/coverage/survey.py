@@ -37,17 +37,11 @@ UNNAMED = "what its config names"  # for parts that have no default
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of transformers with its model types.
+    """A folder of transformers with its model types."""
 
-    Attributes:
-        name: the name of the folder, below models/.
-        model_types: the model types as a config.json names them.
-        files: its modeling files, as modules to import.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    files: tuple[str, ...]
+    name: str  # the name of the folder, below models/
+    model_types: tuple[str, ...]  # the model types as a config.json names them
+    files: tuple[str, ...]  # its modeling files, as modules to import
 
 
 @cache
@@ -134,39 +128,25 @@ SHARED = Folder("activations", (), ("transformers.activations",))  # what models
 
 @dataclass(frozen=True)
 class Entry:
-    """A class or function of transformers.
+    """A class or function of transformers."""
 
-    Attributes:
-        kind: what it is counted among.
-        name: its name; that of a method follows its class's.
-        file: the modeling file that it is in, without ``modeling_`` and ``.py``.
-        layer: the layer that serves it; for attention the implementation; for a gated MLP those between which the
-            activation of an instance decides.
-        reason: why no layer serves it; None if one does.
-    """
-
-    kind: str
-    name: str
-    file: str
+    kind: str  # what it is counted among
+    name: str  # its name; that of a method follows its class's
+    file: str  # the modeling file that it is in, without ``modeling_`` and ``.py``
+    # the layer that serves it; for attention the implementation; for a gated MLP those between which the
+    # activation of an instance decides
     layer: str | None
-    reason: Reason | None
+    reason: Reason | None  # why no layer serves it; None if one does
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is in a folder of transformers.
+    """What is in a folder of transformers."""
 
-    Attributes:
-        folder: the folder and its model types.
-        entries: what is of a kind that is counted.
-        parts: the model types of other folders that its models are made of, unless a config names others.
-        missing: why what was not imported was not, by file.
-    """
-
-    folder: Folder
-    entries: tuple[Entry, ...]
-    parts: tuple[str, ...]
-    missing: dict[str, str]
+    folder: Folder  # the folder and its model types
+    entries: tuple[Entry, ...]  # what is of a kind that is counted
+    parts: tuple[str, ...]  # the model types of other folders that its models are made of, unless a config names others
+    missing: dict[str, str]  # why what was not imported was not, by file
 
     def of(self, repository: Repository) -> list[Entry]:
         """Return what is counted for the kernels of a repository."""

@@ -80,33 +80,19 @@ Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Result:
-    """What was found out about one model.
+    """What was found out about one model."""
 
-    Attributes:
-        report: what was swapped.
-        logits: the largest difference of a logit, relative to the largest logit.
-        same_tokens: whether greedy generation gave the same tokens.
-        gradient: the largest difference of a parameter's gradient, relative to that gradient.
-        loss: the largest relative difference of a loss in ten steps of training, None where there were none.
-        norm_calls: how often swapped norms were called in one forward.
-        calls: operator calls of that forward, by name.
-        operators_before: the number of those without kernels.
-        waits: how often the host waited in that forward, and in a forward and backward.
-        same_in_graphs: whether the same generation in graphs gave them too, None where it was not run.
-        replays: how many tokens of it were one launch each for the forward; of a card nobody counts them.
-    """
-
-    report: Report
-    logits: float
-    same_tokens: bool
-    gradient: float
-    loss: float | None
-    norm_calls: int
-    calls: dict[str, int]
-    operators_before: int
-    waits: tuple[int, int]
-    same_in_graphs: bool | None = None
-    replays: int = 0
+    report: Report  # what was swapped
+    logits: float  # the largest difference of a logit, relative to the largest logit
+    same_tokens: bool  # whether greedy generation gave the same tokens
+    gradient: float  # the largest difference of a parameter's gradient, relative to that gradient
+    loss: float | None  # the largest relative difference of a loss in ten steps of training, None where there were none
+    norm_calls: int  # how often swapped norms were called in one forward
+    calls: dict[str, int]  # operator calls of that forward, by name
+    operators_before: int  # the number of those without kernels
+    waits: tuple[int, int]  # how often the host waited in that forward, and in a forward and backward
+    same_in_graphs: bool | None = None  # whether the same generation in graphs gave them too, None where it was not run
+    replays: int = 0  # how many tokens of it were one launch each for the forward; of a card nobody counts them
 
     def agrees(self) -> bool:
         """Tell whether a model did with kernels what its original does."""

@@ -1,8 +1,8 @@
 """The file format of a bundle: kernel repositories in a zip archive, with a manifest of every file's sha256.
 
-Variants share nearly all of their files, so each content is there once, under its sha256; format 1 had each file by its
-path. Nothing is compressed, dated or ordered by chance: the same content gives the same bytes on every machine. What is
-read must be, to the byte, what would be written.
+Variants share nearly all of their files, so each content is there once, under its sha256. Nothing is compressed, dated
+or ordered by chance: the same content gives the same bytes on every machine. What is read must be, to the byte, what
+would be written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 from kernels_ext_npu.environment import RefusedError
 
 FORMAT = 2
-FORMATS = (1, FORMAT)  # that are read
 MANIFEST = "manifest.json"
 LARGEST = 256 * 2**20  # bytes; a repository takes about four hundred thousand
 
@@ -54,8 +53,8 @@ class KernelRepository:
         return self.hub_commit or hashlib.sha256(content.encode()).hexdigest()[:40]
 
 
-def pack(repositories: list[KernelRepository], layout: int = FORMAT) -> bytes:
-    """Return the bytes of the bundle that holds these repositories, in a format.
+def pack(repositories: list[KernelRepository]) -> bytes:
+    """Return the bytes of the bundle that holds these repositories.
 
     Raises:
         BundleError: a path is not one that a bundle can hold, or there is too much.
@@ -66,8 +65,8 @@ def pack(repositories: list[KernelRepository], layout: int = FORMAT) -> bytes:
         problems.append(f"more than {LARGEST} bytes")
     if problems:
         raise BundleError("\n".join(problems))
-    members = {_place(layout, path, _digest(content)): content for path, content in files.items()}
-    return _zip(members | {MANIFEST: _manifest(repositories, layout)})
+    members = {_place(_digest(content)): content for content in files.values()}
+    return _zip(members | {MANIFEST: _manifest(repositories)})
 
 
 def unpack(archive: Path) -> list[KernelRepository]:
@@ -88,26 +87,25 @@ def unpack(archive: Path) -> list[KernelRepository]:
     except _BROKEN as error:
         raise BundleError(f"{archive}: not a bundle, or cut short or changed on its way: {error}") from error
     if not problems:
-        repositories, layout, problems = _read(members)
-        if not problems and pack(repositories, layout) != data:
+        repositories, problems = _read(members)
+        if not problems and pack(repositories) != data:
             problems = ["the archive differs from the one that its content makes: bytes were added or changed"]
     if problems:
         raise BundleError("\n".join(f"{archive}: {problem}" for problem in problems))
     return repositories
 
 
-def _place(layout: int, path: str, digest: str) -> str:
-    """Return the name in the archive of a file's content."""
-    return path if layout == 1 else f"contents/{digest}"
+def _place(digest: str) -> str:
+    return f"contents/{digest}"
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _manifest(repositories: list[KernelRepository], layout: int = FORMAT) -> bytes:
+def _manifest(repositories: list[KernelRepository]) -> bytes:
     content = {
-        "format": layout,
+        "format": FORMAT,
         "repositories": {
             repository.name: {
                 "version": repository.version,
@@ -161,27 +159,28 @@ def _unsafe(names: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], int, list[str]]:
+def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]:
     """Read what the manifest promises, and find how the contents differ from that."""
     try:
         manifest = json.loads(members.pop(MANIFEST))
-        layout = manifest["format"]
-        if layout not in FORMATS:
-            return [], 0, [f"its format is {layout}, and this release reads {FORMAT}: install a newer one"]
+        if (layout := manifest["format"]) != FORMAT:
+            older = type(layout) is int and layout < FORMAT
+            what = "make the bundle again" if older else "install a newer one"
+            return [], [f"its format is {layout}, and this release reads {FORMAT}: {what}"]
         promised = {
             f"{name}/{path}": (entry["sha256"], entry["size"])
             for name, repository in manifest["repositories"].items()
             for path, entry in repository["files"].items()
         }
         if (size := sum(size for _, size in promised.values())) > LARGEST:
-            return [], 0, [f"its files would have {size} bytes, and those of a bundle have at most {LARGEST}"]
-        places = {path: _place(layout, path, digest) for path, (digest, _) in promised.items()}
+            return [], [f"its files would have {size} bytes, and those of a bundle have at most {LARGEST}"]
+        places = {path: _place(digest) for path, (digest, _) in promised.items()}
         repositories = [
             _repository(name, entry, {path: members.get(places[f"{name}/{path}"], b"") for path in entry["files"]})
             for name, entry in manifest["repositories"].items()
         ]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        return [], 0, [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
+        return [], [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
     problems = _unsafe(promised)
     problems += [f"{path} is missing" for path, place in places.items() if place not in members]
     problems += [f"{name} is not in the manifest" for name in members.keys() - set(places.values())]
@@ -189,7 +188,7 @@ def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], int, list[
     for path, place in places.items():
         if place in digests and digests[place] != promised[path]:
             problems.append(f"{path} is not what the manifest says: its sha256 is {digests[place][0]}")
-    return repositories, layout, sorted(problems)
+    return repositories, sorted(problems)
 
 
 def _repository(name: str, entry: dict[str, Any], files: dict[str, bytes]) -> KernelRepository:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -46,12 +45,7 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
     content = bundle_archive.pack(repositories)
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise BundleError(f"{output} is a folder, or lies in one that does not exist")
-    temporary = output.with_name(f"{output.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    _write(output, content, output.absolute().parent)
     return repositories
 
 
@@ -135,8 +129,7 @@ def _from_hub(name: str) -> KernelRepository:
     try:
         commit = published.head(api, repo_id, sources.VERSION)
         with tempfile.TemporaryDirectory() as cache:
-            folder = published.download(api, repo_id, commit, Path(cache))
-            problems = published.differences(folder, published.tree(api, repo_id, commit))
+            folder, problems = published.download(api, repo_id, commit, Path(cache))
             files = contents(folder)
     except Exception as error:  # whatever the Hub's client makes of a missing repository or network
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -150,6 +143,7 @@ class Place:
     """The place of a repository in the cache, and the commit that its version meant before."""
 
     repository: KernelRepository
+    home: Path
     snapshot: Path
     ref: Path
     before: str | None
@@ -177,8 +171,9 @@ def cache_folder() -> Path:
 def put_into_cache(repositories: list[KernelRepository], cache: Path) -> list[Place]:
     """Let each version mean the given repository: all of them or, if anything fails, none.
 
-    Nothing else that the cache holds changes, other snapshots of the same repositories included. A process that is
-    killed leaves every repository with its old or its new version, and the next installation completes it.
+    Nothing else that the cache holds changes, other snapshots of the same repositories included. No version means the
+    new files before all are there. A process that is killed leaves every repository with its old or its new version,
+    and the next installation completes what one has left.
 
     Raises:
         BundleError: the cache holds something that differs under the same commit, or hides what would be installed.
@@ -186,23 +181,18 @@ def put_into_cache(repositories: list[KernelRepository], cache: Path) -> list[Pl
     """
     places = [_place(repository, cache) for repository in repositories]
     problems = [problem for place in places for problem in (*_differences(place), *_hidden(place, cache))]
-    if problems:
-        raise BundleError("\n".join(problems))
-    with ExitStack() as always, ExitStack() as undo:
-        staged = []
+    _refuse(problems)
+    for place in places:
+        for path, content in place.repository.files.items():
+            if not (place.snapshot / path).is_file():
+                _write(place.snapshot / path, content, place.home)
+    with ExitStack() as undo:
         for place in places:
-            staging = place.ref.parent.parent / f".bundle-{uuid.uuid4().hex}"
-            staged.append((place, staging))
-            always.callback(shutil.rmtree, staging, ignore_errors=True)
-            _stage(place, staging)
-        for place, staging in staged:
-            _merge(staging / "snapshot", place.snapshot)
-        for place, staging in staged:
             if place.before is None:
                 undo.callback(place.ref.unlink, missing_ok=True)
             else:
-                undo.callback(os.replace, staging / "before", place.ref)
-            os.replace(staging / "ref", place.ref)
+                undo.callback(_write, place.ref, place.before.encode(), place.home)
+            _write(place.ref, place.repository.commit.encode(), place.home)
         undo.pop_all()
     return places
 
@@ -211,7 +201,7 @@ def _place(repository: KernelRepository, cache: Path) -> Place:
     home = cache / _folder_name(repository, "kernel")
     ref = home / "refs" / f"v{repository.version}"
     before = ref.read_text().strip() if ref.is_file() else None
-    return Place(repository, home / "snapshots" / repository.commit, ref, before)
+    return Place(repository, home, home / "snapshots" / repository.commit, ref, before)
 
 
 def _folder_name(repository: KernelRepository, kind: str) -> str:
@@ -238,35 +228,15 @@ def _hidden(place: Place, cache: Path) -> Iterator[str]:
         yield f"{ref} would be taken in place of what is installed: remove {ref.parent.parent}, left by an old kernels"
 
 
-def _stage(place: Place, staging: Path) -> None:
-    """Write everything beside its place, where nobody looks."""
-    for path, content in place.repository.files.items():
-        _write(staging / "snapshot" / path, content)
-    _write(staging / "ref", place.repository.commit.encode())
-    if place.before is not None:
-        _write(staging / "before", place.before.encode())
-    for parent in (place.snapshot.parent, place.ref.parent):
-        parent.mkdir(exist_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, beside: Path) -> None:
+    """Write a file whole or not at all: first into a folder where nobody looks for it, then in its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # a rename may survive a power cut that the content of its file does not
-
-
-def _merge(source: Path, target: Path) -> None:
-    """Move what is missing at the target there: a folder at once where there is none."""
-    if source.is_file():
-        if not target.is_file():
-            os.replace(source, target)
-        return
+    temporary = beside / f".bundle-{uuid.uuid4().hex}"
     try:
-        os.rename(source, target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        for child in sorted(source.iterdir()):
-            _merge(child, target / child.name)
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # a rename may survive a power cut that the content of its file does not
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

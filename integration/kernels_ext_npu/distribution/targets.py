@@ -28,12 +28,12 @@ class Target:
     folder: Path
     cached: bool = False
 
-    def verify(self, signers: list[str] | None = None) -> list[Verified]:
+    def verify(self) -> list[Verified]:
         """Verify its variants; what a cache has besides them counts as one more."""
         if (self.folder / METADATA).exists():
-            return [verify_variant(self.folder.resolve(), signers=signers)]
+            return [verify_variant(self.folder.resolve())]
         build = self.folder / "build" if (self.folder / "build").is_dir() else self.folder
-        found = verify_build(build, signers=signers) if build != self.folder or not self.cached else []
+        found = verify_build(build) if build != self.folder or not self.cached else []
         if self.cached:
             found.append(
                 Verified("(cache)", self.folder, len(_links(self.folder)), problems=blob_problems(self.folder))
@@ -60,7 +60,7 @@ def find(path: Path) -> list[Target]:
     return clone
 
 
-def verify_published(repo_id: str, version: int, signers: list[str] | None) -> tuple[str, list[Verified]]:
+def verify_published(repo_id: str, version: int) -> tuple[str, list[Verified]]:
     """Download a version from the Hub, and verify it; returns its commit, and what was found.
 
     Raises:
@@ -71,8 +71,7 @@ def verify_published(repo_id: str, version: int, signers: list[str] | None) -> t
     with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as folder:
         try:
             commit = published.head(api, repo_id, version)
-            files = published.tree(api, repo_id, commit)
-            snapshot = published.download(api, repo_id, commit, Path(folder))
+            snapshot, differences = published.download(api, repo_id, commit, Path(folder))
         except httpx2.TransportError as error:
             raise ConnectionError(
                 f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
@@ -80,15 +79,16 @@ def verify_published(repo_id: str, version: int, signers: list[str] | None) -> t
             ) from error
         if not (snapshot / "build").is_dir():
             raise LookupError(f"{repo_id} has no variants on v{version}")
-        found = verify_build(snapshot / "build", signers=signers)
+        found = verify_build(snapshot / "build")
         for entry in found:
             if entry.version not in (None, version):
                 entry.problems.append(f"{METADATA}: says version {entry.version} on the branch v{version}")
-        found.append(Verified("(download)", snapshot, len(files), problems=published.differences(snapshot, files)))
+        files = sum(path.is_file() for path in snapshot.rglob("*"))
+        found.append(Verified("(download)", snapshot, files, problems=differences))
     return commit, found
 
 
-def verify_cached(repo_id: str, version: int, signers: list[str] | None) -> tuple[str, list[Verified]]:
+def verify_cached(repo_id: str, version: int) -> tuple[str, list[Verified]]:
     """Verify what `kernels` would load without a network; returns its commit, and what was found.
 
     Raises:
@@ -99,7 +99,7 @@ def verify_cached(repo_id: str, version: int, signers: list[str] | None) -> tupl
     commit = published.cached_commit(repo_id, version)
     cache = Path(CACHE_DIR or constants.HF_HUB_CACHE)
     (target,) = find(cache / f"kernels--{repo_id.replace('/', '--')}" / "snapshots" / commit)
-    return commit, target.verify(signers)
+    return commit, target.verify()
 
 
 def blob_problems(snapshot: Path) -> list[str]:

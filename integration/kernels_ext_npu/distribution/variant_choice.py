@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from kernels.backends import CANN, CPU
-from kernels.variants import (
-    VariantRejected,
-    _resolve_variant_for_system,
-    parse_variant,
-    resolve_variants,
-)
+from kernels.variants import VariantRejected, _resolve_variant_for_system, parse_variant, resolve_variants
 from packaging.version import InvalidVersion, Version
 
 from kernels_ext_npu.distribution.verification import Verified

@@ -21,7 +21,7 @@ from kernels_ext_npu.doctor.checks import (
     python_and_torch,
     register_effect,
 )
-from kernels_ext_npu.doctor.findings import Finding, Verdict, warning
+from kernels_ext_npu.doctor.findings import Finding, Verdict, remedy, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations, Outcome, run
 from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 
@@ -163,5 +163,5 @@ def _conclude(name: str, seen: Observations) -> list[Finding]:
         findings = found if isinstance(found, list) else [found]
     except Exception as error:  # an observation that nobody thought of must not hide the others
         said = f"doctor does not understand what it saw: {type(error).__name__}: {error}"
-        return [warning(said, check=name, advice="Please report this line, with the report that --json prints.")]
+        return [warning(said, check=name, **remedy("not understood"))]
     return [replace(each, check=each.check or name, facts=facts | each.facts) for each in findings]

@@ -14,11 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-SET_ENV = (
-    "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
-    "source /usr/local/Ascend/cann/set_env.sh  # since CANN 8.5",
-)
 NO_CANN = "libhccl.so: cannot open shared object file"
 # name of a module -> name of its package
 PACKAGES = {"yaml": "pyyaml", "torch_npu": "--no-deps torch_npu", "PIL": "pillow", "attr": "attrs"}
@@ -35,27 +30,16 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-        verdict: how it ended.
-        summary: what was found, in a line or two; of a check that was not made, why.
-        details: more lines of it.
-        advice: what to do, in words; None if there is nothing to do.
-        commands: what to do, to be copied into a shell.
-        see: the heading in docs/troubleshooting.md that tells more, None if there is none.
-        facts: the same for programs; part of the JSON report only.
-        check: what was checked; that is the check's name where it makes one finding.
-    """
-
-    verdict: Verdict
-    summary: str
-    details: tuple[str, ...] = ()
-    advice: str | None = None
-    commands: tuple[str, ...] = ()
-    see: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    check: str = ""
+    verdict: Verdict  # how it ended
+    summary: str  # what was found, in a line or two; of a check that was not made, why
+    details: tuple[str, ...] = ()  # more lines of it
+    advice: str | None = None  # what to do, in words; None if there is nothing to do
+    commands: tuple[str, ...] = ()  # what to do, to be copied into a shell
+    see: str | None = None  # the heading in docs/troubleshooting.md that tells more, None if there is none
+    facts: dict[str, Any] = field(default_factory=dict)  # the same for programs; part of the JSON report only
+    check: str = ""  # what was checked; that is the check's name where it makes one finding
 
 
 ok = partial(Finding, Verdict.OK)
@@ -65,26 +49,34 @@ not_checked = partial(Finding, Verdict.NOT_CHECKED)
 
 
 class Known(NamedTuple):
-    """An error that is known: how it is recognised, what it means, and what to do.
+    """An error that is known: how it is recognised, what it means, and what to do."""
 
-    Attributes:
-        pattern: the regular expression that finds it in the text of an exception.
-        meaning: why it happens.
-        advice: what to do.
-        commands: what to do, for a shell.
-        see: the heading in docs/troubleshooting.md.
-        source: where the message is written, if that is hard to find.
+    pattern: str  # the regular expression that finds it in the text of an exception
+    meaning: str  # why it happens
+    advice: str  # what to do
+    commands: list[str] | tuple[str, ...] = ()  # what to do, for a shell
+    see: str | None = None  # the heading in docs/troubleshooting.md
+    source: str | None = None  # where the message is written, if that is hard to find
+
+
+def _read(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text("utf-8"))
+
+
+KNOWN = [Known(**entry) for entry in _read("known_errors.json")]
+REMEDIES: dict[str, dict[str, Any]] = _read("remedies.json")
+
+
+def remedy(case: str, *commands: str, **values: object) -> dict[str, Any]:
+    """Return what to do in a case of remedies.json: advice and commands, and where to read more if that is known.
+
+    Args:
+        commands: those for this machine, in place of the ones that are written there.
+        values: what stands in the place of {names} there.
     """
-
-    pattern: str
-    meaning: str
-    advice: str
-    commands: list[str] | tuple[str, ...] = ()
-    see: str | None = None
-    source: str | None = None
-
-
-KNOWN = [Known(**entry) for entry in json.loads(Path(__file__).with_name("known_errors.json").read_text("utf-8"))]
+    found = REMEDIES[case]
+    written = tuple(line.format(**values) for line in found.get("commands", ()))
+    return found | {"advice": found["advice"].format(**values), "commands": commands or written}
 
 
 def explain(errors: Iterable[str]) -> Known | None:

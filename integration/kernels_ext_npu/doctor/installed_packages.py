@@ -16,21 +16,13 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class Package:
-    """A package of the stack.
+    """A package of the stack."""
 
-    Attributes:
-        name: its name, as pip knows it.
-        version: its version, None where there is none, or none that can be read.
-        requires: what it asks of others in this environment.
-        folder: the folder of its module, None where it has none.
-        trouble: what is wrong with its installation, None if nothing is.
-    """
-
-    name: str
-    version: Version | None
-    requires: tuple[Requirement, ...] = ()
-    folder: Path | None = None
-    trouble: str | None = None
+    name: str  # its name, as pip knows it
+    version: Version | None  # its version, None where there is none, or none that can be read
+    requires: tuple[Requirement, ...] = ()  # what it asks of others in this environment
+    folder: Path | None = None  # the folder of its module, None where it has none
+    trouble: str | None = None  # what is wrong with its installation, None if nothing is
 
     @property
     def installed(self) -> bool:

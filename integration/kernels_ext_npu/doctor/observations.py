@@ -24,23 +24,15 @@ START = "starting Python"
 
 @dataclass
 class Outcome:
-    """What a probe found out, and how it ended.
+    """What a probe found out, and how it ended."""
 
-    Attributes:
-        facts: what it found out; ``passed`` are the steps that it completed.
-        step: what it was doing at last.
-        failure: how it failed in one line, None if it did not.
-        errors: the exception that ended it and those that caused it, outermost first, as "Type: message".
-        hung: whether it was stopped because its time was over.
-        output: the end of what it printed.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    step: str = START
-    failure: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # what it found out; ``passed`` are the steps that it completed
+    step: str = START  # what it was doing at last
+    failure: str | None = None  # how it failed in one line, None if it did not
+    # the exception that ended it and those that caused it, outermost first, as "Type: message"
     errors: tuple[str, ...] = ()
-    hung: bool = False
-    output: str = ""
+    hung: bool = False  # whether it was stopped because its time was over
+    output: str = ""  # the end of what it printed
 
     @property
     def cause(self) -> str | None:
@@ -94,29 +86,17 @@ def _note(outcome: Outcome, said: dict[str, Any]) -> None:
 
 @dataclass
 class Observations:
-    """The packages and the outcomes of the probes; None where a probe was not run.
+    """The packages and the outcomes of the probes; None where a probe was not run."""
 
-    Attributes:
-        source: where the kernels are to come from, as register() takes it.
-        packages: the packages of `STACK`, by name.
-        disk: signs of hardware and of CANN.
-        torch: torch and torch_npu without the software device.
-        hub: what the Hub answered.
-        autoload: a plain `import torch`.
-        use: a model that was run with kernels.
-        imports: transformers and kernels, where `use` did not get as far.
-        repositories: the kernels on disk and in the cache.
-    """
-
-    source: str
-    packages: dict[str, Package]
-    disk: Outcome
-    torch: Outcome
-    hub: Outcome
-    autoload: Outcome | None = None
-    use: Outcome | None = None
-    imports: Outcome | None = None
-    repositories: Outcome | None = None
+    source: str  # where the kernels are to come from, as register() takes it
+    packages: dict[str, Package]  # the packages of `STACK`, by name
+    disk: Outcome  # signs of hardware and of CANN
+    torch: Outcome  # torch and torch_npu without the software device
+    hub: Outcome  # what the Hub answered
+    autoload: Outcome | None = None  # a plain `import torch`
+    use: Outcome | None = None  # a model that was run with kernels
+    imports: Outcome | None = None  # transformers and kernels, where `use` did not get as far
+    repositories: Outcome | None = None  # the kernels on disk and in the cache
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @property

@@ -52,47 +52,29 @@ UPDATE = {  # what follows a backward, and is none of the kernels'
 
 @dataclass
 class Variant:
-    """A model with some of the kernels.
+    """A model with some of the kernels."""
 
-    Attributes:
-        name: the original, one kernel alone, or with kernels.
-        swapped: how many modules of each kind are swapped, in words.
-        counts: what each phase costs; None for what cannot be counted.
-    """
-
-    name: str
-    swapped: str = "nothing"
+    name: str  # the original, one kernel alone, or with kernels
+    swapped: str = "nothing"  # how many modules of each kind are swapped, in words
+    # what each phase costs; None for what cannot be counted
     counts: dict[str, Counts | None] = field(default_factory=dict)
 
 
 @dataclass
 class Inspection:
-    """What an inspection found out about a model.
+    """What an inspection found out about a model."""
 
-    Attributes:
-        subject: what was inspected.
-        inputs: what the model was given, in words.
-        dtype: the dtype of the weights.
-        soc: the chip of the estimate.
-        mesh: the mesh of ranks, one of which was counted.
-        parameters: the number of parameters.
-        weights: the bytes of the weights that a rank holds.
-        report: the modules, and the kernels that serve them.
-        variants: the original first, all kernels last.
-        remarks: what a reader of the figures has to know.
-        phases: what was counted, by the names in the counts of the variants, in words.
-    """
-
-    subject: Subject
-    inputs: str
-    dtype: torch.dtype
-    soc: Soc
-    mesh: Mesh
-    parameters: int
-    weights: int
-    report: Report
-    variants: list[Variant]
-    remarks: list[str]
+    subject: Subject  # what was inspected
+    inputs: str  # what the model was given, in words
+    dtype: torch.dtype  # the dtype of the weights
+    soc: Soc  # the chip of the estimate
+    mesh: Mesh  # the mesh of ranks, one of which was counted
+    parameters: int  # the number of parameters
+    weights: int  # the bytes of the weights that a rank holds
+    report: Report  # the modules, and the kernels that serve them
+    variants: list[Variant]  # the original first, all kernels last
+    remarks: list[str]  # what a reader of the figures has to know
+    # what was counted, by the names in the counts of the variants, in words
     phases: dict[str, str] = field(default_factory=lambda: PHASES)
 
     @property

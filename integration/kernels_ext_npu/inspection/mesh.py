@@ -28,16 +28,11 @@ AXES = ("tp", "fsdp", "efsdp", "ep")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of a mesh of ranks, as transformers' DistributedConfig takes them.
+    """The sizes of a mesh of ranks, as transformers' DistributedConfig takes them."""
 
-    Attributes:
-        tp: ranks that share each weight and a batch.
-        ep: ranks that share the experts.
-        fsdp: ranks, or groups of tp of them, with batches of their own, which gather each weight when they need it.
-    """
-
-    tp: int = 1
-    ep: int = 1
+    tp: int = 1  # ranks that share each weight and a batch
+    ep: int = 1  # ranks that share the experts
+    # ranks, or groups of tp of them, with batches of their own, which gather each weight when they need it
     fsdp: int = 1
 
     @property

@@ -44,19 +44,12 @@ class CannotInspectError(RefusedError):
 
 @dataclass(frozen=True)
 class Subject:
-    """A configuration and what else is known of it.
+    """A configuration and what else is known of it."""
 
-    Attributes:
-        name: the name as it was given.
-        config: the configuration of the whole model.
-        model_class: the class that is built of it.
-        remarks: what a reader of the figures has to know.
-    """
-
-    name: str
-    config: PreTrainedConfig
-    model_class: type[PreTrainedModel]
-    remarks: list[str]
+    name: str  # the name as it was given
+    config: PreTrainedConfig  # the configuration of the whole model
+    model_class: type[PreTrainedModel]  # the class that is built of it
+    remarks: list[str]  # what a reader of the figures has to know
 
 
 def find(name: str) -> Subject:

@@ -29,17 +29,12 @@ READING = frozenset(
 
 
 class Cost(TorchDispatchMode):
-    """A count of launches and bytes, for as long as the context is open.
-
-    Attributes:
-        launches: the number of calls, by operator.
-        bytes: the bytes of the tensors that an operator takes and gives, by operator.
-    """
+    """A count of launches and bytes, for as long as the context is open."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()  # the number of calls, by operator
+        self.bytes: Counter[str] = Counter()  # of the tensors that an operator takes and gives, by operator
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))

@@ -21,17 +21,11 @@ class DisagreementError(Exception):
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a result from the exact one, relative to that.
+    """The distance of a result from the exact one, relative to that."""
 
-    Attributes:
-        norm: the norm of the difference, divided by that of the exact result.
-        largest: the largest single difference, divided by the largest value of the exact result.
-        values: how many values the result has.
-    """
-
-    norm: float
-    largest: float
-    values: int
+    norm: float  # the norm of the difference, divided by that of the exact result
+    largest: float  # the largest single difference, divided by the largest value of the exact result
+    values: int  # how many values the result has
 
 
 def distances(found: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> dict[str, Distance]:

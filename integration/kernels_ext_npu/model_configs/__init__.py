@@ -9,29 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-PUBLISHED = (
-    "Qwen3-8B",
-    "Qwen3-0.6B",
-    "Llama-3.1-8B",
-    "Gemma-3-12B",
-    "Gemma-3-1B",
-    "Qwen3-30B-A3B",
-    "Qwen3-235B-A22B",
-    "gpt-oss-20b",
-    "Qwen3-Next-80B-A3B",
-)
-TINY = (
-    "Qwen3",
-    "Llama",
-    "Gemma 3",
-    "Olmo 3",
-    "Phi-3",
-    "GLM-4",
-    "Qwen2.5-VL",
-    "gpt-oss",
-    "Qwen3-MoE",
-    "DeepSeek-V3",
-)
+PUBLISHED = tuple(sorted(path.stem for path in (Path(__file__).parent / "published").glob("*.json")))
+TINY = ("Qwen3", "Llama", "Gemma 3", "Olmo 3", "Phi-3", "GLM-4", "Qwen2.5-VL", "gpt-oss", "Qwen3-MoE", "DeepSeek-V3")
 DENSE_AND_EXPERTS = "Qwen3-MoE with a dense layer"  # one of each, so that every repository is used
 
 

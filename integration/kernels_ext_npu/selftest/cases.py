@@ -16,30 +16,26 @@ from kernels_ext_npu.selftest.comparing import Difference, Results
 Arguments = Callable[[], tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function of a repository, how it is called, and its formula.
-
-    Attributes:
-        repository: the repository.
-        name: what its package exports.
-        call: takes the function and arguments on the NPU.
-        exact: takes the arguments on the host, in float64.
-        arguments: makes them, in float32.
-        at: which limit the arguments are at; nothing for those that every machine has to take.
-    """
-
-    repository: str
+class _Titled:
     name: str
-    call: Callable[..., Any]
-    exact: Callable[..., Any]
-    arguments: Arguments
-    at: str = ""
+    at: str
 
     @property
     def title(self) -> str:
         """What a report calls it."""
         return f"{self.name}, {self.at}" if self.at else self.name
+
+
+@dataclass(frozen=True)
+class Function(_Titled):
+    """A function of a repository, how it is called, and its formula."""
+
+    repository: str  # the repository
+    name: str  # what its package exports
+    call: Callable[..., Any]  # takes the function and arguments on the NPU
+    exact: Callable[..., Any]  # takes the arguments on the host, in float64
+    arguments: Arguments  # makes them, in float32
+    at: str = ""  # which limit the arguments are at; nothing for those that every machine has to take
 
     def compare(self, kernel: ModuleType, dtype: torch.dtype, device: str = "npu") -> Difference:
         """Compute it on a device and on the host, and return how far they are apart."""
@@ -57,25 +53,14 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer of a repository, and how it and what it takes the place of are computed.
+class Layer(_Titled):
+    """A layer of a repository, and how it and what it takes the place of are computed."""
 
-    Attributes:
-        repository: the repository.
-        name: what it is called in ``layers``.
-        compute: takes the class of the layer and a dtype, and returns what it gives and what it has to give.
-        at: what it takes the place of, where there are several.
-    """
-
-    repository: str
-    name: str
+    repository: str  # the repository
+    name: str  # what it is called in ``layers``
+    # takes the class of the layer and a dtype, and returns what it gives and what it has to give
     compute: Callable[[type, torch.dtype], tuple[Results, Results]]
-    at: str = ""
-
-    @property
-    def title(self) -> str:
-        """What a report calls it."""
-        return f"{self.name}, {self.at}" if self.at else self.name
+    at: str = ""  # what it takes the place of, where there are several
 
     def compare(self, kernel: ModuleType, dtype: torch.dtype) -> Difference:
         """Compute it on the NPU and on the host, and return how far they are apart."""

@@ -19,19 +19,13 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass
 class Outcome:
-    """What a selftest found.
+    """What a selftest found."""
 
-    Attributes:
-        quick: whether only a part was asked for.
-        machine: what it ran on.
-        rows: what was found of each piece, by id; every one has ``agrees``.
-        ids: all that was to do.
-    """
-
-    quick: bool
-    machine: dict[str, Any] = field(default_factory=dict)
+    quick: bool  # whether only a part was asked for
+    machine: dict[str, Any] = field(default_factory=dict)  # what it ran on
+    # what was found of each piece, by id; every one has ``agrees``
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ids: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)  # all that was to do
 
     @property
     def agrees(self) -> bool:

@@ -5,20 +5,12 @@ from __future__ import annotations
 import re
 
 from kernels_ext_npu import environment
-from kernels_ext_npu.doctor.findings import NO_CANN, SET_ENV, Finding, explained, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations, scripts
 from kernels_ext_npu.doctor.probes import CANN, DEVICE, DEVICES, SOFTNPU
 
 INVISIBLE = "none visible to torch_npu"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-DRIVER = "The driver does not answer as it should. Look at what its tool says, and ask who looks after the machine."
-NODES = (
-    "There are no device nodes. In a container pass them in, with docker: --device /dev/davinci0 --device "
-    "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc, and mount /usr/local/Ascend/driver. On the "
-    "host install or load the driver."
-)
-UNREADABLE = "InvalidVersion: Invalid version"
-ASK_DRIVER, LIST_NODES = ("npu-smi info",), ("ls -l /dev/davinci*",)
 
 
 def device(seen: Observations) -> Finding:
@@ -28,31 +20,28 @@ def device(seen: Observations) -> Finding:
     asked = seen.torch_npu_works or seen.torch.step == DEVICES
     chosen, signs = seen.environment.get(VISIBLE), tuple(f"there is {sign}" for sign in seen.signs_of_hardware)
     if asked and chosen is not None:
-        advice = f"{VISIBLE}={chosen} lets no device be seen: unset it, or name devices."
-        return _none(INVISIBLE, (*signs, *_failures(seen)), advice, (f"unset {VISIBLE}",))
+        return problem(INVISIBLE, details=(*signs, *_failures(seen)), **remedy("devices chosen", chosen=chosen))
     if (asked or signs) and seen.disk.facts.get("closed"):
         closed = f"{', '.join(seen.disk.facts['closed'])} may not be opened by this user"
-        advice = "Join the group of the device nodes, HwHiAiUser on most machines, and log in again."
-        return _none(closed, (), advice, (*LIST_NODES, 'sudo usermod -a -G HwHiAiUser "$USER"'))
+        return problem(closed, **remedy("device nodes closed"))
     if asked and (seen.driver_failure or seen.nodes):
-        advice = DRIVER if seen.driver_failure else explained(seen.torch.errors, DRIVER)["advice"]
-        return _none(INVISIBLE, (*signs, *_failures(seen)), advice, ASK_DRIVER)
+        told = remedy("driver")
+        if not seen.driver_failure:
+            told["advice"] = explained(seen.torch.errors, told["advice"])["advice"]
+        return problem(INVISIBLE, details=(*signs, *_failures(seen)), **told)
     if asked:
-        return _none(INVISIBLE, (*signs, *_failures(seen)), NODES, LIST_NODES)
+        return problem(INVISIBLE, details=(*signs, *_failures(seen)), **remedy("no device nodes"))
     if signs and seen.driver_failure:
-        return _none(f"npu-smi info: {seen.driver_failure}", signs, DRIVER, ASK_DRIVER)
+        return problem(f"npu-smi info: {seen.driver_failure}", details=signs, **remedy("driver"))
     if signs and not seen.nodes:
-        return _none("a card is meant to be here, but there is no /dev/davinci*", signs, NODES, LIST_NODES)
+        missing = "a card is meant to be here, but there is no /dev/davinci*"
+        return problem(missing, details=signs, **remedy("no device nodes"))
     if signs:
         return not_checked(f"torch_npu cannot be asked; there is {'; '.join(seen.signs_of_hardware)}")
     if seen.expects_a_card:
         works = seen.use is not None and seen.use.passed(DEVICE) and seen.software
-        advice = (
-            "If this machine is to have a card, give it one: the driver, and in a container the device nodes. If not, "
-            "unset the variables that begin with ASCEND_, and work on the software device: `import softnpu`."
-        )
         details = ("the software device works here",) if works else ()
-        return _none("no sign of a card, but CANN is set up or installed", details, advice)
+        return problem("no sign of a card, but CANN is set up or installed", details=details, **remedy("no card"))
     return _software(seen)
 
 
@@ -63,10 +52,6 @@ def _visible(seen: Observations) -> Finding:
     if seen.driver_failure:
         details.append(f"but {seen.disk.facts['npu_smi']['program']}: {seen.driver_failure}")
     return ok(found, details=tuple(details))
-
-
-def _none(summary: str, details: tuple[str, ...], advice: str, commands: tuple[str, ...] = ()) -> Finding:
-    return problem(summary, details=details, advice=advice, commands=commands, see=INVISIBLE)
 
 
 def _failures(seen: Observations) -> list[str]:
@@ -91,27 +76,16 @@ def cann(seen: Observations) -> Finding:
     """Check which CANN is there, where, and how `kernels` reads its version."""
     named, places = seen.named_cann, seen.cann_places
     if seen.torch.hung and seen.torch.step == CANN:
-        return problem(
-            "torch_npu reads its version without an end",
-            advice="It looks through every folder below ASCEND_HOME_PATH or, where that is not set, below the current "
-            "folder. Source the script of CANN.",
-            commands=seen.cann_scripts or SET_ENV,
-        )
+        return problem("torch_npu reads its version without an end", **remedy("CANN hangs", *seen.cann_scripts))
     if named is not None and not named["exists"]:
-        return problem(
-            f"ASCEND_HOME_PATH is {named['path']}, which is no folder",
-            advice="Source the script of the CANN that is installed; without one, unset ASCEND_HOME_PATH.",
-            commands=seen.cann_scripts or SET_ENV,
-            see="ASCEND_OPP_PATH environment variable is not set",
-        )
+        said = f"ASCEND_HOME_PATH is {named['path']}, which is no folder"
+        return problem(said, **remedy("CANN's folder is none", *seen.cann_scripts))
     if named is None and places and not seen.torch_npu_works:
         versions = ", ".join(dict.fromkeys(place["version"] for place in places))
         return problem(
             f"{versions} on disk, but its environment is not set up",
             details=tuple(f"{place['version']} in {place['path']}" for place in places),
-            advice="Source its script in the shell that starts Python, or in the script of the job.",
-            commands=scripts(places[:1]) or seen.cann_scripts or SET_ENV,
-            see=NO_CANN,
+            **remedy("CANN on disk", *(scripts(places[:1]) or seen.cann_scripts)),
         )
     return _absent(seen) if seen.cann is None and named is None else _read(seen)
 
@@ -130,21 +104,15 @@ def _read(seen: Observations) -> Finding:
     if refusal is not None:
         unknown = not re.match(r"\d", found)
         readable = [other for other in seen.cann_places if environment.refuse_cann(other["version"]) is None]
+        case, commands = ("CANN's version is unknown", scripts(readable)) if unknown else ("CANN cannot be read", ())
         return problem(
             f"version {f'unknown ({found!r})' if unknown else found}{place}, and kernels cannot read it",
             details=(f"it is read from {named['info']}",) if named and named["info"] else (),
-            advice=refusal,
-            commands=(scripts(readable) or SET_ENV) if unknown else (),
-            see=UNREADABLE,
+            **remedy(case, *commands, refusal=refusal),
         )
     read, true = as_kernels_reads(found), re.match(r"(\d+)\.(\d+)", found)
     if read and true and read != f"{int(true[1])}.{int(true[2])}":
-        return warning(
-            f"{found}{place}, which kernels reads as {read}",
-            advice=f"kernels takes single digits, and would take a variant for CANN {read}. "
-            "The variants torch-npu and torch-universal fit every CANN.",
-            see=UNREADABLE,
-        )
+        return warning(f"{found}{place}, which kernels reads as {read}", **remedy("CANN is read as another", read=read))
     return ok(f"{found}{place}; kernels reads {read}")
 
 
@@ -152,12 +120,8 @@ def _absent(seen: Observations) -> Finding:
     if seen.disk.failure:
         return not_checked(f"its files could not be read: {seen.disk.failure}")
     if seen.expects_a_card:
-        return problem(
-            "not found: ASCEND_HOME_PATH is not set, and it is in none of its usual folders",
-            advice="Install CANN, or source the script of the one that is installed elsewhere.",
-            commands=SET_ENV,
-            see=NO_CANN,
-        )
+        said = "not found: ASCEND_HOME_PATH is not set, and it is in none of its usual folders"
+        return problem(said, **remedy("no CANN"))
     if seen.software:
         return ok(f"none, and none is needed: the software device stands for {SOFTWARE_CANN}")
     return not_checked("none found; the software device needs none")

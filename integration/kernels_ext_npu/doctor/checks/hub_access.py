@@ -8,34 +8,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, warning
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, remedy, warning
 from kernels_ext_npu.doctor.observations import Observations, Outcome
 from kernels_ext_npu.doctor.probes import HEADERS
 from kernels_ext_npu.sources import ORGANISATION, VERSION
 
-UNREACHABLE, UNTRUSTED = "ConnectError: …", "is not from a trusted publisher"
-UNTOLD = "could not verify publisher trust status"
-NEEDLESS = "register() needs no network, the models that you download do."
 STATUS = re.compile(r"\b(?:Client|Server) error '(\d{3})|^\w+: (\d{3}) |\((\d{3})\)|\b(401|403|404|407|429|5\d\d)\b")
-REACH = (
-    "Where there is internet look at HF_ENDPOINT and the proxy. Where there is none, set HF_HUB_OFFLINE=1 and use the "
-    "copies in the package, register() without source, or a bundle."
-)
-HOW = (
-    "export HF_ENDPOINT=https://your.mirror  # where there is a mirror",
-    "export HF_HUB_OFFLINE=1  # where there is no internet",
-)
 
 
 def reachable(seen: Observations) -> Finding:
     """Find whether the Hub, or its mirror, answers."""
     outcome, severe = seen.hub, seen.severe
     if unusable := unusable_urls(seen.environment):
-        return severe(
-            f"{', '.join(unusable)}: not a URL that can be used",
-            advice="It begins with http:// or https://, and a name or password in it has to be percent-encoded.",
-            commands=(f"unset {' '.join(unusable)}",),
-        )
+        said = f"{', '.join(unusable)}: not a URL that can be used"
+        return severe(said, **remedy("no URL", names=" ".join(unusable)))
     if outcome.facts.get("offline"):
         return not_checked("HF_HUB_OFFLINE=1 (or TRANSFORMERS_OFFLINE): nothing is asked")
     if outcome.step == HEADERS and outcome.failure:
@@ -44,9 +30,9 @@ def reachable(seen: Observations) -> Finding:
     if outcome.failure and "endpoint" not in outcome.facts:
         return not_checked(f"{outcome.cause}: see huggingface-hub above")
     if outcome.failure and "versions" not in outcome.facts:
-        said, advice, commands = _failure(outcome)
+        said, case = _failure(outcome)
         errors = {"errors": outcome.errors, "failure": outcome.failure}
-        return severe(f"{_where(seen)} {said}", advice=advice, commands=commands, see=UNREACHABLE, facts=errors)
+        return severe(f"{_where(seen)} {said}", **remedy(case), facts=errors)
     versions = outcome.facts["versions"]
     missing = [name for name, commit in versions.items() if commit is None]
     if missing:
@@ -54,8 +40,7 @@ def reachable(seen: Observations) -> Finding:
         return severe(
             f"{_where(seen)} answers, but has no version {VERSION} of {names}",
             details=("a mirror has to serve repositories of the type kernel",),
-            advice="Use the copies in the package, register() without source, or a bundle. " + NEEDLESS,
-            commands=("kernels-ext-npu bundle --install kernels.zip",),
+            **remedy("no kernels on the Hub"),
             facts={"versions": versions},
         )
     return ok(f"{_where(seen)} answers and has the {in_words()} kernels", facts=outcome.facts)
@@ -81,9 +66,7 @@ def publisher(seen: Observations) -> Finding:
     return warning(
         f"{ORGANISATION} is {'not trusted by the Hub' if told else 'trusted or not: the Hub does not say'}",
         details=() if told else (found["untold"],),
-        advice='register() and register(source="hub") work: they name the repositories. For get_kernel name them: '
-        f'get_kernel("{repo_id}", version={VERSION}, trust_remote_code=["{repo_id}"])',
-        see=UNTRUSTED if told else UNTOLD,
+        **remedy(f"publisher not {'trusted' if told else 'told'}", repo_id=repo_id, version=VERSION),
         facts={"trusted": found["trusted"]},
     )
 
@@ -105,26 +88,24 @@ def _is_url(value: str) -> bool:
         return False
 
 
-def _failure(outcome: Outcome) -> tuple[str, str, tuple[str, ...]]:
-    """Return what is said of a request that failed, what to do, and commands for it."""
+def _failure(outcome: Outcome) -> tuple[str, str]:
+    """Return what is said of a request that failed, and the case that it is."""
     errors = " ".join(outcome.errors)
     match = STATUS.search(errors)
     status = int(next(group for group in match.groups() if group)) if match else 0
     if outcome.hung or "Timeout" in errors:
-        return "does not answer in time", REACH, HOW
+        return "does not answer in time", "Hub out of reach"
     if status == 401:
-        login = ("hf auth login", "unset HF_TOKEN")
-        return "refuses the token: 401", "Log in again, or unset HF_TOKEN: reading needs none.", login
+        return "refuses the token: 401", "Hub refuses the token"
     if status == 407:
-        return "the proxy wants a login: 407", "Put name and password into the proxy's URL.", ()
+        return "the proxy wants a login: 407", "proxy wants a login"
     if status >= 500 or status == 429:
-        return f"answers {status}: it is overloaded or down", "Wait, and try again. " + NEEDLESS, ()
+        return f"answers {status}: it is overloaded or down", "Hub overloaded"
     if "CERTIFICATE_VERIFY_FAILED" in errors:
-        said = "shows a certificate that is not trusted here, as proxies that look into connections do"
-        return said, "Name your organisation's certificates.", ("export SSL_CERT_FILE=/path/to/ca-bundle.pem",)
+        return "shows a certificate that is not trusted here, as proxies that look into connections do", "certificate"
     if "JSONDecodeError" in errors or "Expecting value" in errors:
-        return "answers, but not as a Hub does", "Look at HF_ENDPOINT and at the proxy: a login page perhaps.", ()
-    return f"cannot be reached: {_first(outcome.errors) or outcome.failure}", REACH, HOW
+        return "answers, but not as a Hub does", "no Hub"
+    return f"cannot be reached: {_first(outcome.errors) or outcome.failure}", "Hub out of reach"
 
 
 def _where(seen: Observations) -> str:

@@ -7,15 +7,10 @@ from typing import Any
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations
 from kernels_ext_npu.doctor.probes import COPIES
 
-OFFLINE = "is not available in the local cache and Hugging Face Hub is in offline mode"
-CHANGED = "changed, its digest differs"
-TILDE = "KERNELS_CACHE is …: kernels would look for a version in one folder, for its files in another"
-NO_VARIANT = "Cannot find a build variant for this system"
-NO_SOURCE = 'A source is "bundled", "hub", or the path of a clone of kernels-ext-npu'
 STATES = ("complete", "incomplete", "damaged", "unreadable", "absent", "unknown")
 
 
@@ -26,22 +21,17 @@ def intact(seen: Observations) -> Finding:
     try:
         sources.check(seen.source, REPOSITORIES)
     except FileNotFoundError as error:
-        return problem(str(error), advice=f"{NO_SOURCE}.", see=NO_SOURCE)
+        return problem(str(error), **remedy("no source"))
     outcome = seen.repositories
     if outcome is None or "copies" not in outcome.facts:
         return _failed(seen)
     copies, root = outcome.facts["copies"], outcome.facts["root"]
     problems = [line for copy in copies.values() for line in copy["problems"]]
     if problems:
-        again = "pip install --force-reinstall --no-deps kernels-ext-npu  # or the path of the clone"
-        return problem(
-            f"{len(problems)} differ from what was published, in {root}",
-            details=_first(problems),
-            advice="Somebody or something has changed them. Install the package again, or check the clone out again.",
-            commands=(again if seen.source == "bundled" else f"git -C '{seen.source}' checkout -- '*/build'",),
-            see=CHANGED,
-            facts={"problems": problems},
-        )
+        again = () if seen.source == "bundled" else (f"git -C '{seen.source}' checkout -- '*/build'",)
+        said = f"{len(problems)} differ from what was published, in {root}"
+        told = remedy("kernels changed", *again)
+        return problem(said, details=_first(problems), **told, facts={"problems": problems})
     return ok(f"all {in_words()} repositories are intact, in {root}")
 
 
@@ -70,20 +60,10 @@ def cache(seen: Observations) -> Finding:
         return _failed(seen)
     facts, severe = outcome.facts, seen.severe
     if "refused" in facts:
-        return severe(
-            facts["refused"],
-            advice="Set it to the whole path of a folder, or unset it: then HF_HOME and HF_HUB_CACHE say where.",
-            commands=("unset KERNELS_CACHE",),
-            see=TILDE,
-        )
+        return severe(facts["refused"], **remedy("cache in two places"))
     folder = facts["cache"]
     if facts["trouble"]:
-        return severe(
-            facts["trouble"],
-            advice="Models and kernels are kept there. Let HF_HOME name a folder that you may read and write.",
-            commands=('export HF_HOME="$HOME/huggingface"',),
-            facts={"folder": folder},
-        )
+        return severe(facts["trouble"], **remedy("cache without access"), facts={"folder": folder})
     cached = {name: facts.get(f"cached {name}", {"state": "unknown"}) for name in REPOSITORIES}
     states = {state: [name for name, entry in cached.items() if entry["state"] == state] for state in STATES}
     described = "; ".join(f"{state}: {', '.join(held)}" for state, held in states.items() if held)
@@ -95,25 +75,11 @@ def cache(seen: Observations) -> Finding:
     lines += [line for entry in cached.values() for line in entry.get("problems", ())]
     more: dict[str, Any] = {"details": (folder, *_first(lines)), "facts": {"folder": folder, "repositories": cached}}
     if broken := states["damaged"] + states["unreadable"]:
-        return severe(
-            described,
-            advice="kernels would load them as they are. Remove these folders, and download or install them again.",
-            commands=tuple(f"rm -r '{folder}/kernels--kernels-ext-npu--{name}'" for name in broken),
-            see=CHANGED,
-            **more,
-        )
+        removed = (f"rm -r '{folder}/kernels--kernels-ext-npu--{name}'" for name in broken)
+        return severe(described, **remedy("cache damaged", *removed), **more)
     if seen.source == "hub" and facts["offline"] and len(states["complete"]) < len(cached):
-        return problem(
-            f"{described}; and HF_HUB_OFFLINE=1 lets nothing be downloaded",
-            advice="Make a bundle where there is internet, and install it here. What kernels downloads by itself is "
-            "not enough. Or use the copies in the package: register() without source.",
-            commands=(
-                "kernels-ext-npu bundle --output kernels.zip --source hub",
-                "kernels-ext-npu bundle --install kernels.zip",
-            ),
-            see=OFFLINE,
-            **more,
-        )
+        said = f"{described}; and HF_HUB_OFFLINE=1 lets nothing be downloaded"
+        return problem(said, **remedy("cache incomplete"), **more)
     offline = "; HF_HUB_OFFLINE=1" if facts["offline"] else ""
     needed = "" if seen.source == "hub" or states["complete"] else "; register() needs none"
     return ok(f"{described}{offline}{needed}", **more)
@@ -133,11 +99,7 @@ def _variant(repositories: list[str], decisions: list[dict[str, Any]], machine: 
     }
     if taken is not None:
         return ok(f"{taken}, of {who}", **more)
-    advice = (
-        "kernels would end in FileNotFoundError. The package has variants for every machine: use register() without "
-        "source, or install it again."
-    )
-    return problem(f"none fits, of {who}", advice=advice, see=NO_VARIANT, **more)
+    return problem(f"none fits, of {who}", **remedy("no variant"), **more)
 
 
 def _machine(seen: Observations) -> str:

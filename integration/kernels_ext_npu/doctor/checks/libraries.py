@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from kernels_ext_npu.doctor import installed_packages
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.installed_packages import Package
 from kernels_ext_npu.doctor.observations import STACK, Observations
 from kernels_ext_npu.doctor.probes import KERNELS, TRANSFORMERS
@@ -26,12 +26,8 @@ def transformers(seen: Observations) -> Finding:
     if failed := _unusable(seen, package, TRANSFORMERS):
         return failed
     if switch.upper() not in TRUE:
-        return problem(
-            f"{package.version}, but USE_HUB_KERNELS={switch} switches its kernels off",
-            advice="Unset it before Python starts.",
-            commands=("unset USE_HUB_KERNELS",),
-            see="transformers has its kernels switched off by the environment variable USE_HUB_KERNELS",
-        )
+        said = f"{package.version}, but USE_HUB_KERNELS={switch} switches its kernels off"
+        return problem(said, **remedy("kernels switched off"))
     return _in_range(package)
 
 
@@ -47,9 +43,7 @@ def kernels(seen: Observations) -> Finding:
         return problem(
             f"{package.version}, and {seen.packages['transformers']} takes >= {lowest}, < {beyond}",
             details=("transformers ignores it without a word: use_kernels=True would change nothing",),
-            advice="Install a release of kernels that this transformers takes.",
-            commands=(f"pip install 'kernels>={lowest},<{beyond}'",),
-            see="takes kernels >= … and ignores the installed",
+            **remedy("kernels outside of the window", lowest=lowest, beyond=beyond),
             facts=facts,
         )
     found = _in_range(package, f"; transformers takes >= {lowest}, < {beyond}")
@@ -75,23 +69,17 @@ def requirements(seen: Observations) -> Finding:
             asked[name] = asked.get(name, SpecifierSet()) & requirement.specifier
     if not lines:
         return ok(f"{', '.join(seen.packages)} have what they ask for")
-    return warning(
-        f"{len(lines)} of what packages ask for {'is' if len(lines) == 1 else 'are'} not there",
-        details=tuple(lines),
-        advice="Install it; look that pip takes neither torch nor torch_npu away.",
-        commands=tuple(f"pip install '{name}{specifier}'" for name, specifier in asked.items()),
-    )
+    said = f"{len(lines)} of what packages ask for {'is' if len(lines) == 1 else 'are'} not there"
+    commands = (f"pip install '{name}{specifier}'" for name, specifier in asked.items())
+    return warning(said, details=tuple(lines), **remedy("unmet requirements", *commands))
 
 
 def _helper(seen: Observations, package: Package, asked: SpecifierSet) -> Finding:
     if failed := _unusable(seen, package, f"import {package.name.replace('-', '_')}"):
         return failed
     if package.version is not None and not asked.contains(package.version, prereleases=True):
-        return problem(
-            f"{package.version}, and kernels-ext-npu needs {asked}",
-            advice="Install a release in this range.",
-            commands=(f"pip install '{package.name}{asked}'",),
-        )
+        said = f"{package.version}, and kernels-ext-npu needs {asked}"
+        return problem(said, **remedy("outside of what is needed", wanted=f"{package.name}{asked}"))
     return ok(str(package.version))
 
 
@@ -100,33 +88,26 @@ def _in_range(package: Package, more: str = "") -> Finding:
     facts = {"version": str(package.version), "tested": str(tested)}
     if package.version is None or tested.contains(package.version, prereleases=True):
         return ok(f"{package.version}{more}", facts=facts)
-    return warning(
-        f"{package.version}, tested with {tested}{more}",
-        advice="It may work. If it does not, take a release that was tested.",
-        commands=(f"pip install '{package.name}{tested}'",),
-        see="kernels-ext-npu was tested with",
-        facts=facts,
-    )
+    to_do = remedy("outside of what was tested", wanted=f"{package.name}{tested}")
+    return warning(f"{package.version}, tested with {tested}{more}", **to_do, facts=facts)
 
 
 def _unusable(seen: Observations, package: Package, step: str) -> Finding | None:
     """Say that a package is not installed, installed badly, or not to be imported; None if it can be used."""
     name = package.name
-    wanted = f"'{name}{TESTED.get(name) or REQUIRED[name]}'"
+    wanted = f"{name}{TESTED.get(name) or REQUIRED[name]}"
     if not package.installed:
-        see = "is not installed: pip install" if name in TESTED else None
-        return problem("not installed", advice="Install it.", commands=(f"pip install {wanted}",), see=see)
+        case = "transformers or kernels not installed" if name in TESTED else "not installed"
+        return problem("not installed", **remedy(case, wanted=wanted))
     if package.trouble:
-        again = f"pip install --force-reinstall --no-deps {wanted}"
-        advice = "Its installation is incomplete or damaged. Install it again."
-        return problem(package.trouble, advice=advice, commands=(again,))
+        return problem(package.trouble, **remedy("damaged installation", wanted=wanted))
     for outcome in (seen.use, seen.imports, seen.hub):
         if outcome is not None and outcome.failure and outcome.step == step:
             if (missing := seen.missing(outcome)) is not None:
                 return not_checked(f"{package.version}, but {missing} is not installed")
             return problem(
                 f"{package.version} cannot be imported: {outcome.cause}",
-                **explained(outcome.errors, "Install it again.", (f"pip install --force-reinstall {wanted}",)),
+                **explained(outcome.errors, "Install it again.", (f"pip install --force-reinstall '{wanted}'",)),
                 facts={"errors": outcome.errors, "output": outcome.output},
             )
     return None

@@ -7,7 +7,7 @@ import sys
 
 from packaging.version import Version
 
-from kernels_ext_npu.doctor.findings import CPU_INDEX, Finding, explained, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.installed_packages import Package
 from kernels_ext_npu.doctor.observations import Observations, Outcome
 
@@ -15,65 +15,42 @@ PYTHON = ((3, 10), (3, 15))
 ARCHITECTURES = ("x86_64", "aarch64")
 WRONG_BUILD = "Two accelerators cannot be used at the same time"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-SOFTNPU_FIRST = "Put `import softnpu` before torch, or run programs with `python -m softnpu`."
-NPU_FIRST = "It works again when torch_npu does. Programs that need no NPU work in an environment without torch_npu."
-WITHOUT_AUTOLOAD = (
-    "Switching autoload off helps programs that use torch alone: transformers imports torch_npu where it is installed."
-)
-FIT = "Install the releases of torch and torch_npu that belong together; torch_npu names its torch in its own metadata."
-SOURCE = "CANN is on this machine: source its script in the shell that starts Python, or in the script of the job."
 UNKNOWN = "Look at the error, and install torch_npu again in the release that fits."
-HUNG = (
-    "Its import does not end. Look whether the driver answers (npu-smi info), whether ASCEND_HOME_PATH lies on a slow "
-    "disk, and start Python with `-X importtime` to see where it stays."
-)
 
 
 def python(_: Observations) -> Finding:
     """Check the release of Python, the operating system and the processor."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if not PYTHON[0] <= sys.version_info[:2] < PYTHON[1]:
-        advice = "Make an environment with Python 3.11; 3.10 and 3.12 to 3.14 are accepted, and untried."
-        return problem(found, advice=advice)
+        return problem(found, **remedy("Python"))
     if platform.system() != "Linux" or platform.machine() not in ARCHITECTURES:
-        advice = "torch_npu exists for Linux on x86_64 and aarch64: use such a machine, or a container."
-        return problem(found, advice=advice)
+        return problem(found, **remedy("system"))
     return ok(found)
 
 
 def torch(seen: Observations) -> Finding:
     """Check that torch is installed, can be imported, and is a CPU build."""
     package, outcome, imported = seen.packages["torch"], seen.torch, seen.torch.facts.get("torch")
-    again = (cpu_build(seen),)
+    again = cpu_build(seen)
     if not package.installed:
-        return problem(
-            "not installed",
-            advice="Install its CPU build, in the release that fits torch_npu and CANN.",
-            commands=(f"pip install torch=={wanted_torch(seen)} --index-url {CPU_INDEX}",),
-        )
+        return problem("not installed", **remedy("no torch", release=wanted_torch(seen)))
     contradicts = _contradiction(package, imported)
     if seen.torch_build is not None:
         twice = f"what is imported calls itself {imported}: two installations lie over one another"
         return problem(
             f"{package.version or imported} is a build for {seen.torch_build}",
             details=(twice,) if contradicts else (),
-            advice="torch_npu extends CPU builds of torch and refuses all others. On PyPI plain torch is a CUDA build, "
-            "on aarch64 too since 2.11. Install the CPU build.",
-            commands=again,
-            see=WRONG_BUILD,
+            **remedy("another build of torch", again),
         )
     if not seen.torch_works:
         return problem(
             f"{package.version} cannot be imported: {outcome.cause}",
-            **explained(outcome.errors, "Install it again.", again),
+            **explained(outcome.errors, "Install it again.", (again,)),
             facts={"errors": outcome.errors, "output": outcome.output},
         )
     if contradicts or package.trouble:
-        return warning(
-            f"{imported} is imported, but {package.trouble or f'its metadata says {package.version}'}",
-            advice="One installation lies over another, and pip no longer knows which. Install it again.",
-            commands=again,
-        )
+        said = f"{imported} is imported, but {package.trouble or f'its metadata says {package.version}'}"
+        return warning(said, **remedy("two installations of torch", again))
     return ok(f"{imported}, a CPU build")
 
 
@@ -97,16 +74,15 @@ def autoload(seen: Observations) -> Finding:
     return warning(
         f"`import torch` alone fails here: {seen.autoload.cause}",
         details=("torch imports torch_npu by itself" if alone else "torch imports what extends it by itself",),
-        advice=f"{SOFTNPU_FIRST if on_software else NPU_FIRST} {WITHOUT_AUTOLOAD}",
-        commands=(*["python -m softnpu script.py"] * on_software, f"export {AUTOLOAD}=0"),
-        see="Failed to load the backend extension",
+        **remedy(f"autoload{', software device' * on_software}"),
         facts={"errors": seen.autoload.errors},
     )
 
 
 def cpu_build(seen: Observations) -> str:
     """Return the command that installs the right torch."""
-    return f"pip install --force-reinstall --no-deps torch=={wanted_torch(seen)} --index-url {CPU_INDEX}"
+    (command,) = remedy("no torch", release=wanted_torch(seen))["commands"]
+    return command.replace("pip install", "pip install --force-reinstall --no-deps")
 
 
 def wanted_torch(seen: Observations) -> str:
@@ -134,19 +110,13 @@ def torch_npu(seen: Observations) -> Finding:
     """Check that torch_npu is installed, can be imported, and is for this torch."""
     package, unfit = seen.packages["torch_npu"], _unfit(seen)
     if not package.installed:
-        return problem(
-            "not installed",
-            advice="Install the release that fits torch and CANN: with --no-deps, or pip may take another torch. The "
-            "software device runs on it too.",
-            commands=_install(seen),
-            see="torch_npu is not installed",
-        )
+        return problem("not installed", **remedy("no torch_npu", *_install(seen)))
     if not seen.torch_works or seen.torch_build is not None:
         return not_checked(f"{package.version}, but torch does not work with it: see torch above")
     if not seen.torch_npu_works:
         return _without_cann(seen) or _failed(seen, seen.torch)
     if unfit:
-        return warning(f"{package.version} {unfit}", advice=FIT, commands=_install(seen))
+        return warning(f"{package.version} {unfit}", **remedy("torch_npu for another torch", *_install(seen)))
     return ok(seen.torch.facts["torch_npu"])
 
 
@@ -171,15 +141,15 @@ def _failed(seen: Observations, outcome: Outcome) -> Finding:
     version, unfit = seen.packages["torch_npu"].version, _unfit(seen)
     told = explained(outcome.errors, UNKNOWN, _install(seen))
     if outcome.hung:
-        told |= {"advice": HUNG, "commands": ()}
+        told |= remedy("torch_npu hangs")
     elif unfit:
-        told |= {"advice": FIT, "commands": _install(seen)}
+        told |= remedy("torch_npu for another torch", *_install(seen))
     elif told["see"] == WRONG_BUILD:
         told["commands"] = (cpu_build(seen),)
     elif seen.only_cann_is_missing and seen.expects_a_card and not (seen.named_cann and seen.named_cann["exists"]):
-        told |= {"advice": "See CANN below.", "commands": ()}
+        told |= remedy("CANN is missing")
     elif seen.only_cann_is_missing and seen.cann_scripts:
-        told |= {"advice": SOURCE, "commands": seen.cann_scripts}
+        told |= remedy("CANN is not set up", *seen.cann_scripts)
     if seen.only_cann_is_missing and seen.runs_on_software:
         told["details"] += ("the software device has them: it works here",)
     if unfit:

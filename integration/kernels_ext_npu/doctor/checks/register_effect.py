@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, warning
+from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.doctor.probes import DEVICE, KERNELS, SOFTNPU, TORCH_NPU, TRANSFORMERS
 
@@ -32,14 +32,13 @@ def register_takes_effect(seen: Observations) -> Finding:
         return problem(
             f"a tiny model with kernels computes something else, {where}",
             details=(f"largest difference of a logit, relative: {found['difference']:.1e}",),
-            advice="Do not use the kernels here. `kernels-ext-npu demo` compares more models; please report both.",
-            commands=("kernels-ext-npu demo",),
+            **remedy("other results"),
         )
     if found["kept"]:
         return warning(
             f"took effect {where}, but not everywhere: {found['summary']}",
             details=tuple(found["kept"][:4]),
-            advice="This model should be served completely. Look whether something else changes transformers.",
+            **remedy("not everywhere"),
         )
     variants = sorted({folder.rpartition("/")[2] for folder in found["taken"].values()})
     loaded = f"loaded the variant {', '.join(variants)} of {', '.join(sorted(found['taken']))}"

@@ -12,17 +12,12 @@ _COUNTED = ("launches", "bytes", "flops", "seconds", "calls", "messages")
 
 
 class Collective(NamedTuple):
-    """A collective operator over the ranks of an axis of the mesh.
+    """A collective operator over the ranks of an axis of the mesh."""
 
-    Attributes:
-        operator: its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
-        axis: ``tp``, ``fsdp``, ``ep``, or ``efsdp``, over which FSDP2 shards experts.
-        ranks: how many ranks take part.
-    """
-
+    # its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``
     operator: str
-    axis: str
-    ranks: int
+    axis: str  # ``tp``, ``fsdp``, ``ep``, or ``efsdp``, over which FSDP2 shards experts
+    ranks: int  # how many ranks take part
 
 
 def _by_name() -> defaultdict[str, float]:
@@ -31,31 +26,22 @@ def _by_name() -> defaultdict[str, float]:
 
 @dataclass
 class Counts:
-    """What a computation costs a rank.
+    """What a computation costs a rank."""
 
-    Attributes:
-        launches: the number of launches, by operator.
-        bytes: the bytes that go in and out of them, by operator.
-        flops: the additions and multiplications of products in them, by operator.
-        seconds: the least time that they take on a chip, by operator.
-        calls: the number of calls of collectives, which are no launches.
-        messages: the bytes of what is reduced, gathered, scattered or exchanged, by collective.
-        waits: how often the host waits for the device.
-        copies_in: how often the host copies to the device.
-        peak: the most bytes that live at once beyond weights and their gradients.
-        layers: what each further layer of a kind adds to these.
-    """
-
-    launches: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)  # the number of launches, by operator
+    bytes: Counter[str] = field(default_factory=Counter)  # the bytes that go in and out of them, by operator
+    # the additions and multiplications of products in them, by operator
     flops: defaultdict[str, float] = field(default_factory=_by_name)
+    # the least time that they take on a chip, by operator
     seconds: defaultdict[str, float] = field(default_factory=_by_name)
+    # the number of calls of collectives, which are no launches
     calls: Counter[Collective] = field(default_factory=Counter)
+    # the bytes of what is reduced, gathered, scattered or exchanged, by collective
     messages: Counter[Collective] = field(default_factory=Counter)
-    waits: int = 0
-    copies_in: int = 0
-    peak: int = 0
-    layers: list[Layer] = field(default_factory=list)
+    waits: int = 0  # how often the host waits for the device
+    copies_in: int = 0  # how often the host copies to the device
+    peak: int = 0  # the most bytes that live at once beyond weights and their gradients
+    layers: list[Layer] = field(default_factory=list)  # what each further layer of a kind adds to these
 
     @property
     def estimate(self) -> float:
@@ -90,16 +76,9 @@ class Counts:
 
 @dataclass
 class Layer:
-    """What one layer of a kind costs.
+    """What one layer of a kind costs."""
 
-    Attributes:
-        name: the name of its class.
-        number: how many layers of this kind there are.
-        weights: the bytes of the weights of one of them that a rank holds.
-        counts: the costs of one of them; its peak is what it adds to that of the model.
-    """
-
-    name: str
-    number: int
-    weights: int
-    counts: Counts
+    name: str  # the name of its class
+    number: int  # how many layers of this kind there are
+    weights: int  # the bytes of the weights of one of them that a rank holds
+    counts: Counts  # the costs of one of them; its peak is what it adds to that of the model

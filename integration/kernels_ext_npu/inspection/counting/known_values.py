@@ -39,15 +39,10 @@ class UnknownValueError(Exception):
 
 
 class KnownValues:
-    """The values that are known of fake tensors of an NPU, kept up to date by every operator that runs through it.
-
-    Attributes:
-        waits: how often the host had to wait for the device, to read a value.
-        copies_in: how often it copied to the device.
-    """
+    """The values that are known of fake tensors of an NPU, kept up to date by every operator that runs through it."""
 
     def __init__(self) -> None:
-        self.waits = self.copies_in = 0
+        self.waits = self.copies_in = 0  # how often the host waited for the device, to read a value, or copied to it
         self._values = WeakIdKeyDictionary()
 
     def learn(self, fake: Tensor, value: Tensor) -> Tensor:

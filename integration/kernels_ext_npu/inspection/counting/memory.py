@@ -14,15 +14,10 @@ from kernels_ext_npu.inspection.replacing import replaced
 
 
 class Memory:
-    """The bytes of storages, each from the operator that makes it until nothing holds it.
-
-    Attributes:
-        current: bytes that live.
-        peak: the most that lived at once.
-    """
+    """The bytes of storages, each from the operator that makes it until nothing holds it."""
 
     def __init__(self) -> None:
-        self.current = self.peak = 0
+        self.current = self.peak = 0  # the bytes that live, and the most that lived at once
         self._living: dict[int, int] = {}  # storage -> bytes
 
     def start(self) -> None:

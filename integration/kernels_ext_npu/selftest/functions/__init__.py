@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from kernels_ext_npu.selftest.cases import Function
-from kernels_ext_npu.selftest.functions import (
-    attention,
-    experts,
-    linear_attention,
-    linear_layers,
-    losses,
-    norms,
-    rotary,
-)
+from importlib import import_module
 
-FUNCTIONS: tuple[Function, ...] = (
-    *norms.FUNCTIONS,
-    *rotary.FUNCTIONS,
-    *experts.FUNCTIONS,
-    *attention.FUNCTIONS,
-    *losses.FUNCTIONS,
-    *linear_attention.FUNCTIONS,
-    *linear_layers.FUNCTIONS,
-)
+FAMILIES = ("norms", "rotary", "experts", "attention", "losses", "linear_attention", "linear_layers")
+FUNCTIONS = tuple(function for family in FAMILIES for function in import_module(f"{__name__}.{family}").FUNCTIONS)

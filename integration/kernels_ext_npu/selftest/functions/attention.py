@@ -85,14 +85,6 @@ class SelfAttention(nn.Module):
     is_causal = True
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    return attention(q, k, v, SCALE, True, (3, 0), sinks=sinks)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, SCALE, True)
-
-
 def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention of packed sequences whose lengths a compiled graph reads when it runs."""
     ends = torch.tensor([0, 5, 12], device=q.device)
@@ -101,10 +93,6 @@ def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return f(*tensors, ends, ends, softmax_scale=SCALE, causal=True)
 
     return torch.compile(in_a_row, backend="aot_eager")(q, k, v)
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return packed(q, k, v, [5, 7], [5, 7], SCALE, causal=True)
 
 
 def _of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,16 +107,14 @@ def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, SCALE, softcap=3.0)
-
-
 _function = partial(Function, "FlashAttention")
+_causal = partial(attention, scale=SCALE, causal=True)
+_packed = partial(packed, lengths=[5, 7], key_lengths=[5, 7], scale=SCALE, causal=True)
 FUNCTIONS = (
     _function(
         "flash_attn_func",
         lambda f, q, k, v, s: f(q, k, v, causal=True, window_size=(3, 0), s_aux=s),
-        _windowed,
+        lambda q, k, v, s: attention(q, k, v, SCALE, True, (3, 0), sinks=s),
         drawn(*HEADS, (4,)),
     ),
     *(
@@ -142,7 +128,11 @@ FUNCTIONS = (
         for at, shapes in CAUSAL.items()
     ),
     _function(
-        "flash_attn_func", lambda f, *t: f(*t, softmax_scale=SCALE, softcap=3.0), _capped, drawn(*HEADS), "a softcap"
+        "flash_attn_func",
+        lambda f, *t: f(*t, softmax_scale=SCALE, softcap=3.0),
+        partial(attention, scale=SCALE, softcap=3.0),
+        drawn(*HEADS),
+        "a softcap",
     ),
     _function(
         "flash_attn_varlen_func",

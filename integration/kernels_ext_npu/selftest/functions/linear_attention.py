@@ -53,14 +53,6 @@ def _ruled(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
     return function(q, k, v, -g.abs(), beta.sigmoid(), **options)[0]
 
 
-def _normed(function: Callable, *tensors: Tensor) -> Tensor:
-    return _ruled(function, *tensors, use_qk_l2norm_in_kernel=True)
-
-
-def _exact(*tensors: Tensor) -> Tensor:
-    return _ruled(delta_rule, *tensors)
-
-
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     y = F.pad(x, (weight.shape[1] - 1, 0)).unfold(-1, weight.shape[1], 1) * weight.unsqueeze(1)
     return F.silu(y.sum(-1) + bias.unsqueeze(-1))
@@ -94,6 +86,8 @@ def _recurred(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
 
 
 _function = partial(Function, "LinearAttention")
+_normed = partial(_ruled, use_qk_l2norm_in_kernel=True)
+_exact = partial(_ruled, delta_rule)
 FUNCTIONS = (
     *(
         _function(name, _normed, _exact, _shapes(1, length, by_channel), at)

@@ -16,8 +16,6 @@ TOKENS, INPUTS, OUTPUTS, RANK, SCALE = 12, 32, 48, 4, 2.0
 LEADING = {"": (2, TOKENS), "one token": (1,), "one dimension": (), "four dimensions": (2, 1, 3)}
 # exact in 16 bits: it is no argument, so that nothing asks for its gradient
 FROZEN = torch.linspace(-1, 1, OUTPUTS * INPUTS).view(OUTPUTS, INPUTS).mul(64).round().div(64)
-
-
 # nothing is dropped with it, by the code that drops: which elements are, no formula knows
 NEVER = 1e-9
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels_ext_npu.selftest.cases import Function, drawn
 
@@ -19,12 +20,8 @@ def labels(words: int) -> Tensor:
     return torch.randint(words, (ROWS,), generator=torch.Generator().manual_seed(0))
 
 
-def _of_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    return -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
 def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    return _of_rows(hidden_states @ weight.mT + bias, labels)
+    return F.cross_entropy(hidden_states @ weight.mT + bias, labels, reduction="none")
 
 
 _function = partial(Function, "CrossEntropy")
@@ -38,7 +35,7 @@ def _functions(at: str, words: int) -> list[Function]:
         _function(
             "cross_entropy",
             lambda f, x: f(x, chosen.to(x.device), reduction="none"),
-            partial(_of_rows, labels=chosen),
+            lambda x: F.cross_entropy(x, chosen, reduction="none"),
             drawn((ROWS, words)),
             at,
         ),
@@ -50,11 +47,7 @@ def _functions(at: str, words: int) -> list[Function]:
             at,
         ),
         _function(
-            "linear_log_probs",
-            lambda f, h, w, b: f(h, w, chosen.to(h.device), b),
-            lambda *t: -of_head(*t),
-            head,
-            at,
+            "linear_log_probs", lambda f, h, w, b: f(h, w, chosen.to(h.device), b), lambda *t: -of_head(*t), head, at
         ),
     ]
 

@@ -41,21 +41,11 @@ VALUES = {"": (6, HIDDEN), "one value": (1,), "eight dimensions": (2,) * 8, "nin
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return rms_norm(x + residual, weight), x + residual
+    return F.rms_norm(x, weight.shape, weight, EPS)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    apart = x - x.mean(-1, keepdim=True)
-    y = apart / (apart.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-    return y if bias is None else y + bias
-
-
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return layer_norm(x + residual, weight, bias)
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
 def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -89,9 +79,9 @@ def _norms() -> list[Function]:
     calls: dict[str, tuple[Callable, Callable]] = {  # the rows come first, then vectors as long as a row
         "rms_norm": (lambda f, x, w: f(x, w, EPS), rms_norm),
         "zero_centered_rms_norm": (lambda f, x, w: f(x, w, EPS), lambda x, w: rms_norm(x, 1 + w)),
-        "add_rms_norm": (lambda f, x, r, w: f(x, r, w, EPS), add_rms_norm),
+        "add_rms_norm": (lambda f, x, r, w: f(x, r, w, EPS), lambda x, r, w: (rms_norm(x + r, w), x + r)),
         "layer_norm": (lambda f, x, w: f(x, w, None, EPS), layer_norm),
-        "add_layer_norm": (lambda f, x, r, w, b: f(x, r, w, b, EPS), add_layer_norm),
+        "add_layer_norm": (lambda f, x, r, w, b: f(x, r, w, b, EPS), lambda x, r, w, b: layer_norm(x + r, w, b)),
     }
     vectors = {"add_layer_norm": 2}
 

@@ -260,10 +260,8 @@ def _cases() -> Iterator[Layer]:
             if layer in WITH_GATE_AND_UP:
                 yield Layer(LAYERS[layer], layer, partial(_of_module, make, packed=True), "gate and up packed")
     for function in FUNCTION_PATTERNS:
-        if function.repository == "RoPE":
-            yield Layer("RoPE", function.layer, partial(_of_rotation, function), function.function.__name__)
-        else:
-            yield Layer(function.repository, function.layer, partial(_of_linear, function), function.function.__name__)
+        compute = partial(_of_rotation if function.repository == "RoPE" else _of_linear, function)
+        yield Layer(function.repository, function.layer, compute, function.function.__name__)
     for table in TABLES:
         yield Layer("RoPE", table.layers[0], partial(_of_table, table), table.module.__name__)
 

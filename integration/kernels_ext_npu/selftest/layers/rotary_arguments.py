@@ -13,6 +13,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")
 FIXED = (*TABLES, "mrope_section")  # what is not rotated
 B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
+_HALF = ("gpt_neox", "glmasr", "phi3", "nemotron", "qwen4_exp", "glm4", "glm4v", "minimax_m3_vl_vision", "gptj")
+PARTS = dict.fromkeys((*_HALF, "gpt_oss", "openai_privacy_filter"), 2) | {"deepseek_v4": 4}  # of a head that is turned
 
 
 def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, positions: int = S) -> dict[str, Any]:
@@ -29,10 +31,7 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
     def tables(*shape: int) -> dict[str, Tensor]:
         return {name: torch.randn(shape, generator=generator).to(table_dtype) for name in ("cos", "sin")}
 
-    width = {"gpt_oss": D // 2, "openai_privacy_filter": D // 2, "deepseek_v4": D // 4, "gptj": D // 2}.get(reference)
-    if reference in ("gpt_neox", "glmasr", "phi3", "nemotron", "qwen4_exp", "glm4", "glm4v", "minimax_m3_vl_vision"):
-        width = D // 2
-    width = width or D
+    width = D // PARTS.get(reference, 1)
     if reference in ("gemma4", "deepseek_v4"):
         return {"x": heads(N)} | tables(B, positions, width)
     if reference in ("deepseek_v2", "llama4", "llama4_vision"):
@@ -51,11 +50,10 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
         return {"q": heads(N, positions + 2), "k": heads(N, positions + 2)} | tables(positions, width)
     if reference == "sam3":
         return {"q": heads(N), "k": heads(N)} | tables(positions, width)
-    if reference == "muse_glimmer_assistant":
-        return {"q": heads(N, 1), "k": heads(K)} | tables(B, positions, width)
+    made = {"q": heads(N, 1 if reference == "muse_glimmer_assistant" else positions), "k": heads(K)}
     if reference == "qwen2_vl_multimodal":
-        return {"q": heads(N), "k": heads(K)} | tables(3, B, positions, width) | {"mrope_section": [2, 3, 3]}
-    return {"q": heads(N), "k": heads(K)} | tables(B, positions, width)
+        return made | tables(3, B, positions, width) | {"mrope_section": [2, 3, 3]}
+    return made | tables(B, positions, width)
 
 
 def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", scaling: float = 1.0) -> nn.Module:

@@ -16,4 +16,4 @@ def require_before(since: tuple[int, int], condition: bool, operator: str, rule:
         >>> require_before((8, 5), x.dim() == 4, "npu_rotary_mul", "the input shape must be 4-dimensional")
     """
     if since > CANN:
-        require(condition, operator, f"{rule} (CANN {cann_version()}; not since {since[0]}.{since[1]})")
+        require(condition, operator, f"{rule} (CANN {cann_version()})")

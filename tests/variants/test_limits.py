@@ -35,7 +35,7 @@ def assert_close(found: Tensor, expected: Tensor, what: str = "values") -> None:
     torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5, msg=what)
 
 
-# ---- rotary position embedding ----------------------------------------------------------------------------------------
+# ---- rotary position embedding --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("heads", [42, 43, 53, 54, 64])
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 def test_a_step_of_decoding_rotates_as_many_heads_together_as_the_tiling_divides_by(kernels, heads, of_keys) -> None:
@@ -104,7 +104,7 @@ def test_a_cos_for_each_of_many_sequences_has_a_gradient(kernels, name, position
     assert_close(results[0][1], results[1][1], "gradient")
 
 
-# ---- gating -----------------------------------------------------------------------------------------------------------
+# ---- gating ---------------------------------------------------------------------------------------------------------
 DEEPSEEK = {"experts": 256, "k": 8, "bias": True, "groups": 8, "top_groups": 4, "scale": 2.5}
 GATINGS = {  # what differs from DeepSeek-V3's, and whether CANN 8.2 takes it
     "DeepSeek-V3": ({}, True),
@@ -132,7 +132,10 @@ def test_gating_is_one_launch_where_the_release_has_its_shape(kernels, name) -> 
         leaf = logits.to(device).requires_grad_(trains)
         softnpu.reset_counters()
         weights, chosen = kernels["FusedMoE"].gating_top_k(
-            leaf, options["k"], None if bias is None else bias.to(device), **{k: v for k, v in options.items() if k != "k"}
+            leaf,
+            options["k"],
+            None if bias is None else bias.to(device),
+            **{k: v for k, v in options.items() if k != "k"},
         )
         fused = launched("npu_moe_gating_top_k")
         if trains:
@@ -144,7 +147,7 @@ def test_gating_is_one_launch_where_the_release_has_its_shape(kernels, name) -> 
     assert_close(results[0][1], results[1][1], "gradient")
 
 
-# ---- activations in graphs --------------------------------------------------------------------------------------------
+# ---- activations in graphs ------------------------------------------------------------------------------------------
 def test_a_captured_quick_gelu_is_an_operator_that_graphs_take(kernels) -> None:
     if not hasattr(torch.npu, "graph"):
         pytest.skip("this release has no graphs")
@@ -162,7 +165,7 @@ def test_a_captured_quick_gelu_is_an_operator_that_graphs_take(kernels) -> None:
     assert launched("npu_fast_gelu") == 1
 
 
-# ---- attention --------------------------------------------------------------------------------------------------------
+# ---- attention ------------------------------------------------------------------------------------------------------
 def packed(attention: ModuleType, device: str, size: int, window: tuple[int, int], trains: bool) -> tuple[Tensor, ...]:
     """Results and gradients of two packed sequences."""
     q, k, v = (randn(7, 2, size, seed=seed).to(device).requires_grad_(trains) for seed in range(3))

@@ -8,6 +8,7 @@ from kernels_ext_npu import environment
 from kernels_ext_npu.doctor.findings import NO_CANN, SET_ENV, Finding, explained, not_checked, ok, problem, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations, scripts
 from kernels_ext_npu.doctor.probes import CANN, DEVICE, DEVICES, SOFTNPU
+from kernels_ext_npu.machine.cann_releases import release_of, sentences
 
 INVISIBLE = "none visible to torch_npu"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -145,7 +146,7 @@ def _read(seen: Observations) -> Finding:
             "The variants torch-npu and torch-universal fit every CANN.",
             see=UNREADABLE,
         )
-    return ok(f"{found}{place}; kernels reads {read}")
+    return ok(f"{found}{place}; kernels reads {read}", details=tuple(sentences(release_of(found))))
 
 
 def _absent(seen: Observations) -> Finding:
@@ -159,5 +160,6 @@ def _absent(seen: Observations) -> Finding:
             see=NO_CANN,
         )
     if seen.software:
-        return ok(f"none, and none is needed: the software device stands for {SOFTWARE_CANN}")
+        less = tuple(sentences(release_of(SOFTWARE_CANN)))
+        return ok(f"none, and none is needed: the software device stands for {SOFTWARE_CANN}", details=less)
     return not_checked("none found; the software device needs none")

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, float16, float32
 from torch.nn import functional as F
 
+from softnpu import graph_capture
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.cann import require_before
 from softnpu.formulas import formula
 
 SLOPE = 1.702
@@ -89,6 +91,7 @@ def fast_gelu(input: Tensor) -> Tensor:
 def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
     """Compute ``dy · s · (1 + 1.702 · x · (1 - s))`` with ``s = sigmoid(1.702 · x)``."""
     operator = "npu_fast_gelu_backward"
+    _refuse_capture(operator, "FastGeluGrad")
     require_dtypes(operator, {(d, d) for d in FLOATING}, grad=grad, input=input)
     _require_same(operator, grad, input)
     x = input.float()
@@ -97,8 +100,18 @@ def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def _fast_gelu(operator: str, x: Tensor) -> Tensor:
+    _refuse_capture(operator, "FastGelu")
     _require_dims(operator, x)
     return _contiguous(x.float() * torch.sigmoid(SLOPE * x.float()), x)
+
+
+def _refuse_capture(operator: str, aclop: str) -> None:
+    """Refuse an operator of the old interface while a graph is captured.
+
+    op-plugin 7.1.0 and 7.2.0, op_plugin_functions.yaml; Ascend/pytorch, torch_npu/csrc/core/npu/NPUGraphsUtils.h.
+    """
+    rule = f"Cannot run aclop operators during NPU graph capture. Current working aclop is {aclop}"
+    require_before((8, 5), not graph_capture.captured or graph_capture.current() is None, operator, rule)
 
 
 def _contiguous(result: Tensor, like: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor, float32
 
 from softnpu import memory_poisoning
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
+from softnpu.cann import require_before
 from softnpu.formulas.dropout import drawn, kept
 from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
-from softnpu.formulas.fusion_attention_masks import BAND_LEFT_UP_CAUSAL, Masking
+from softnpu.formulas.fusion_attention_masks import BAND, BAND_LEFT_UP_CAUSAL, DEFAULT_MASK, Masking
 from softnpu.formulas.fusion_attention_pse import ADD_MULTIPLY, PositionBias
 
 STATISTICS = 8  # the maximum and the sum of a row are written eight times
@@ -77,6 +78,8 @@ class Attention:
     def backward(self, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, out: Tensor | None) -> tuple:
         """Compute the gradients of query, key, value and sink; the softmax is computed again."""
         q, k, v = self._enter(query, key, value)
+        if self.layout == "TND":
+            self._require_packed_gradient(query)
         if out is None or dy.shape != out.shape:
             given = "nothing" if out is None else describe(out)
             raise RuntimeError(f"{self.operator}: attention_in must have the shape of dy {describe(dy)}, got {given}")
@@ -129,6 +132,19 @@ class Attention:
         self.masking.require_mode(len(lengths) if varlen else q.shape[0])
         self.bias.require_kind(query.dtype, lengths)
         return [q, k, v]
+
+    def _require_packed_gradient(self, query: Tensor) -> None:
+        """Refuse what the forward takes and the gradient does not.
+
+        CANN's ops-transformer, attention/flash_attention_score_grad: op_host, tiling_s1s2_bn2gs1s2.cpp, and of November
+        2025 docs/aclnnFlashAttentionUnpaddingScoreGrad.md.
+        """
+        size = query.shape[-1]
+        require_before((8, 5), size <= 512, self.operator, f"in the layout TND D is 1 to 512, got {size}")
+        if self.sparse_mode in (DEFAULT_MASK, BAND):
+            rule = "pre_token and next_token is invalid in the unpad scene, got "
+            rule += f"pre_token {self.pre_tockens}, next_token {self.next_tockens}, sparse_mode {self.sparse_mode}"
+            require(self.pre_tockens + self.next_tockens > 0, self.operator, rule)
 
     @cached_property
     def lengths(self) -> list[tuple[int, int]]:

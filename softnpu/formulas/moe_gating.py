@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, float16, float32, int32
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
+from softnpu.cann import require_before
 from softnpu.formulas import formula
 
 MAX_K = 1024
@@ -99,6 +100,11 @@ def npu_moe_gating_top_k(
     require(renorm == 0, operator, f"renorm is {renorm}; the device takes 0 only")
     rule = f"norm_type is {norm_type}; the device takes {SOFTMAX}, softmax, or {SIGMOID}, sigmoid"
     require(norm_type in (SOFTMAX, SIGMOID), operator, rule)
+    # op-plugin 7.1.0, docs/context/torch_npu-npu_moe_gating_top_k.md
+    shape = x.shape[1] == 256 and k <= 32 and bias is not None and (group_count, k_group) == (8, 4)
+    mode = group_select_mode == TOP_2 or norm_type == SOFTMAX
+    rule = "takes 256 experts, k up to 32, a bias, k_group 4 and group_count 8, no group_select_mode 0 with norm_type 1"
+    require_before((8, 3), shape and mode and not out_flag, operator, f"{rule}, and no out_flag")
     s = torch.softmax(x.float(), -1) if norm_type == SOFTMAX else torch.sigmoid(x.float())
     chosen = s if bias is None else s + bias.float()
     if group_count > 1:

@@ -4,8 +4,9 @@ Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu, npu_rotary_
 aclnnRotaryPositionEmbedding. Rounding: CANN's ops-transformer, posembedding/rotary_position_embedding/op_kernel.
 
 The device infers the layout from shapes. One pair of shapes can fit several layouts, which all mean the same broadcast
-but have limits of their own, and no source says which one the device takes. Here the shapes are refused if they can be
-read as BNSD and break a rule of BNSD, whatever else they fit; otherwise one layout within its limits is enough.
+but have limits of their own. Here the shapes are refused if they can be read as BNSD and break a rule of BNSD, whatever
+else they fit; otherwise one layout within its limits is enough. Where cos has the shape of x there is nothing to
+broadcast, and no rule of BNSD: rotary_position_embedding/op_host/rope_rotate_half_tiling.cpp, ChooseTilingMode.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.cann import require_before
 from softnpu.formulas import formula
 from softnpu.host_call import needs_gradient
 
@@ -76,6 +78,8 @@ def npu_rotary_mul_backward(
     """
     operator = "npu_rotary_mul_backward"
     readings = _require(operator, input, r1, r2, rotary_mode)
+    if rotary_mode == "half" and input.dim() == 4:
+        _require_layout_of_gradient(operator, input, r1)
     require(grad.shape == input.shape, operator, f"dy {describe(grad)} and x {describe(input)} differ in shape")
     require_dtypes(operator, {(d, d) for d in FLOATING}, grad=grad, input=input)
     dy, x, cos, sin = (t.to(input.dtype).float() for t in (grad, input, r1, r2))
@@ -109,6 +113,8 @@ def _require(operator: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> l
     require(mode in ("half", "interleave"), operator, rule)
     require_dtypes(operator, {(a, b, c) for a in FLOATING for b in FLOATING for c in FLOATING}, x=x, cos=cos, sin=sin)
     require(x.dim() in (3, 4), operator, f"x must have 3 or 4 dimensions, got {describe(x)}")
+    # op-plugin 7.1.0 and 7.2.0, torch_npu-npu_rotary_mul.md; rope_rotate_half_tiling.cpp of November 2025, line 385
+    require_before((8, 5), x.dim() == 4, operator, f"the input shape must be 4-dimensional, got {describe(x)}")
     require(x.numel() > 0, operator, f"x is empty: {describe(x)}")
     d = x.shape[-1]
     require(d % 2 == 0, operator, f"the head size must be even, got {describe(x)}")
@@ -126,7 +132,7 @@ def _require(operator: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> l
         require(bool(found), operator, f"{given}: interleave needs B·N < 1000")
         return found
     for r in found:
-        if r.layout == "BNSD":
+        if r.layout == "BNSD" and x.shape != cos.shape:
             _require_bnsd(operator, r, x, given)
     found = [r for r in found if r.b < 1000 and r.n < 1000]
     require(bool(found), operator, f"{given}: half needs B < 1000 and N < 1000")
@@ -140,6 +146,23 @@ def _require_bnsd(operator: str, r: Reading, x: Tensor, given: str) -> None:
         fits = r.b * r.n * 2 <= ceil(r.s / VECTOR_CORES)
         rule = f"with halves that do not fill blocks of 32 bytes needs 2·B·N <= S / {VECTOR_CORES} or a head size of 80"
         require(fits, operator, f"{given}, read as BNSD, {rule}")
+
+
+def _require_layout_of_gradient(operator: str, x: Tensor, cos: Tensor) -> None:
+    """Refuse what the gradient finds no layout for.
+
+    CANN's ops-transformer, rotary_position_embedding_grad/op_host/rope_half_grad_tiling.cpp, RopeHalfGradSelectLayout.
+    """
+    (x0, x1, x2, _), (c0, c1, c2, _) = x.shape, cos.shape
+    fits = (
+        x.shape == cos.shape
+        or (x0 != 1 and c0 == 1 and x1 == c1 and c2 == 1)  # 1S1D
+        or (x0 != 1 and c0 == c1 == 1 and x2 == c2)  # 11SD
+        or (x0 == c0 and c1 == 1 and x2 == c2 and x0 < x2)  # B1SD
+        or (x0 == c0 and x1 != 1 and c1 == c2 == 1)  # S11D
+        or (x0 == c0 and x1 == c1 and c2 == 1)  # BS1D, SB1D
+    )
+    require(fits, operator, f"invalid shape! x shape: {list(x.shape)} and cos shape: {list(cos.shape)}")
 
 
 def _require_gradient_of_cos(operator: str, readings: list[Reading], x: Tensor, cos: Tensor) -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, bfloat16, cat, float16, float32, int32, int64, stack
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.cann import CANN, require_before
 from softnpu.formulas import formula
 
+LOCAL_MEMORY = 192 * 1024  # bytes of a vector core
 SECTIONS = ([16, 24, 24], [24, 20, 20], [8, 12, 12], [16, 16, 16, 16])
 
 
@@ -106,6 +108,8 @@ def npu_mrope(
         x = tensors[name]
         fits = x.dim() == 2 and len(x) == len(query) and x.shape[1] % head_size == 0
         require(fits, operator, f"{name} must be [T, heads · {head_size}], got {describe(x)}")
+    heads = max(query.shape[1], key.shape[1]) // head_size
+    _require_heads(operator, heads, head_size, size, rotary_mode == "half")
     inside = bool(((positions >= 0) & (positions < rows)).all())
     require(inside, operator, f"positions must be below the {rows} rows of the cache")
     if section:
@@ -117,6 +121,19 @@ def npu_mrope(
         _by_section(t, section, cache_mode).float().unsqueeze(1) for t in cos_sin_cache[positions.long()].chunk(2, -1)
     )
     return _turned(query, head_size, cos, sin, rotary_mode), _turned(key, head_size, cos, sin, rotary_mode)
+
+
+def _require_heads(operator: str, heads: int, head_size: int, rotated: int, in_halves: bool) -> None:
+    """Refuse tokens of which none fits into local memory: the host divides by how many do, unless it asks before.
+
+    rope_with_sin_cos_cache/op_host/rope_with_sin_cos_cache_tiling.cpp of November 2025, and of 8.5.0, lines 166 to 174.
+    """
+    if CANN < (8, 5):
+        free, size = LOCAL_MEMORY, rotated * (8 if in_halves else 10) + head_size
+    else:
+        free, size = LOCAL_MEMORY - 4 * 10 * rotated, rotated * (5 if in_halves else 6) + 2 * head_size
+    rule = f"the tiling divides by maxNPerLoopForUb, which is zero for {heads} heads of {head_size}: SIGFPE, or a hang"
+    require_before((9, 0), 4 * heads * size <= free, operator, rule)
 
 
 def _by_section(table: Tensor, section: list[int] | None, mode: str) -> Tensor:

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .cann import CANN
+from .captures import capturing
 from .derivatives import gradients
 from .distributed import is_distributed
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# op-plugin, op_plugin_functions.yaml: npu_fast_gelu has op_api, as graphs want, from 7.3 on, of CANN 8.5. What has none
+# they refuse: Ascend/pytorch, torch_npu/csrc/core/npu/NPUGraphsUtils.h, assertNotCapturingAclop.
+_IN_GRAPHS = CANN >= (8, 5)
 _SLOPE = 1.702  # of npu_fast_gelu: op-plugin, docs/zh/custom_APIs/torch_npu
 
 
@@ -81,7 +86,7 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor | None:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if _refused_in_graphs() or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
             return gradients(lambda x: _quick_gelu_in_torch(x.float()), (x,), (True,), grad)[0]
         return torch.ops.npu.npu_fast_gelu_backward(grad, x)
 
@@ -92,8 +97,13 @@ def _is_fused(x: Tensor) -> bool:
         x.device.type == "npu"
         and x.dtype in _FUSED_DTYPES
         and x.dim() <= 8
-        and not (is_distributed(x) or is_transformed())
+        and not (is_distributed(x) or is_transformed() or _refused_in_graphs())
     )
+
+
+def _refused_in_graphs() -> bool:
+    """Tell whether a graph is made of what runs, and does not take the operator. What is compiled may be captured."""
+    return not _IN_GRAPHS and (torch.compiler.is_compiling() or capturing())
 
 
 def _check(name: str, x: Tensor) -> None:

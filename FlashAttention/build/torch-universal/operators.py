@@ -97,7 +97,7 @@ def launch(
     scale, keep = options.scale, 1.0 - options.dropout
     # fmt: off
     if takes_tensors():
-        q_ends, k_ends = (torch.tensor(e, dtype=torch.int64) if isinstance(e, tuple) else e for e in (ends, key_ends))
+        q_ends, k_ends = (_on_host(e) if isinstance(e, tuple) else e for e in (ends, key_ends))
         return torch.ops.npu.npu_fusion_attention_v3(
             query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, q_ends,
             k_ends, mode, sink=sink,
@@ -112,6 +112,11 @@ def launch(
         mode, sink=sink,
     )[0]
     # fmt: on
+
+
+def _on_host(ends: tuple[int, ...]) -> Tensor:
+    """Return lengths as the operators take them, wherever tensors are made by default."""
+    return torch.tensor(ends, dtype=torch.int64, device="cpu")
 
 
 def takes_tensors() -> bool:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from .decoding import decode, is_decoding
 from .deterministic import launch_deterministic
 from .in_torch import attend_in_torch, attend_packed_in_torch
-from .limits import LONGEST, MOST_SEQUENCES, is_fused, is_fused_packed, padded
+from .limits import LONGEST, MOST_SEQUENCES, fits_packed_gradient, is_fused, is_fused_packed, padded
 from .operators import Sparsity, launch, refuses_sinks, sparsity_of
 from .options import Band, Options, Sequences
 
@@ -78,7 +78,11 @@ def attend_packed(
     total = query.shape[0]
     used, key_used = (ends[-1] if ends else 0 for ends in sequences)
     query, key, value = query[:used], key[:key_used], value[:key_used]
-    if is_fused(query, key, value, options) and is_fused_packed(sequences, band):
+    if (
+        is_fused(query, key, value, options)
+        and is_fused_packed(sequences, band)
+        and fits_packed_gradient(query, key, value, band if left_out is None else None)
+    ):
         try:
             result = _launch_packed(query, key, value, sequences, band if left_out is None else left_out, options)
         except RuntimeError as error:

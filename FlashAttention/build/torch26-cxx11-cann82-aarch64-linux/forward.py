@@ -182,7 +182,7 @@ def _attend_packing(query: Tensor, key: Tensor, value: Tensor, packing: Packing 
     batch, _, queries, _ = query.shape
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if isinstance(packing, _Lengths):
-        if stays_whole(query, key, value, packing.of_queries, packing.of_keys, options):
+        if stays_whole(query, key, value, packing.of_queries, packing.of_keys, packing.band, options):
             result = attend_packed_in_graph(query, key, value, packing.of_queries, packing.band, options)
             return result.unflatten(0, (batch, queries))
         packing = Packing(Sequences(ends_of(packing.of_queries), ends_of(packing.of_keys)), packing.band)

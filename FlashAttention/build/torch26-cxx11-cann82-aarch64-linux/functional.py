@@ -113,7 +113,7 @@ def flash_attn_varlen_func(
     options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     _check(name, q, k, v, 3)
     band = _band(causal, window_size)
-    if isinstance(cu_seqlens_q, Tensor) and stays_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, options):
+    if isinstance(cu_seqlens_q, Tensor) and stays_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, band, options):
         return attend_packed_in_graph(q, k, v, cu_seqlens_q, band, options)
     ends, key_ends = _ends(name, "cu_seqlens_q", cu_seqlens_q, q), _ends(name, "cu_seqlens_k", cu_seqlens_k, k)
     if len(ends) != len(key_ends):

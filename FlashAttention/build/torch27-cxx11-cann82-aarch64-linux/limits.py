@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .cann import CANN
 from .distributed import is_distributed
 from .operators import takes_sinks
 from .options import Band, Options, Sequences
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
+_LARGEST_PACKED_GRADIENT = 768 if CANN >= (8, 5) else 512  # of heads
 LONGEST = 2**20  # tokens of a sequence, or of all that are packed
 MOST_SEQUENCES = 1024  # in one launch
 
@@ -46,6 +48,25 @@ def is_fused_packed(sequences: Sequences, band: Band) -> bool:
     return max(sequences.ends[-1], sequences.key_ends[-1]) <= LONGEST and not any(
         queries and band.leaves_rows_empty(queries, keys) for queries, keys in sequences.lengths()
     )
+
+
+def fits_packed_gradient(query: Tensor, key: Tensor, value: Tensor, band: Band | None) -> bool:
+    """Tell whether the gradient of packed sequences is not needed, or an operator computes it too.
+
+    It takes no window of a single key: CANN's ops-transformer, flash_attention_score_grad/op_host,
+    flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp, ``s1Token + s2Token <= 0`` of TND and BAND. Before CANN 8.5 it
+    takes smaller heads: docs/aclnnFlashAttentionUnpaddingScoreGrad.md there, of November 2025.
+
+    Args:
+        query: ``[T, N, D]``.
+        key: ``[T_k, N_k, D]``.
+        value: ``[T_k, N_k, D_v]``.
+        band: which keys of its sequence a query sees; None where a mask says so.
+    """
+    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
+        return True
+    single = band is not None and band.left == band.right == 0
+    return not single and max(query.shape[-1], value.shape[-1]) <= _LARGEST_PACKED_GRADIENT
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .lengths import ends_of, require_within
-from .limits import LONGEST, MOST_SEQUENCES, is_fused, padded
+from .limits import LONGEST, MOST_SEQUENCES, fits_packed_gradient, is_fused, padded
 from .operators import launch, sparsity_of, takes_tensors
 from .options import Band, Options
 
@@ -17,16 +17,22 @@ def _ends_operator(cumulative: Tensor, tokens: int) -> Tensor:
     """Return where sequences end, int64 on the CPU; the last one is what lies behind those that are said."""
     ends = ends_of(cumulative)
     require_within("flash_attention", "lengths", ends, tokens)
-    return torch.tensor([*ends, tokens], dtype=torch.int64)
+    return torch.tensor([*ends, tokens], dtype=torch.int64, device="cpu")
 
 
 @_ends_operator.register_fake
 def _(cumulative: Tensor, tokens: int) -> Tensor:
-    return torch.empty(cumulative.shape[0], dtype=torch.int64)
+    return torch.empty(cumulative.shape[0], dtype=torch.int64, device="cpu")
 
 
 def stays_whole(
-    query: Tensor, key: Tensor, value: Tensor, cumulative: Tensor, key_cumulative: Tensor, options: Options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cumulative: Tensor,
+    key_cumulative: Tensor,
+    band: Band,
+    options: Options,
 ) -> bool:
     """Tell whether a graph is compiled that :func:`attend_packed_in_graph` keeps whole.
 
@@ -39,6 +45,7 @@ def stays_whole(
         value: ``[T_k, N_k, D_v]``.
         cumulative: ``[1 + sequences]``.
         key_cumulative: likewise, of the keys.
+        band: which keys of its sequence a query sees.
         options: how scores become weights.
     """
     return (
@@ -50,6 +57,7 @@ def stays_whole(
         and query.shape[0] == key.shape[0] <= LONGEST
         and cumulative.shape[0] <= MOST_SEQUENCES
         and is_fused(query, key, value, options)
+        and fits_packed_gradient(query, key, value, band)
         and takes_tensors()
     )
 

@@ -221,7 +221,7 @@ class MaskDescription:
         first = torch.zeros_like(counts)
         last = torch.where(counts > 0, self.queries, 0)
         if band != FULL:
-            first, places = kept.int().argmax(-1), torch.arange(self.keys)
+            first, places = kept.int().argmax(-1), torch.arange(self.keys, device="cpu")
             behind = first + counts
             is_whole = (kept == ((places >= first[:, None]) & (places < behind[:, None]))).all()
             if not is_whole or (band.right != 0 and first.any()):
@@ -230,7 +230,7 @@ class MaskDescription:
         lengths = last - first
         if band != FULL and not torch.equal(lengths, counts):
             band = band._replace(from_start=True)
-        places = torch.arange(self.queries)
+        places = torch.arange(self.queries, device="cpu")
         queries = (places >= first[:, None]) & (places < last[:, None])
         ends = (tuple(numbers.cumsum(0).tolist()) for numbers in (lengths, counts))
         keys = kept.flatten().nonzero().flatten()

@@ -13,10 +13,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .cann import CANN
 from .derivatives import gradients
 from .distributed import is_distributed
 from .transforms import is_transformed
 
+_ONE_SHAPE = CANN < (8, 3)  # op-plugin 7.1.0, docs/context/torch_npu-npu_moe_gating_top_k.md, which CANN 8.2 belongs to
 _MOST_EXPERTS = 2048
 _GROUP_ALIGNMENT = 32  # of the experts of a group, which all together are to fit into _MOST_EXPERTS places
 
@@ -75,11 +77,13 @@ def gating_top_k(
     """
     gating = _Gating(k, scores, groups, top_groups, group_scores, renormalise, scale, epsilon)
     _check(logits, gating)
-    if is_distributed(logits, bias) or is_transformed() or not _is_fused(logits, bias, gating):
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    writes_scores = _reads_scores(gating) if trains else _divides_too_much(gating)
+    if is_distributed(logits, bias) or is_transformed() or not _is_fused(logits, bias, gating, writes_scores):
         return _in_torch(logits, bias, gating)
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if trains:
         return _GatingTopK.apply(logits, bias, gating)
-    weights, experts, all_scores = _launch_gating(logits, bias, gating, scale, writes_scores=_divides_too_much(gating))
+    weights, experts, all_scores = _launch_gating(logits, bias, gating, scale, writes_scores)
     if all_scores is not None:
         weights = all_scores.gather(-1, experts)
         weights = weights if scale == 1.0 else weights * scale
@@ -102,7 +106,7 @@ def _check(logits: Tensor, gating: _Gating) -> None:
         raise TypeError(f"gating_top_k: logits must be floating point, got {logits.dtype}")
 
 
-def _is_fused(logits: Tensor, bias: Tensor | None, gating: _Gating) -> bool:
+def _is_fused(logits: Tensor, bias: Tensor | None, gating: _Gating, writes_scores: bool) -> bool:
     """Tell whether the operator takes them: op-plugin, docs/zh/custom_APIs/torch_npu, Atlas A2 and A3.
 
     The gradient of a softmax that is divided by its sum is simple where the sum is not tiny, as a bias may make it.
@@ -116,7 +120,26 @@ def _is_fused(logits: Tensor, bias: Tensor | None, gating: _Gating) -> bool:
     simple = bias is None or (
         bias.shape == logits.shape[1:] and not (gating.scores == "softmax" and gating.renormalise)
     )
+    if _ONE_SHAPE and not _is_the_shape(logits, bias, gating, writes_scores):
+        return False
     return experts <= _MOST_EXPERTS and in_groups and simple
+
+
+def _is_the_shape(logits: Tensor, bias: Tensor | None, gating: _Gating, writes_scores: bool) -> bool:
+    """Tell whether they are what the operator takes of CANN 8.2: the routing of DeepSeek-V3, in inference."""
+    return (
+        logits.shape[1] == 256
+        and gating.k <= 32
+        and bias is not None
+        and (gating.groups, gating.top_groups) == (8, 4)
+        and (gating.group_scores == "two best" or gating.scores == "softmax")
+        and not writes_scores
+    )
+
+
+def _reads_scores(gating: _Gating) -> bool:
+    """Tell whether the gradient needs scores that are no weights: of a softmax that is divided these are enough."""
+    return gating.scores == "sigmoid" or not gating.renormalise
 
 
 def _divides_too_much(gating: _Gating) -> bool:
@@ -185,8 +208,7 @@ class _GatingTopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, bias: Tensor | None, gating: _Gating) -> tuple[Tensor, Tensor]:
         is_sigmoid = gating.scores == "sigmoid"
-        reads_scores = is_sigmoid or not gating.renormalise
-        weights, experts, scores = _launch_gating(logits, bias, gating, 1.0, writes_scores=reads_scores)
+        weights, experts, scores = _launch_gating(logits, bias, gating, 1.0, _reads_scores(gating))
         if is_sigmoid:
             scores = scores.gather(-1, experts)
             weights = weights if gating.renormalise else scores

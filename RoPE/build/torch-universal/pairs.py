@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .distributed import is_distributed
-from .limits import DTYPES, HEAD_SIZE, fits_half, fits_interleave
+from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave
 from .one_token import rotate_one_token
 from .rotation import check, rotate, rotate_back
 from .transforms import is_transformed
@@ -32,6 +32,7 @@ def rotate_both(
         TypeError: a tensor is not floating point.
     """
     enabled = torch.is_grad_enabled()
+    trains = enabled and (q.requires_grad or k.requires_grad)
     if torch.compiler.is_compiling() or is_transformed():
         layout = None
     else:
@@ -39,29 +40,36 @@ def rotate_both(
             together = rotate_one_token(q, k, cos, sin, unsqueeze_dim)
             if together is not None:
                 return together
-        layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled)
+        layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled, trains)
     if layout is None:
         check(cos, sin, q=q, k=k)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
-    trains = enabled and (q.requires_grad or k.requires_grad)
     a, b = (_Rotations.apply if trains else _rotate_both)(q, k, layout, "interleave" if interleaved else "half")
     return (a.transpose(1, 2), b.transpose(1, 2)) if layout[0] else (a, b)
 
 
 def _layout(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, enabled: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int,
+    interleaved: bool,
+    enabled: bool,
+    trains: bool,
 ) -> tuple[bool, Tensor, Tensor] | None:
     """Find how the operator takes q and k as they lie in memory; None where it does not, or one differs from the other.
 
-    ``enabled`` says that gradients are: where cos or sin need one, torch computes.
+    ``enabled`` says that gradients are: where cos or sin need one, torch computes. ``trains`` says that q or k do.
 
     Returns:
         Whether the dimensions in the middle of q and k change places, and cos and sin in that order.
     """
     if enabled and (cos.requires_grad or sin.requires_grad):
         return None
-    key = (type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim, interleaved)
+    likes = q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
+    key = (type(q), *likes, unsqueeze_dim, interleaved, trains)
     kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)
     if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
         return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
@@ -74,8 +82,9 @@ def _layout(
     axis = 3 - unsqueeze_dim if swap else unsqueeze_dim
     table = (rows, 1, positions, size) if axis == 1 else (rows, positions, 1, size)
     fits, itemsize = fits_interleave if interleaved else fits_half, q.element_size()
+    shapes = (q_batch, q1, q2, size), (k_batch, k1, k2, size)
     layout = None
-    if fits((q_batch, q1, q2, size), table, itemsize) and fits((k_batch, k1, k2, size), table, itemsize):
+    if all(fits(s, table, itemsize) and (not trains or fits_half_gradient(s, table)) for s in shapes):
         # a view of cos itself would keep it alive, and be kept alive by it
         layout = swap, cos.detach().unsqueeze(axis), sin.detach().unsqueeze(axis)
     setattr(cos, _KEPT, (sin, key, layout))  # no class of ours: who saves a tensor saves what it holds

@@ -14,11 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cann import CANN
 from .captures import capturing
 from .distributed import is_distributed
 from .limits import DTYPES
 
 _WIDEST_TOGETHER, _BYTES_TOGETHER = 128, 64
+# float32 values that a token fills, in head sizes: for each head, and besides; from CANN 9.0 on any number fits
+_EACH_HEAD, _BESIDES = (9, 0) if CANN < (8, 5) else (7, 10) if CANN < (9, 0) else (0, 0)
+_LOCAL_MEMORY = 192 * 1024  # bytes of a vector core, Atlas A2 and A3
 _MADE, _TABLE = "_rope_made", "_rope_table"
 
 
@@ -84,10 +88,20 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) ->
         and cos.shape == sin.shape in {(1, 1, width), (q.shape[0], 1, width)}
         and q.shape[0] == k.shape[0]
         and q.shape[3 - unsqueeze_dim] == k.shape[3 - unsqueeze_dim] == 1
+        and _fits_heads(max(q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]), size)
         and _are_rows(q, unsqueeze_dim)
         and _are_rows(k, unsqueeze_dim)
         and not is_distributed(q, k, cos, sin)
     )
+
+
+def _fits_heads(heads: int, size: int) -> bool:
+    """Tell whether a token fits into local memory: the operator's tiling divides by how many do, before CANN 9.0.
+
+    CANN's ops-transformer, posembedding/rope_with_sin_cos_cache/op_host/rope_with_sin_cos_cache_tiling.cpp,
+    ``maxNPerLoopForUb``: of 8.5.0 lines 166 to 174, of 9.0.0 line 257, and before 8.5 as in November 2025.
+    """
+    return 4 * size * (_EACH_HEAD * heads + _BESIDES) <= _LOCAL_MEMORY
 
 
 def _are_rows(x: Tensor, unsqueeze_dim: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +55,9 @@ def inspect(
             "--decode", help="Count steps of decoding behind --tokens tokens, in place of a forward and a step."
         ),
     ] = False,
+    cann: Annotated[
+        str, typer.Option(help="Count what the kernels launch on this release of CANN, such as 8.2, whatever is here.")
+    ] = "",
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
@@ -71,8 +75,13 @@ def inspect(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if dtype not in _DTYPES:
         raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
+    if cann and not re.match(r"\d\.\d(\.|$)", cann):
+        raise RefusedError(f"--cann {cann}: a version of CANN is written as 8.2 or 8.2.RC1")
     take_device(needed=True)
     import torch
+
+    if cann:
+        torch.version.cann = cann  # type: ignore[attr-defined]  # what kernels read when they are loaded, below
 
     from kernels_ext_npu.inspection import inspecting, printing
     from kernels_ext_npu.inspection.mesh import Mesh, check
@@ -89,8 +98,11 @@ def inspect(
         mesh = Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
         check(mesh)
         task = shown.add_task("", total=None)
+        subject = find(model)
+        if cann:
+            subject.remarks.append(f"kernels: as they are on CANN {cann}")
         inspection = inspecting.inspect(
-            find(model),
+            subject,
             SOCS[soc],
             getattr(torch, dtype),
             batch,

@@ -21,6 +21,7 @@ from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
+from kernels_ext_npu.reporting import release_limits
 from kernels_ext_npu.swaps import add_norm_fusion, functions, refusals
 from kernels_ext_npu.swaps.protocol import Row
 from kernels_ext_npu.swaps.sequence import LINEAR, SWAPS
@@ -155,9 +156,11 @@ def report(model: nn.Module) -> Report:
 
 
 def _passed_by(row: Row, model: nn.Module) -> Row:
-    """Add a remark where another library may compute without calling what was swapped."""
+    """Add a remark where another library may compute without calling what was swapped, or a release serves it less."""
     if not row.swapped or not row.path:
         return row
+    if row.reason is None and (less := release_limits.reason(row, model)) is not None:
+        row = replace(row, reason=less)
     around = model.get_submodule(row.path.rpartition(".")[0])
     stranger = None if forward_binding.decorates_own(around) else forward_binding.stranger(around)
     return row if stranger is None else replace(row, reason=refusals.bypassed_by(stranger))

@@ -24,6 +24,7 @@ from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Case, Function
 from kernels_ext_npu.selftest.functions import FUNCTIONS
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
+from kernels_ext_npu.selftest.limits import DTYPE, LIMITS, Limit
 
 QUICK_MODELS = ("Qwen3", "Qwen3-MoE")
 Piece = Callable[[str], dict[str, Any]]
@@ -34,6 +35,8 @@ def pieces(quick: bool) -> dict[str, Piece]:
 
     Args:
         quick: functions only with what every machine has to take, in bfloat16 and float32, and two models.
+
+    Limits of releases come last: a call beyond one may leave a device that no longer computes.
     """
     gc.freeze()  # what was imported stays: a collection looks at what a piece left only
     cases: tuple[Case, ...] = (*FUNCTIONS, *CASES)
@@ -46,7 +49,12 @@ def pieces(quick: bool) -> dict[str, Piece]:
                 found[f"{repository} | {case.title} | {name(dtype)}"] = _piece(case, dtype)
     for model in QUICK_MODELS if quick else TINY:
         found[f"models | {model} | float32"] = _of_model(model)
-    return found
+    return found if quick else found | {f"limits | {limit.title} | {name(DTYPE)}": _of_limit(limit) for limit in LIMITS}
+
+
+def refused() -> set[str]:
+    """Return the ids of what this release of CANN does not take, as its sources say."""
+    return {f"limits | {limit.title} | {name(DTYPE)}" for limit in LIMITS if limit.is_refused}
 
 
 def name(dtype: torch.dtype) -> str:
@@ -65,6 +73,10 @@ def _piece(case: Case, dtype: torch.dtype) -> Piece:
         return found._asdict() | judged
 
     return run
+
+
+def _of_limit(limit: Limit) -> Piece:
+    return lambda source: limit.ask()
 
 
 def _of_model(model: str) -> Piece:

@@ -41,9 +41,9 @@ class Outcome:
             found.append(row | self.rows.get(identity, {"agrees": False}))
         return found
 
-    def fail(self, identity: str, error: str) -> None:
-        """Note that a piece could not be done."""
-        self.rows[identity] = {"agrees": False, "error": error}
+    def fail(self, identity: str, error: str, refused: bool = False) -> None:
+        """Note that a piece could not be done; which agrees with the sources of a release that refuses it."""
+        self.rows[identity] = {"agrees": True, "refused": error} if refused else {"agrees": False, "error": error}
 
 
 def run(
@@ -82,19 +82,20 @@ def run(
 def _follow(child: Child, outcome: Outcome, limit: float, tell: Tell) -> bool:
     """Note what a process says to its end, and tell whether all is done."""
     running: str | None = None
+    refused = False  # whether sources say that what runs is not taken
     while True:
         try:
             said = child.hear(limit if running else START)
         except queue.Empty:
             if running is None:
                 raise RefusedError(f"Python, torch and the device did not start within {START:.0f} s") from None
-            outcome.fail(running, f"did not end within {limit:.0f} s")
+            outcome.fail(running, f"did not end within {limit:.0f} s", refused)
             return False
         if said is None:
             signal, code = child.death()
             how = f"crashed: {signal}" if signal else f"ended with {code}"
             if running is not None:
-                outcome.fail(running, f"its process {how}")
+                outcome.fail(running, f"its process {how}", refused)
             elif not outcome.ids:
                 raise RefusedError(f"the process {how} before the first test: {child.printed().rpartition(chr(10))[2]}")
             return False
@@ -103,10 +104,13 @@ def _follow(child: Child, outcome: Outcome, limit: float, tell: Tell) -> bool:
         outcome.machine = said.get("machine", outcome.machine)
         outcome.ids = said.get("ids", outcome.ids)
         if "begins" in said:
-            running = said["begins"]
+            running, refused = said["begins"], said["refused"]
             tell(len(outcome.rows), len(outcome.ids), said["begins"])
         elif "ends" in said:
             identity, running = said.pop("ends"), None
-            outcome.rows[identity] = {"agrees": False} | said
+            if said.keys() == {"error"}:
+                outcome.fail(identity, said["error"], refused)
+            else:
+                outcome.rows[identity] = {"agrees": False} | said
         elif "done" in said:
             return said["done"]

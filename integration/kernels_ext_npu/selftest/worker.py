@@ -40,11 +40,12 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
     from kernels_ext_npu.selftest import pieces
 
     wanted = {identity: piece for identity, piece in pieces.pieces(quick).items() if _is_wanted(identity, only)}
+    refused = pieces.refused()
     say(ids=list(wanted))
     for identity, piece in wanted.items():
         if identity in done:
             continue
-        say(begins=identity)
+        say(begins=identity, refused=identity in refused)
         try:
             found = piece(source)
         except Exception as error:

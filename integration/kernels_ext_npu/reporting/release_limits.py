@@ -1,0 +1,70 @@
+"""What a release of CANN serves less of a kernel that is in place: a reason, which names the one that serves all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels_ext_npu.catalogue import ATTENTION, LAYERS, ROTARY
+from kernels_ext_npu.machine import cann_releases
+from kernels_ext_npu.machine.cann_releases import Limit, Release
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps.protocol import Row
+
+# layers whose routing is npu_moe_gating_top_k, by how their names begin
+_GATED = ("SigmoidTopKRouter", "GroupedSoftmaxTopKRouter", "BiasedSoftmaxTopKRouter", "CorrectedSoftmaxTopKRouter")
+_DEEPSEEK_V3 = {"num_experts": 256, "num_group": 8, "topk_group": 4, "norm_topk_prob": True}
+_MOST_CHOICES = 32
+_LOCAL_FLOATS = 192 * 1024 // 4  # of a vector core: RoPE's one_token.py has the source
+
+
+def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason | None:
+    """Say what a release serves less of a swapped row than a later one; None where that is nothing.
+
+    Args:
+        row: of the report.
+        model: whose row it is.
+        release: of this machine where it is not given.
+    """
+    if release is None:  # as kernels read it when they are loaded
+        release = cann_releases.release_of(getattr(torch.version, "cann", None))
+    limit = _limit(row, model.get_submodule(row.module), model, release) if row.swapped else None
+    return (
+        None if limit is None or not limit.holds(release) else Reason("release", cann_releases.sentence(limit, release))
+    )
+
+
+def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> Limit | None:
+    """Return the limit that the row is beyond."""
+    kernel = row.kernel or ""
+    if kernel.startswith(_GATED):
+        if not _is_deepseek_v3(kernel, module):
+            return cann_releases.ROUTING
+        return cann_releases.ROUTING_IN_TRAINING if module.training else None
+    if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
+        return cann_releases.FAST_GELU
+    heads, size = _heads(module, model)
+    if row.kind == ATTENTION.in_models and size > 512:
+        return cann_releases.PACKED_HEADS
+    if row.kind == ROTARY.in_models and size <= 128:  # larger ones are rotated apart everywhere
+        if release < (8, 5):
+            return cann_releases.ROTATED if 9 * heads * size > _LOCAL_FLOATS else None
+        return cann_releases.ROTATED_IN_8_5 if 7 * heads * size + 10 * size > _LOCAL_FLOATS else None
+    return None
+
+
+def _is_deepseek_v3(kernel: str, router: Any) -> bool:
+    same = all(getattr(router, name, None) == value for name, value in _DEEPSEEK_V3.items())
+    return kernel == "SigmoidTopKRouter" and same and router.top_k <= _MOST_CHOICES
+
+
+def _heads(module: nn.Module, model: nn.Module) -> tuple[int, int]:
+    """Return how many heads the attention of a module has, and of which size; zeros where its config does not say."""
+    config: Any = getattr(module, "config", None) or getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads, hidden = (getattr(config, name, None) or 0 for name in ("num_attention_heads", "hidden_size"))
+    if not (isinstance(heads, int) and isinstance(hidden, int) and heads):
+        return 0, 0
+    return heads, getattr(config, "head_dim", None) or hidden // heads

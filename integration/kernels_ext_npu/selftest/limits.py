@@ -1,0 +1,170 @@
+"""Calls on both sides of the limits that differ between releases of CANN, of operators alone, whatever kernels ask.
+
+Beyond its limit a release may refuse, crash or hang: then kernels are right to leave the call to torch there. Where it
+computes the call, and rightly, they could ask for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_npu import npu
+
+from kernels_ext_npu.machine.cann_releases import Release, release_of
+from kernels_ext_npu.selftest import comparing
+from kernels_ext_npu.selftest.comparing import Results
+
+OLDEST, NEVER = (0, 0), (99, 0)
+DTYPE = torch.float16
+Pair = tuple[list[Tensor], list[Tensor]]  # what the NPU gives, and what it has to, in float64
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A call at a limit.
+
+    Attributes:
+        title: the operator, and what it is given.
+        compute: calls it, and gives both sides of the comparison.
+        since: the first release that takes it, as its sources say; NEVER for none.
+    """
+
+    title: str
+    compute: Callable[[], Pair]
+    since: Release
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the sources of this release refuse it; of one that cannot be read, those of the oldest."""
+        return release_of(getattr(torch.version, "cann", None)) < self.since
+
+    def ask(self) -> dict[str, Any]:
+        """Call it, and return what was found; what the device raises, it raises."""
+        found, exact = self.compute()
+        forward = comparing.difference(Results(found, [None]), Results(exact, [None])).forward
+        tolerance = comparing.TOLERANCE[DTYPE]
+        answer: dict[str, Any] = {"forward": forward, "backward": 0.0, "tolerance": tolerance}
+        if not self.is_refused:
+            return answer | {"agrees": forward <= tolerance}
+        how = "rightly" if forward <= tolerance else "wrongly"
+        return answer | {"agrees": False, "error": f"computed, {how}, where the sources of this CANN refuse it"}
+
+
+def _draw(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _tables(*shape: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin whose halves are the same."""
+    angles = _draw(*shape[:-1], shape[-1] // 2, seed=1, dtype=torch.float32)
+    return torch.cat((angles, angles), -1).cos().to(DTYPE), torch.cat((angles, angles), -1).sin().to(DTYPE)
+
+
+def _rotated_together(heads: int) -> Pair:
+    q, k, (cos, sin) = _draw(1, heads * 128), _draw(1, 128, seed=2), _tables(1, 128)
+    table = torch.cat((cos[:, :64], sin[:, :64]), -1)
+    positions = torch.zeros(1, dtype=torch.long, device="npu")
+    found = torch.ops.npu.npu_mrope(positions, q.to("npu"), k.to("npu"), table.to("npu"), 128)
+    return list(found), [_turned(x.double().view(-1, 128), cos.double(), sin.double()).view(1, -1) for x in (q, k)]
+
+
+def _rotated(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
+    given = _draw(*shape), *_tables(*table)
+    found = torch.ops.npu.npu_rotary_mul(*(t.to("npu") for t in given), "half")
+    return [found], [_turned(*(t.double() for t in given))]
+
+
+def _rotated_back(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
+    grad, (cos, sin) = _draw(*shape), _tables(*table)
+    found = torch.ops.npu.npu_rotary_mul_backward(grad.to("npu"), grad.to("npu"), cos.to("npu"), sin.to("npu"), "half")[
+        0
+    ]
+    return [found], [_turned(grad.double(), cos.double(), -sin.double())]
+
+
+def _gated(experts: int, writes_scores: bool = False) -> Pair:
+    x, bias = (_draw(*shape, seed=len(shape), dtype=torch.float32) for shape in ((5, experts), (experts,)))
+    options = {"k_group": 4, "group_count": 8, "group_select_mode": 1, "norm_type": 1, "out_flag": writes_scores}
+    weights, chosen, scores = torch.ops.npu.npu_moe_gating_top_k(x.to("npu"), 8, bias=bias.to("npu"), **options)
+    exact = x.double().sigmoid()
+    groups = (exact + bias.double()).unflatten(-1, (8, -1))
+    best = groups.topk(2, -1).values.sum(-1).topk(4, -1).indices
+    others = torch.ones(5, 8, dtype=torch.bool).scatter(-1, best, False).unsqueeze(-1)
+    index = groups.masked_fill(others, -torch.inf).flatten(1).topk(8, -1).indices
+    expected = exact.gather(-1, index)
+    expected = torch.zeros_like(exact).scatter(-1, index, expected / expected.sum(-1, keepdim=True))
+    dense = torch.zeros(5, experts).scatter(-1, chosen.long().cpu(), weights.cpu())
+    return [dense, *([scores] if writes_scores else [])], [expected, *([exact] if writes_scores else [])]
+
+
+def _fast_gelu(captured: bool) -> Pair:
+    x = _draw(4, 64)
+    given = x.to("npu")
+    if captured:
+        graph = npu.NPUGraph()
+        with npu.graph(graph):
+            found = torch.ops.npu.npu_fast_gelu(given)
+        graph.replay()
+    else:
+        found = torch.ops.npu.npu_fast_gelu(given)
+    return [found], [x.double() * torch.sigmoid(1.702 * x.double())]
+
+
+def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) -> Pair:
+    """Compute two packed sequences of causal attention that sees some keys before its own."""
+    leaves = [_draw(7, 1, size, seed=seed) for seed in range(3)]
+    grad, scale = _draw(7, 1, size, seed=3), size**-0.5
+    q, k, v = (leaf.to("npu").requires_grad_(trains) for leaf in leaves)
+    mask = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
+    # the version that takes lengths as numbers is in every release
+    name = "npu_fusion_attention" if ends_on == "host" else "npu_fusion_attention_v3"
+    ends: Any = [3, 7] if ends_on == "host" else torch.tensor([3, 7], dtype=torch.int64, device=ends_on)
+    operator = getattr(torch.ops.npu, name)
+    out = operator(q, k, v, 1, "TND", None, None, mask, scale, 1.0, before, 0, 0, None, ends, ends, 4)[0]
+    exact = [leaf.double().requires_grad_(trains) for leaf in leaves]
+    parts = []
+    for first, last in ((0, 3), (3, 7)):
+        places = torch.arange(last - first)
+        distance = places[:, None] - places
+        seen = (distance >= 0) & (distance <= before)
+        q64, k64, v64 = (t[first:last].transpose(0, 1) for t in exact)
+        parts.append(F.scaled_dot_product_attention(q64, k64, v64, seen, scale=scale))
+    expected = torch.cat([part.transpose(0, 1) for part in parts])
+    if trains:
+        out.backward(grad.to("npu"))
+        expected.backward(grad.double())
+    gradients, expected_gradients = ([t.grad for t in leaves if t.grad is not None] for leaves in ((q, k, v), exact))
+    return [out.detach(), *gradients], [expected.detach(), *expected_gradients]
+
+
+LIMITS = (
+    Limit("npu_mrope, 42 heads of 128", lambda: _rotated_together(42), OLDEST),
+    Limit("npu_mrope, 43 heads of 128", lambda: _rotated_together(43), (8, 5)),
+    Limit("npu_mrope, 53 heads of 128", lambda: _rotated_together(53), (8, 5)),
+    Limit("npu_mrope, 54 heads of 128", lambda: _rotated_together(54), (9, 0)),
+    Limit("npu_rotary_mul, four dimensions", lambda: _rotated((1, 9, 2, 64), (1, 9, 1, 64)), OLDEST),
+    Limit("npu_rotary_mul, three dimensions", lambda: _rotated((9, 2, 64), (9, 1, 64)), (8, 5)),
+    Limit("npu_rotary_mul_backward, 8 of 9", lambda: _rotated_back((8, 2, 9, 64), (8, 1, 9, 64)), OLDEST),
+    Limit("npu_rotary_mul_backward, 8 of 8", lambda: _rotated_back((8, 2, 8, 64), (8, 1, 8, 64)), NEVER),
+    Limit("npu_moe_gating_top_k, 256 experts", lambda: _gated(256), OLDEST),
+    Limit("npu_moe_gating_top_k, 128 experts", lambda: _gated(128), (8, 3)),
+    Limit("npu_moe_gating_top_k, all scores", lambda: _gated(256, writes_scores=True), (8, 3)),
+    Limit("npu_fast_gelu, launched", lambda: _fast_gelu(captured=False), OLDEST),
+    Limit("npu_fast_gelu, captured", lambda: _fast_gelu(captured=True), (8, 5)),
+    Limit("packed attention, a head of 512", lambda: _packed(512, 1), OLDEST),
+    Limit("packed attention, a head of 520", lambda: _packed(520, 1), (8, 5)),
+    Limit("packed attention, two keys", lambda: _packed(64, 1), OLDEST),
+    Limit("packed attention, one key", lambda: _packed(64, 0), NEVER),
+    Limit("packed attention, one key, inference", lambda: _packed(64, 0, trains=False), OLDEST),
+    Limit("packed attention, lengths on the NPU", lambda: _packed(64, 1, ends_on="npu"), NEVER),
+)

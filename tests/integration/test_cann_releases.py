@@ -1,0 +1,133 @@
+"""Where a release of CANN serves less than a later one, reports and commands say so, and name the later one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import kernels_ext_npu
+from kernels_ext_npu.doctor.checks import device
+from kernels_ext_npu.doctor.findings import Verdict
+from kernels_ext_npu.doctor.observations import run
+from kernels_ext_npu.doctor.probes import hardware_and_cann
+from kernels_ext_npu.machine import cann_releases
+from kernels_ext_npu.reporting import release_limits
+from kernels_ext_npu.selftest import limits, runner
+from tests.support import doctor_faults as faults
+
+ROUTING = "CANN 8.2 routes only 256 experts in groups of eight; since 8.3 all"
+TRAINING = "CANN 8.2 routes in one launch in inference alone; since 8.3 in training, too"
+ROTATED = "CANN 8.3 rotates up to 42 heads of 128 of a token together; since 9.0 any number"
+ROTATED_IN_8_5 = "CANN 8.5 rotates up to 53 heads of 128 of a token together; since 9.0 any number"
+RELEASES = [(8, 2), (8, 3), (8, 5), (9, 0), (9, 1)]
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 8, "vocab_size": 100}
+SMALL |= {"q_lora_rank": 8, "kv_lora_rank": 8, "first_k_dense_replace": 0, "num_hidden_layers": 1}
+WIDE = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+
+
+def kernelized(model_type: str, **sizes: int) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **SMALL, **sizes)
+    return kernels_ext_npu.kernelize(AutoModelForCausalLM.from_config(config).eval().to("npu"))
+
+
+def reasons(model: PreTrainedModel, kernel: str) -> dict[tuple[int, int], str | None]:
+    """What the report says of the one row of a kernel, by release."""
+    (row,) = [row for row in kernels_ext_npu.report(model) if row.kernel == kernel]
+    return {release: release_limits.reason(row, model, release) for release in RELEASES}
+
+
+def test_a_router_of_another_shape_than_deepseeks_is_told_the_release_that_takes_it(registered) -> None:
+    found = reasons(kernelized("deepseek_v3", n_routed_experts=16, n_group=4, topk_group=2), "SigmoidTopKRouter")
+    assert found == {release: ROUTING if release == (8, 2) else None for release in RELEASES}
+
+
+def test_deepseeks_own_router_is_told_so_in_training_alone(registered) -> None:
+    sizes = {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    model = kernelized("deepseek_v3", **sizes)
+    assert set(reasons(model, "SigmoidTopKRouter").values()) == {None}
+    found = reasons(kernels_ext_npu.kernelize(model.train()), "SigmoidTopKRouter")
+    assert found == {release: TRAINING if release == (8, 2) else None for release in RELEASES}
+
+
+def test_many_heads_are_told_the_release_that_rotates_them_together(registered) -> None:
+    found = reasons(kernelized("qwen3", **WIDE), "RotaryPosEmb")
+    assert (found[8, 3], found[8, 5], found[9, 0], found[9, 1]) == (ROTATED, ROTATED_IN_8_5, None, None)
+    assert set(reasons(kernelized("qwen3", **WIDE | {"num_attention_heads": 40}), "RotaryPosEmb").values()) == {None}
+
+
+def test_the_report_is_about_this_release(registered, monkeypatch) -> None:
+    model = kernelized("qwen3", **WIDE)
+    assert ROTATED not in str(kernels_ext_npu.report(model))
+    monkeypatch.setattr(torch.version, "cann", "8.3.RC1")
+    (row,) = [row for row in kernels_ext_npu.report(model) if row.kernel == "RotaryPosEmb"]
+    assert (row.reason, row.reason.code) == (ROTATED, "release")
+
+
+def test_a_version_that_cannot_be_read_is_the_oldest() -> None:
+    assert cann_releases.release_of("not known") == cann_releases.release_of(None) < (8, 2)
+    assert cann_releases.release_of("8.2.RC1") == cann_releases.release_of("8.2") == (8, 2)
+    assert cann_releases.sentences((9, 1)) == []
+    words = "a CANN whose version cannot be read takes the fast GELU in no graph; since 8.5 in graphs, too"
+    assert words in cann_releases.sentences((0, 0))
+
+
+@pytest.mark.parametrize(("version", "said"), [("8.2.RC1", ROUTING), ("8.5.0", ROTATED_IN_8_5), ("9.1.0", None)])
+def test_doctor_says_which_release_would_bring_what(
+    monkeypatch, tmp_path: Path, version: str, said: str | None
+) -> None:
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(faults.cann(tmp_path / "toolkit" / "latest", version)))
+    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 20)))
+    assert finding.verdict is Verdict.OK
+    assert said in finding.details if said else finding.details == ()
+
+
+@pytest.mark.slow
+def test_inspect_counts_what_a_release_would_launch(run_python, tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", **SMALL, **WIDE).save_pretrained(tmp_path)
+    found = {}
+    for cann in ("8.2", ""):
+        arguments = ["inspect", str(tmp_path), "--decode", "--tokens", "16", "--json", *(["--cann", cann] * bool(cann))]
+        told = json.loads(run_python(f"from kernels_ext_npu.cli import app; app({arguments!r})").stdout)
+        operators = told["variants"][-1]["decode_growing"]["operators"]
+        launches = {name: operators[name]["launches"] for name in ("npu_mrope", "npu_rotary_mul") if name in operators}
+        found[cann] = launches, told["remarks"], [row["reason"] for row in told["modules"] if row["reason"]]
+    words = "CANN 8.2 rotates up to 42 heads of 128 of a token together; since 9.0 any number"
+    assert found == {
+        "8.2": ({"npu_rotary_mul": 2}, ["kernels: as they are on CANN 8.2"], [words]),
+        "": ({"npu_mrope": 1}, [], []),
+    }
+
+
+def test_inspect_refuses_what_is_no_release(run_python) -> None:
+    code = "from kernels_ext_npu.cli import app; app(['inspect', 'qwen3', '--cann', 'newest'])"
+    assert "--cann newest: a version of CANN is written as 8.2 or 8.2.RC1" in run_python(code, check=False).stderr
+
+
+@pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.title)
+def test_the_self_test_asks_both_sides_of_a_limit(limit: limits.Limit) -> None:
+    """Of the device alone: what its release does not take is refused, all else is right."""
+    if limit.is_refused:
+        with pytest.raises(RuntimeError):
+            limit.ask()
+    else:
+        assert limit.ask()["agrees"]
+
+
+def test_a_crash_agrees_with_sources_that_say_so_and_with_no_others(monkeypatch) -> None:
+    outcome = runner.Outcome(quick=False, ids=["limits | a | float16", "limits | b | float16"])
+    outcome.fail(outcome.ids[0], "its process crashed: SIGFPE", refused=True)
+    assert outcome.rows == {outcome.ids[0]: {"agrees": True, "refused": "its process crashed: SIGFPE"}}
+    outcome.fail(outcome.ids[1], "its process crashed: SIGFPE")
+    assert not outcome.agrees
+
+
+def test_what_sources_refuse_and_a_device_computes_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(torch.version, "cann", "8.2.RC1")  # the device goes on as it was
+    (limit,) = [limit for limit in limits.LIMITS if limit.title == "npu_mrope, 43 heads of 128"]
+    found = limit.ask()
+    assert not found["agrees"]
+    assert found["error"] == "computed, rightly, where the sources of this CANN refuse it"

@@ -1,0 +1,38 @@
+"""The cases that lie at a limit on every release of CANN, in a process each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from softnpu.cann import CANN
+
+pytestmark = [pytest.mark.slow, pytest.mark.software]
+ROOT = Path(__file__).resolve().parent.parent.parent
+CASES = ("tests/softnpu/test_limits_of_releases.py", "tests/variants/test_limits.py")
+RELEASES = {(8, 2): "8.2.RC1", (8, 3): "8.3.RC1", (8, 5): "8.5.0", (9, 0): "9.0.0", (9, 1): "9.1"}
+
+
+@pytest.mark.parametrize("release", [RELEASES[release] for release in RELEASES if release != CANN])
+def test_cases_at_a_limit_hold_on_every_release(run_python, release: str) -> None:
+    run_python(None, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES, directory=ROOT, SOFTNPU_CANN=release)
+
+
+def test_a_release_that_cannot_be_read_is_the_oldest(run_python) -> None:
+    """Of what a kernel is told when it is loaded: nothing is asked afterwards."""
+    found = run_python(f"""
+import softnpu, torch
+from kernels import get_local_kernel
+from pathlib import Path
+torch.version.cann = "not known"
+rope = get_local_kernel(Path({str(ROOT)!r}) / "RoPE")
+cos, x = torch.ones(1, 1, 128, device="npu"), torch.ones(1, 43, 1, 128, device="npu")
+import sys
+sys.modules[rope.__name__ + ".one_token"].note_made(cos, cos, 1)
+for heads in (42, 43):
+    softnpu.reset_counters()
+    rope.apply_rotary_pos_emb(x[:, :heads], x[:, :8], cos, cos)
+    print({{name for name in softnpu.counters() if name.startswith("npu_")}})
+""")
+    assert found.stdout.splitlines()[-2:] == ["{'npu_mrope'}", "{'npu_rotary_mul'}"]

@@ -18,10 +18,6 @@ from tests.support import zoo
 
 pytestmark = pytest.mark.long
 
-CLASSES = {
-    name: getattr(transformers, cls if isinstance(cls, str) else cls[0])
-    for name, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-}
 MHA: dict[str, Any] = {"num_key_value_heads": 4}
 GPT_NEO: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
 # what these need beside the sizes of the zoo
@@ -69,7 +65,8 @@ UNBUILT = {
 
 
 def build(name: str, tied: bool) -> PreTrainedModel:
-    cls = CLASSES[name]
+    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    cls = getattr(transformers, named if isinstance(named, str) else named[0])
     known = {each.model_class: each for each in zoo.ARCHITECTURES.values()}.get(cls.__name__)
     config = zoo.configure(cls.config_class, MORE.get(name) or (known.config if known else {}), zoo.SMALL)
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
@@ -88,7 +85,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - UNBUILT.keys()))
+@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - UNBUILT.keys()))
 def test_loss_and_gradients_are_those_without_the_kernel(name: str, tied: bool) -> None:
     """The loss to 2^-17, gradients to 2^-17 of the largest of the model: sums of float32 in another order.
 

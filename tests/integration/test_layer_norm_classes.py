@@ -22,15 +22,15 @@ from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
 SIZE = 32
-SERVED = classes(LAYER_NORMS)
-# classes whose constructors ask for a whole config: what their forwards read is that of the reference
-MADE = {cls: find_pattern(cls).module for cls in SERVED}
 
 
 def instance(cls: type[nn.Module]) -> nn.Module:
-    """One of the class, with the members of its reference, and random weights."""
+    """One of the class, with the members of its reference, and random weights.
+
+    Some constructors ask for a whole config: what their forwards read is that of the reference.
+    """
     torch.manual_seed(0)
-    module = MADE[cls](SIZE).eval()
+    module = find_pattern(cls).module(SIZE).eval()
     module.__class__ = cls
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, mean=0.3, std=0.4)
@@ -69,7 +69,7 @@ def exact(module: nn.Module):
 
 @counted
 def test_the_families_are_served() -> None:
-    assert Counter(module.__name__ for module in MADE.values()) == {
+    assert Counter(find_pattern(cls).module.__name__ for cls in classes(LAYER_NORMS)) == {
         "BertSelfOutput": 87,
         "CohereLayerNorm": 4,
         "DebertaLayerNorm": 1,
@@ -79,7 +79,7 @@ def test_the_families_are_served() -> None:
 
 def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
     """To 2e-6 of the norm: sums in another order."""
-    for cls in SERVED:
+    for cls in classes(LAYER_NORMS):
         with subtests.test(cls.__name__):
             original = instance(cls)
             arguments = inputs(original)
@@ -98,7 +98,7 @@ def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
 
 def test_bfloat16_is_no_further_from_float64_than_the_original(subtests) -> None:
     """In root mean square over the result and all gradients, one class for each reference."""
-    for cls in {find_pattern(cls): cls for cls in SERVED}.values():
+    for cls in {find_pattern(cls): cls for cls in classes(LAYER_NORMS)}.values():
         with subtests.test(cls.__name__):
             original = instance(cls).to(torch.bfloat16)
             arguments = inputs(original, torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -21,10 +22,17 @@ from tests.support.mlp_classes import ARGUMENTS, inputs, instance, is_served
 from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in classes(MLPS) if is_served(cls)]
-BY_NAME = {cls.__name__: cls for cls in SERVED}
 SILU_ONLY = ("ClampedSwiGLUMLP", "ScaledSwiGLUMLP")
 UNITS = {"npu_swiglu", "npu_geglu", "npu_clipped_swiglu"}
+
+
+@cache
+def served() -> list[type[nn.Module]]:
+    return [cls for cls in classes(MLPS) if is_served(cls)]
+
+
+def named(name: str) -> type[nn.Module]:
+    return next(cls for cls in served() if cls.__name__ == name)
 
 
 def swapped(module: nn.Module) -> nn.Module:
@@ -67,7 +75,7 @@ def test_every_gated_mlp_is_served_or_has_a_reason() -> None:
 
 @counted
 def test_the_families_are_served() -> None:
-    assert Counter(find_pattern(cls).module.__name__ for cls in SERVED) == {
+    assert Counter(find_pattern(cls).module.__name__ for cls in served()) == {
         "LlamaMLP": 140,
         "Phi3MLP": 9,
         "T5DenseGatedActDense": 8,
@@ -96,7 +104,7 @@ def test_the_families_are_served() -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu"])
 def test_float32_results_and_gradients_are_the_originals(subtests, activation, bias) -> None:
     """To 2e-6 of the norm: three products in float32, each with sums in another order."""
-    for cls in SERVED:
+    for cls in served():
         if activation != "silu" and find_pattern(cls).layers[0] in SILU_ONLY:
             continue
         with subtests.test(cls.__name__):
@@ -117,7 +125,7 @@ def test_float32_results_and_gradients_are_the_originals(subtests, activation, b
 
 def test_bfloat16_is_no_further_from_float64_than_the_original(subtests) -> None:
     """In root mean square over the result and all gradients: single ones are too small to compare roundings by."""
-    for cls in SERVED:
+    for cls in served():
         with subtests.test(cls.__name__):
             original = instance(cls).to(torch.bfloat16)
             x = inputs(original, torch.bfloat16)
@@ -130,8 +138,7 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(subtests) -> None
 
 @pytest.mark.parametrize("activation", ["relu", "quick_gelu", "tanh"])
 def test_other_activations_keep_their_forward(activation) -> None:
-    llama = next(cls for cls in SERVED if cls.__name__ == "LlamaMLP")
-    model = nn.ModuleDict({"mlp": instance(llama, activation)}).to("npu")
+    model = nn.ModuleDict({"mlp": instance(named("LlamaMLP"), activation)}).to("npu")
     row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
     assert not row.swapped
     assert row.reason.startswith("its activation is ")
@@ -147,7 +154,7 @@ def test_dropout_in_training_is_the_originals(name: str, activation: str) -> Non
 
     To 2e-6 of the norm, as above.
     """
-    original = instance(BY_NAME[name], activation, dropout=0.4).to("npu")
+    original = instance(named(name), activation, dropout=0.4).to("npu")
     device, x = swapped(original), inputs(original).npu()
     for training in (True, False):
         found = []
@@ -162,7 +169,7 @@ def test_dropout_in_training_is_the_originals(name: str, activation: str) -> Non
 
 
 def test_the_last_projection_of_t5_may_stay_in_float32() -> None:
-    original = instance(BY_NAME["T5DenseGatedActDense"], "gelu_new").to(torch.bfloat16)
+    original = instance(named("T5DenseGatedActDense"), "gelu_new").to(torch.bfloat16)
     original.wo.float()
     x = inputs(original, torch.bfloat16)
     own, found = results(original, x), results(swapped(original), x.npu())
@@ -172,7 +179,7 @@ def test_the_last_projection_of_t5_may_stay_in_float32() -> None:
 
 
 def test_falcon_h1_is_one_launch_between_its_products_where_nothing_is_trained() -> None:
-    original = instance(BY_NAME["FalconH1MLP"], bias=True)
+    original = instance(named("FalconH1MLP"), bias=True)
     device, x = swapped(original), inputs(original)
     softnpu.reset_counters()
     with torch.no_grad():
@@ -184,14 +191,14 @@ def test_falcon_h1_is_one_launch_between_its_products_where_nothing_is_trained()
 
 @pytest.mark.parametrize("name", ["DeepseekV4MLP", "Glm5NextTextMLP", "FalconH1MLP"])
 def test_clamped_and_scaled_gates_are_of_silu_only(name: str) -> None:
-    model = nn.ModuleDict({"mlp": instance(BY_NAME[name], "gelu")}).to("npu")
+    model = nn.ModuleDict({"mlp": instance(named(name), "gelu")}).to("npu")
     row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
     assert not row.swapped
     assert row.reason.startswith("its activation is not silu")
 
 
 def test_a_limit_of_what_the_activation_gives_keeps_the_forward() -> None:
-    mlp = instance(BY_NAME["Step3p7MLP"])
+    mlp = instance(named("Step3p7MLP"))
     mlp.limit = 16.0
     row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"mlp": mlp}).to("npu")))
     assert row.reason == "it clamps what its activation gives (limit is 16.0), which no operator does"
@@ -213,7 +220,7 @@ def test_a_gradient_that_torch_computes_is_in_the_report() -> None:
 
 @pytest.mark.parametrize("name", ["SeedOssMLP", "T5DenseGatedActDense", "ModernBertMLP", "MoshiGatingMLP", "BitNetMLP"])
 def test_an_activation_that_changes_in_a_swapped_mlp_is_the_one_that_computes(name: str) -> None:
-    original = instance(BY_NAME[name], "silu")
+    original = instance(named(name), "silu")
     device, x = swapped(original), inputs(original)
     for activation in ("gelu", "relu", "gelu_new"):
         for module in (original, device):
@@ -225,15 +232,14 @@ def test_an_activation_that_changes_in_a_swapped_mlp_is_the_one_that_computes(na
 
 @pytest.mark.parametrize("activation", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast"])
 def test_an_activation_is_told_by_its_values(activation) -> None:
-    llama = next(cls for cls in SERVED if cls.__name__ == "LlamaMLP")
-    model = nn.ModuleDict({"mlp": instance(llama, activation)}).to("npu")
+    model = nn.ModuleDict({"mlp": instance(named("LlamaMLP"), activation)}).to("npu")
     row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
     assert row.kernel == ("SwiGLUMLP" if activation in ("silu", "swish") else "GeGLUMLP")
     assert row.swapped
 
 
 def test_one_class_with_two_activations_in_one_model() -> None:
-    llama = next(cls for cls in SERVED if cls.__name__ == "LlamaMLP")
+    llama = named("LlamaMLP")
     names = ["silu", "gelu_pytorch_tanh", "relu", "silu"]
     originals = nn.ModuleList(instance(llama, name) for name in names)
     model = kernels_ext_npu.kernelize(copy.deepcopy(originals).to("npu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from tests.support.expert_modules import EXPERTS, HIDDEN
 from tests.support.router_classes import by_expert, call, instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-SERVED = [cls for cls in transformers_files.classes(catalogue.ROUTERS) if find_pattern(cls) is not None]
 NARROW = "GroupedSoftmaxTopKRouterNarrow"  # served in float32 only
 # One launch scores and chooses; these choose in torch.
 IN_TORCH = {"TopKSoftmaxRouter", "TopKRouter", "SigmoidScatterRouter"}
@@ -33,6 +33,11 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 WAYS = pytest.mark.parametrize(
     ("dtype", "normalises"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)], ids=str
 )
+
+
+@cache
+def served() -> list[type[nn.Module]]:
+    return [cls for cls in transformers_files.classes(catalogue.ROUTERS) if find_pattern(cls) is not None]
 
 
 def swapped(router: nn.Module) -> nn.Module:
@@ -57,8 +62,8 @@ def layer_of(cls: type[nn.Module]) -> str:
 def compared(dtype: torch.dtype, normalises: bool) -> list[type[nn.Module]]:
     """All classes once; in other ways one for each layer, whose others have the same forward."""
     if dtype is torch.float32 and normalises:
-        return SERVED
-    one = {layer_of(cls): cls for cls in SERVED}
+        return served()
+    one = {layer_of(cls): cls for cls in served()}
     return [cls for layer, cls in one.items() if dtype is torch.float32 or layer != NARROW]
 
 
@@ -69,7 +74,7 @@ def agree(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 @counted
 def test_these_are_served() -> None:
-    assert len(SERVED) == 56
+    assert len(served()) == 56
 
 
 @WAYS

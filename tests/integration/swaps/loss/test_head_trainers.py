@@ -16,7 +16,7 @@ import kernels_ext_npu
 from kernels_ext_npu.swaps.loss.steps import Product
 from tests.support import checkpoints, pages, zoo
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 ROWS = [
     {"input_ids": row, "labels": [-100, *row[1:]]}
     for row in ([2 + (7 * i + j) % 80 for j in range(9)] for i in range(40))

@@ -21,7 +21,7 @@ from tests.support.norm_modules import exact, inputs, instance
 from tests.support.transformers_files import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2]
 REFUSED = UNSUPPORTED[NORMS.name].keys()
 
 

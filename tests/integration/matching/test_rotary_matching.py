@@ -24,7 +24,7 @@ from tests.support.counted import counted
 from tests.support.rotary_functions import calls, modeling
 from tests.support.transformers_files import rotary_functions
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2]
 UNSERVED = UNSUPPORTED[ROTARY.name].keys()
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.matching import classification
-from tests.integration.test_attention_types import FLOAT32, NAME, difference
+from tests.integration.swaps.attention.test_attention_types import FLOAT32, NAME, difference
 from tests.support import attention_types as types
 from tests.support.attention_models import on_npu
 from tests.support.zoo import Inputs, randomise

@@ -136,7 +136,7 @@ IN_A_PROCESS = """
 import softnpu, json, torch
 import kernels_ext_npu
 from tests.support.forwards import compared
-from tests.integration.test_host_calls import all_counts
+from tests.integration.measuring.test_host_calls import all_counts
 kernels_ext_npu.register()
 print(json.dumps(all_counts(compared(torch.bfloat16))))
 """

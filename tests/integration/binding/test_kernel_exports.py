@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kernels import get_local_kernel
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 # repository and part -> the functions there, with the arguments that they are called with
 EXPORTS = {
     ("SwiGLU", "packing"): {

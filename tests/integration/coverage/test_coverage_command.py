@@ -19,7 +19,7 @@ from kernels_ext_npu.catalogue import SERVING
 from kernels_ext_npu.patterns.collection import PATTERNS
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 # counts the forwards whose source is read
 COMMAND = """
 import inspect, sys

@@ -25,7 +25,7 @@ from tests.support import doctor_faults as faults
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "import sys; from kernels_ext_npu.cli import app; app(['doctor', *sys.argv[1:]])"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 NOT_TAKEN = "Activation", "Linear", "LinearAttention"  # the model of register() calls nothing of them

@@ -278,7 +278,7 @@ def test_changed_kernels_and_a_source_that_is_none(tmp_path: Path) -> None:
     import shutil
 
     for name in REPOSITORIES:
-        shutil.copytree(Path(__file__).parents[2] / name / "build", tmp_path / name / "build")
+        shutil.copytree(Path(__file__).parents[3] / name / "build", tmp_path / name / "build")
     (tmp_path / "RMSNorm" / "build" / "torch-npu" / "layers.py").write_text("import os")
     found = run(copies_and_cache, 60, source=str(tmp_path), torch="2.8.0", cann="8.2", arch="aarch64")
     seen = faults.observed(repositories=found)

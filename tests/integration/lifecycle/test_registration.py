@@ -22,7 +22,7 @@ from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from tests.support import zoo
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def load(folder: Path, **options):

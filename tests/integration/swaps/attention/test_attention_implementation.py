@@ -310,7 +310,7 @@ def test_restoring_an_mlp_leaves_attention_alone(registered) -> None:
 
 def test_registering_again_takes_the_kernel_from_the_new_source(registered, checkpoint) -> None:
     _, ours = pair_by_name("qwen3")
-    kernels_ext_npu.register(source=Path(__file__).parents[2])
+    kernels_ext_npu.register(source=Path(__file__).parents[4])
     assert ours.config._attn_implementation == "eager"
     ours.set_attn_implementation(NAME)
     assert launches(ours) == 2

@@ -296,7 +296,7 @@ def test_a_report_needs_no_kernel_that_cannot_be_loaded(checkpoint) -> None:
 def test_a_kernel_that_was_loaded_twice_serves_all_the_same(registered) -> None:
     """Another load makes another package of the same name, which does not have its modules as attributes."""
     model = kernels_ext_npu.kernelize(zoo.build("qwen3_moe").to("npu"))
-    get_local_kernel(Path(__file__).parents[2] / "FusedMoE" / "build" / "torch-npu")
+    get_local_kernel(Path(__file__).parents[4] / "FusedMoE" / "build" / "torch-npu")
     kernels_ext_npu.kernelize(model.train())
     assert all(row.swapped for row in rows(model))
     kernels_ext_npu.restore(model)

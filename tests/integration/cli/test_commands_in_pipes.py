@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu.cli import app
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = {
     "verify": ["verify", str(ROOT / "RMSNorm"), "--torch", "2.8", "--cann", "8.2", "--arch", "aarch64"],
     "coverage": ["coverage", "qwen3"],

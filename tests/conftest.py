@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
-from tests.support import real_device
+from tests.support import real_device, whole_database
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +26,12 @@ torch.set_num_threads(1)
 real_device.say_that_it_is_a_card()
 
 
+def pytest_report_header() -> list[str]:
+    return whole_database.header()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    whole_database.leave_to_long_runs(items)
     real_device.refuse_parts_of_the_software_device(items)
 
 

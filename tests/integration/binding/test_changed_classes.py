@@ -124,25 +124,26 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).norm() <= TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("name", "kind"), PLACES)
-def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(name: str, kind: str, change) -> None:
+def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(subtests, name: str, kind: str) -> None:
     original = zoo.build(name).eval()
     model = copy.deepcopy(original).to("npu")
     model.set_use_kernels(True)
     unchanged = output(original, name)
     assert_equal(output(model, name), unchanged)
-    with change(kind, original, model):
-        expected = output(original, name)
-        assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
-        assert_equal(output(model, name), expected)
-        model.train()
-        nn.Module.train(model, False)  # no dropout; transformers' own would look again
-        assert_equal(output(model, name), expected)
-        model.eval()
-        assert_equal(output(model, name), expected)
-    model.eval()
-    assert_equal(output(model, name), unchanged)
+    for change in CHANGES:
+        with subtests.test(change.__name__):
+            with change(kind, original, model):
+                expected = output(original, name)
+                assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
+                assert_equal(output(model, name), expected)
+                model.train()
+                nn.Module.train(model, False)  # no dropout; transformers' own would look again
+                assert_equal(output(model, name), expected)
+                model.eval()
+                assert_equal(output(model, name), expected)
+            model.eval()
+            assert_equal(output(model, name), unchanged)
 
 
 @pytest.mark.parametrize("end", [kernels_ext_npu.restore, lambda model: kernels_ext_npu.unregister()])

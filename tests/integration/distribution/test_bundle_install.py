@@ -18,7 +18,7 @@ from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.cli import app
 from kernels_ext_npu.distribution import bundle_archive, bundles
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
-from kernels_ext_npu.distribution.variants import names
+from kernels_ext_npu.distribution.variants import METADATA, names
 from tests.support import bundle_faults
 from tests.support.bundle_faults import NEW, OLD
 
@@ -190,48 +190,34 @@ def test_a_cache_that_kernels_reads_in_two_places_is_refused(monkeypatch, archiv
         bundles.install(archive)
 
 
-def altered(repositories: list[KernelRepository], path: str, change) -> list[KernelRepository]:
-    """With another content of a file of RMSNorm, and a manifest that knows it."""
-    made = []
-    for each in repositories:
-        files = dict(each.files)
-        if each.name == "RMSNorm":
-            files = change(files, f"build/torch-npu/{path}")
-        made.append(KernelRepository(each.name, each.version, files, each.hub_commit))
-    return made
-
-
-def without(files: dict[str, bytes], path: str) -> dict[str, bytes]:
-    return {name: data for name, data in files.items() if name != path}
-
-
-@pytest.mark.parametrize(
-    ("path", "change", "words"),
-    [
-        ("layers.py", lambda f, p: f | {p: f[p] + b"#"}, "layers.py: changed, its digest differs"),
-        ("layers.py", without, "layers.py: missing"),
-        ("more.py", lambda f, p: f | {p: b"import os"}, "more.py: not in the digest"),
-        ("metadata.json", without, "metadata.json: missing"),
-        ("metadata.json", lambda f, p: f | {p: b"{}"}, "metadata.json: "),
-        (
-            "metadata.json",
-            lambda f, p: f | {p: json.dumps(json.loads(f[p]) | {"version": 2}).encode()},
-            "its version is 2, not 1",
-        ),
-    ],
-)
-def test_a_manifest_does_not_help_against_the_metadata(
-    monkeypatch, tmp_path: Path, archive: Path, path: str, change, words: str
-) -> None:
+def test_a_manifest_does_not_help_against_the_metadata(monkeypatch, tmp_path: Path, archive: Path) -> None:
+    """Of several variants of a repository, each of which has another fault, in a bundle whose manifest knows them."""
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
+    (old,) = (each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm")
+    others = [each for each in bundle_archive.unpack(archive) if each.name != "RMSNorm"]
+    variants, files = names(build.ROOT), dict(old.files)
+    layers, more, metadata = ([f"build/{v}/{file}" for v in variants] for file in ("layers.py", "more.py", METADATA))
+    files[layers[0]] += b"#"
+    del files[layers[1]]
+    files[more[2]] = b"import os"
+    del files[metadata[3]]
+    files[metadata[4]] = b"{}"
+    files[metadata[5]] = json.dumps(json.loads(files[metadata[5]]) | {"version": 2}).encode()
     forged = tmp_path / "forged.zip"
-    forged.write_bytes(bundle_archive.pack(altered(bundle_archive.unpack(archive), path, change)))
+    forged.write_bytes(bundle_archive.pack([*others, KernelRepository(old.name, old.version, files, old.hub_commit)]))
     with pytest.raises(BundleError) as refusal:
         bundles.install(forged)
-    assert any(
-        line.startswith(f"{forged}: RMSNorm/build/torch-npu: ") and words in line
-        for line in str(refusal.value).splitlines()
+    lines = str(refusal.value).splitlines()
+    problems = (
+        "layers.py: changed, its digest differs",
+        "layers.py: missing",
+        "more.py: not in the digest",
+        "metadata.json: missing",
+        "metadata.json: ",
+        "its version is 2, not 1",
     )
+    for variant, words in zip(variants, problems):
+        assert any(line.startswith(f"{forged}: RMSNorm/build/{variant}: ") and words in line for line in lines), words
     assert not (tmp_path / "cache").exists()
 
 

@@ -31,8 +31,8 @@ from strict import Strict, strict_variants
 REPOSITORIES = repositories(build.ROOT)
 NAMES = sorted(names(build.ROOT))
 # of one repository, all variants; of each other, whose variants hold the same files, one
-LOADED = [(repository, "torch-npu") for repository in KNOWN if repository != "RMSNorm"]
-LOADED += [("RMSNorm", name) for name in NAMES]
+LOADED = [(repository, "torch-npu") for repository in KNOWN if repository != "Activation"]
+LOADED += [("Activation", name) for name in NAMES]
 TREE = {f"torch{minor}-cxx11-cann82-aarch64-linux" for minor in (26, 27, 28)} | {"torch-npu", "torch-universal"}
 SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 

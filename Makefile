@@ -10,15 +10,14 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-fast test-slow test-distributed test-variants test-faults benchmark lint build docs publish release clean
+.PHONY: help demo test test-slow test-variants test-faults benchmark lint build docs publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
-	@echo "make test        the tests [ARGS=...];  make test-fast: without the slow ones"
-	@echo "make test-slow   all tests, with those that take minutes: every fault at every request, old releases of kernels"
-	@echo "make test-distributed   the tests on several software devices: FSDP, tensor and expert parallelism"
-	@echo "make test-variants   every strict variant on the torch and torch_npu that it names, emulated [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
-	@echo "make test-faults   plant faults of one per cent in the kernels, and say which test sees which [ARGS=RMSNorm]"
+	@echo "make test        before a change lands: the tests [ARGS=tests/integration/swaps/loss]"
+	@echo "make test-slow   before a release: all of them, with those on several devices and those that take minutes [ARGS=...]"
+	@echo "make test-variants   before a kernel is published: each strict variant on the releases that it names [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
+	@echo "make test-faults   after tests of kernels changed: plant faults of one per cent, and say which test sees which [ARGS=RMSNorm]"
 	@echo "make benchmark   how long the host is busy with forwards, imports, models and commands, ours and others'"
 	@echo "make lint        ruff, mypy and the order of imports"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
@@ -33,15 +32,8 @@ demo: build
 test: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not long and not distributed" $(ARGS)
 
-test-fast: $(READY)
-	$(PYTEST) $(PARALLEL) -m "not slow and not long and not distributed" $(ARGS)
-
 test-slow: $(READY)
 	$(PYTEST) $(PARALLEL) $(ARGS)
-
-# one test after the other: each starts processes that run in parallel
-test-distributed: $(READY)
-	$(PYTEST) -m "not long" tests/distributed $(ARGS)
 
 # aarch64 wheels, under qemu where this machine is another one; they stay in a cache
 test-variants: $(READY)

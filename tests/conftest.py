@@ -1,11 +1,13 @@
 """What all tests share: no network, one thread a process, fresh processes where an import is tested, and what skips."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
-from tests.support import real_device
+from tests.support import real_device, whole_database
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +28,12 @@ torch.set_num_threads(1)
 real_device.say_that_it_is_a_card()
 
 
+def pytest_report_header() -> list[str]:
+    return whole_database.header()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    whole_database.leave_to_long_runs(items)
     real_device.refuse_parts_of_the_software_device(items)
 
 
@@ -129,6 +136,20 @@ def _without_accelerators() -> Iterator[None]:
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@functools.cache
+def _of_tests(folder: str) -> ModuleType:
+    from kernels import get_local_kernel
+
+    (path,) = (each for each in ROOT.glob("*/build.toml") if each.parent.name.lower() == folder.replace("_", ""))
+    return get_local_kernel(path.parent)
+
+
+@pytest.fixture(scope="module")
+def kernel(request: pytest.FixtureRequest) -> ModuleType:
+    """The repository whose tests stand in the folder, as a user gets it: loaded by `kernels`."""
+    return _of_tests(request.path.parent.name)
 
 
 @pytest.fixture

@@ -45,10 +45,10 @@ PAGES = ["README.md", "docs/offline.md", "docs/security.md", "docs/software-devi
 CHINESE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")])
 # what cannot be run by a test of this machine, and where else it is
 ELSEWHERE = {
-    "make demo": "tests/integration/test_demo.py runs the command that it calls",
+    "make demo": "tests/integration/demo/test_demo.py runs the command that it calls",
     "make test": "that is what runs this",
     "source /usr/local/Ascend": "needs CANN",
-    "kernels-ext-npu benchmark": "tests/integration/test_benchmark_command.py runs it, test_benchmark_models.py others",
+    "kernels-ext-npu benchmark": "tests/integration/benchmarking runs it",
     "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",
 }
 PUBLISH = """

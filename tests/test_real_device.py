@@ -19,7 +19,7 @@ from softnpu import formulas
 from tests.support import real_device
 
 ROOT = Path(__file__).resolve().parent.parent
-SOME = ("tests/integration/test_benchmark_times.py", "tests/linear/test_linear_functions.py",
+SOME = ("tests/integration/benchmarking/test_benchmark_times.py", "tests/linear/test_linear_functions.py",
         "tests/softnpu/test_counting.py")  # fmt: skip
 
 

@@ -30,23 +30,18 @@ from strict import Strict, strict_variants
 
 REPOSITORIES = repositories(build.ROOT)
 NAMES = sorted(names(build.ROOT))
-VARIANTS = [(repository.name, name) for repository in REPOSITORIES for name in NAMES]
+# of one repository, all variants; of each other, whose variants hold the same files, one
+LOADED = [(repository, "torch-npu") for repository in KNOWN if repository != "Activation"]
+LOADED += [("Activation", name) for name in NAMES]
 TREE = {f"torch{minor}-cxx11-cann82-aarch64-linux" for minor in (26, 27, 28)} | {"torch-npu", "torch-universal"}
 SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 
 
-def named(value: Path | tuple[str, str]) -> str:
-    return value.name if isinstance(value, Path) else "-".join(value)
+def named(repository: Path) -> str:
+    return repository.name
 
 
-@pytest.fixture
-def variant(request: pytest.FixtureRequest, whole: Path) -> Path:
-    """The folder of a variant, whether the tree holds it or not."""
-    repository, name = request.param
-    return whole / repository / "build" / name
-
-
-each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=named, indirect=True)
+each_repository = pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
 
 
 def test_the_package_knows_all_repositories() -> None:
@@ -54,12 +49,12 @@ def test_the_package_knows_all_repositories() -> None:
 
 
 # ---- fresh -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+@each_repository
 def test_the_committed_build_is_what_the_source_gives(repository: Path) -> None:
     assert build.differences(repository) == []
 
 
-@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+@each_repository
 def test_the_tree_holds_those_for_all_machines_and_for_cann_8_2(repository: Path) -> None:
     assert {path.name for path in (repository / "build").iterdir()} == TREE
 
@@ -120,20 +115,25 @@ def test_the_command_line(run_python) -> None:
 
 
 # ---- loadable --------------------------------------------------------------------------------------------------------
-@each_variant
-def test_metadata_and_digests_hold(variant: Path) -> None:
-    metadata = Metadata.read_from_file(variant / "metadata.json")
-    written = json.loads((variant / "metadata.json").read_text())
-    assert written["version"] == 1
-    assert written["backend"] == {"type": "cann"}
-    assert written["python-depends"] == []
-    assert re.fullmatch(r"_[a-z0-9_]+", str(metadata.id))
-    assert written["digest"]["files"] == Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
-    assert parse_variant(variant.name).variant_str == variant.name
+@each_repository
+def test_metadata_and_digests_hold(whole: Path, repository: Path) -> None:
+    """Of each variant; but for these two files, all hold what ``torch-npu`` holds."""
+    build_folder = whole / repository.name / "build"
+    assert sorted(variant.name for variant in build_folder.iterdir()) == NAMES
+    shared = Digest.hash_variant(DigestAlgorithm.SHA256, build_folder / "torch-npu").files
+    for variant in build_folder.iterdir():
+        metadata = Metadata.read_from_file(variant / "metadata.json")
+        written = json.loads((variant / "metadata.json").read_text())
+        assert written["version"] == 1
+        assert written["backend"] == {"type": "cann"}
+        assert written["python-depends"] == []
+        assert re.fullmatch(r"_[a-z0-9_]+", str(metadata.id))
+        assert written["digest"]["files"] == Digest.hash_variant(DigestAlgorithm.SHA256, variant).files == shared
+        assert parse_variant(variant.name).variant_str == variant.name
 
 
 def test_ids_are_unique(whole: Path) -> None:
-    ids = [json.loads((whole / name / "build" / v / "metadata.json").read_text())["id"] for name, v in VARIANTS]
+    ids = [json.loads(path.read_text())["id"] for path in whole.glob("*/build/*/metadata.json")]
     assert len(set(ids)) == len(ids) == len(REPOSITORIES) * len(NAMES)
 
 
@@ -144,9 +144,10 @@ def test_an_id_changes_with_the_content(clone: Path) -> None:
     assert json.loads(build.render(clone / "RMSNorm", NOARCH)["torch-npu/metadata.json"])["id"] != before
 
 
-@each_variant
-def test_every_variant_loads_and_computes(variant: Path) -> None:
-    """By its own path, which leaves out the question whether it fits this machine."""
+@pytest.mark.parametrize(("repository", "name"), LOADED)
+def test_variants_load_and_compute(whole: Path, repository: str, name: str) -> None:
+    """By their own path, which leaves out the question whether they fit this machine."""
+    variant = whole / repository / "build" / name
     function = trial.of(json.loads((variant / "metadata.json").read_text())["name"])
     assert function.failure(get_local_kernel(variant), torch.float32) is None
 
@@ -174,12 +175,11 @@ from publishing.trial import of
     run_forks(first, codes, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
-@each_variant
-def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Path, monkeypatch) -> None:
+@each_repository
+def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(repository: Path, monkeypatch) -> None:
     """As kernels 0.10 imports: the package `<variant>/<repository name>`, under that name."""
-    repository = variant.parent.parent.name
-    name = f"old_loader_{repository}_{variant.name.replace('-', '_')}"
-    spec = importlib.util.spec_from_file_location(name, variant / repository / "__init__.py")
+    name, shim = f"old_loader_{repository.name}", repository / "build" / "torch-npu" / repository.name / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, shim)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
@@ -187,9 +187,10 @@ def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(variant: Pat
     assert all(getattr(getattr(module, part), "__module__", name).startswith(name) for part in module.__all__)
 
 
-@each_variant
-def test_imports_are_of_the_variant_of_torch_or_of_the_standard_library(variant: Path) -> None:
+@each_repository
+def test_imports_are_of_the_variant_of_torch_or_of_the_standard_library(repository: Path) -> None:
     """Where they are relative, the module lies in the variant, whenever it is imported."""
+    variant = repository / "build" / "torch-npu"
     own = {path.stem for path in variant.glob("*.py")}
     for path in variant.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -315,17 +316,18 @@ def misfit(parameters: str, positional: int, keywords: set[str]) -> str | None:
 
 RELEASES = schemas()
 WITHOUT_OPERATORS = {"CrossEntropy"}  # of torch_npu: it computes by those of torch
-NAMED = {name: list(RELEASES) for name in NOARCH} | {s.name: [s.torch_npu] for s in strict_variants(build.ROOT)}
-CASES = [(repository.name, *pair) for repository in REPOSITORIES for pair in NAMED.items()]
 
 
-@pytest.mark.parametrize(("repository", "name", "releases"), CASES)
-def test_every_operator_call_is_valid_in_the_releases_that_a_variant_names(whole, repository, name, releases) -> None:
-    calls = operator_calls(whole / repository / "build" / name)
-    asked = detected(whole / repository / "build" / name)
-    of = detected_parameters(whole / repository / "build" / name)
-    assert calls or repository in WITHOUT_OPERATORS
-    for release, schemas in ((release, RELEASES[release]) for release in releases):
+def test_the_schemas_are_there_of_each_release_that_a_variant_names() -> None:
+    assert {strict.torch_npu for strict in strict_variants(build.ROOT)} <= RELEASES.keys()
+
+
+@each_repository
+def test_every_operator_call_is_valid_in_all_releases(repository: Path) -> None:
+    package = repository / "build" / "torch-npu"
+    calls, asked, of = operator_calls(package), detected(package), detected_parameters(package)
+    assert calls or repository.name in WITHOUT_OPERATORS
+    for release, schemas in RELEASES.items():
         for operator, positional, keywords in calls:
             assert operator in schemas or operator in asked, f"torch_npu {release} has no {operator}"
             given = {k for k in keywords if (operator, k) not in of}
@@ -354,7 +356,7 @@ def replaced() -> dict[str, list[type[nn.Module]]]:
     return found
 
 
-@pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+@each_repository
 def test_layers_pass_kernels_own_validation(repository: Path) -> None:
     """As `kernels` checks them before it swaps them in: against each class that they serve."""
     layers, classes = getattr(get_local_kernel(repository), "layers", None), replaced()

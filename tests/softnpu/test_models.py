@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name",  # those with kernels are compared in tests/integration/test_kernelized_models.py
+    "name",  # those with kernels are compared in tests/integration/whole_models/test_kernelized_models.py
     [pytest.param(name, marks=[pytest.mark.long] * (i % 4 > 0)) for i, name in enumerate(zoo.ARCHITECTURES)],
 )
 # padded caches of hybrids

@@ -1,0 +1,274 @@
+"""A class is given another forward, or a module another class, after the swap: that computes from the next call on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import kernels_ext_npu
+from kernels_ext_npu.binding import forward_binding
+from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
+from tests.support import expert_modules, zoo
+from tests.support.agreement import TOLERANCE
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+# what is swapped, or is a part of that
+PLACES = [
+    ("qwen3", "Qwen3RMSNorm"),
+    ("qwen3", "Qwen3MLP"),
+    ("qwen3", "Qwen3RotaryEmbedding"),
+    ("gemma3_text", "Gemma3RMSNorm"),
+    ("gemma3_text", "Gemma3MLP"),
+    ("phi3", "Phi3MLP"),
+    ("qwen3_moe", "Qwen3MoeTopKRouter"),
+    ("qwen3_moe", "Qwen3MoeExperts"),
+    ("deepseek_v3", "DeepseekV3TopkRouter"),
+    ("llama4_text", "Llama4TextExperts"),  # these three are parts of what a kernel computes without a call of them
+    ("dbrx", "DbrxExpertGLU"),
+    ("ernie4_5_moe", "Ernie4_5_MoeStatics"),
+    ("gpt_oss", "GptOssRotaryEmbedding"),
+    ("gpt_oss", "GptOssTopKRouter"),
+    ("gpt_oss", "GptOssExperts"),
+    ("qwen3_next", "Qwen3NextRMSNormGated"),
+    ("bert", "BertSelfOutput"),
+    ("t5", "T5LayerNorm"),
+    ("gpt2", "NewGELUActivation"),
+    ("clip", "QuickGELUActivation"),
+]
+
+
+def scaled(value: Any) -> Any:
+    """Scale what a forward gives, or each of what it gives that is no index; not all alike, which a norm would undo."""
+    if isinstance(value, tuple):
+        return tuple(scaled(each) for each in value)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value * torch.linspace(0.75, 1.5, value.shape[-1], device=value.device, dtype=value.dtype)
+
+
+def scaling(forward: Callable) -> Callable:
+    def changed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return scaled(forward(self, *args, **kwargs))
+
+    return changed
+
+
+def of_class(model: nn.Module, name: str) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ == name]
+
+
+@contextmanager
+def class_forward(name: str, *models: nn.Module) -> Iterator[None]:
+    """Give a class another forward."""
+    (cls,) = {type(module) for model in models for module in of_class(model, name)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "forward", scaling(cls.forward))
+        yield
+
+
+@contextmanager
+def other_class(name: str, *models: nn.Module) -> Iterator[None]:
+    """Give the modules of a class another class."""
+    modules = [module for model in models for module in of_class(model, name)]
+    cls: Any = type(modules[0])
+
+    class Changed(cls):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return scaled(super().forward(*args, **kwargs))
+
+    for module in modules:
+        module.__class__ = Changed
+    yield
+    for module in modules:
+        module.__class__ = cls
+
+
+@contextmanager
+def own_forward(name: str, *models: nn.Module) -> Iterator[None]:
+    """Give modules forwards of their own."""
+    modules = [module for model in models for module in of_class(model, name)]
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        module.forward = MethodType(scaling(type(module).forward), module)  # type: ignore[method-assign]
+    yield
+    for module, forward in zip(modules, before, strict=True):
+        del module.forward
+        if forward is not None:
+            module.forward = forward  # type: ignore[method-assign]
+
+
+CHANGES = [class_forward, other_class, own_forward]
+
+
+def inputs(name: str, model: nn.Module) -> dict[str, Tensor]:
+    """Inputs without padding."""
+    given = {key: value.to(next(model.parameters()).device) for key, value in zoo.inputs(name, model).items()}
+    return {key: value for key, value in given.items() if key != "attention_mask"}
+
+
+def output(model: nn.Module, name: str) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs(name, model))[0].cpu()
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize(("name", "kind"), PLACES)
+def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(subtests, name: str, kind: str) -> None:
+    original = zoo.build(name).eval()
+    model = copy.deepcopy(original).to("npu")
+    model.set_use_kernels(True)
+    unchanged = output(original, name)
+    assert_equal(output(model, name), unchanged)
+    for change in CHANGES:
+        with subtests.test(change.__name__):
+            with change(kind, original, model):
+                expected = output(original, name)
+                assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
+                assert_equal(output(model, name), expected)
+                model.train()
+                nn.Module.train(model, False)  # no dropout; transformers' own would look again
+                assert_equal(output(model, name), expected)
+                model.eval()
+                assert_equal(output(model, name), expected)
+            model.eval()
+            assert_equal(output(model, name), unchanged)
+
+
+@pytest.mark.parametrize("end", [kernels_ext_npu.restore, lambda model: kernels_ext_npu.unregister()])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "Qwen3MLP"), ("qwen3_moe", "Qwen3MoeTopKRouter")])
+def test_it_stays_when_kernels_go(name: str, kind: str, change, end: Callable) -> None:
+    original = zoo.build(name).eval()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    with change(kind, original, model):
+        expected = output(original, name)
+        end(model)
+        assert_equal(output(model, name), expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["Qwen3RMSNorm", "Qwen3MLP"])
+def test_a_graph_that_was_captured_before_is_captured_again(kind: str, change) -> None:
+    torch._dynamo.reset()
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3").eval().to("npu"))
+    module = of_class(model, kind)[0]
+    original = kernels_ext_npu.restore(copy.deepcopy(module)).cpu()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    x = torch.randn(2, 5, next(module.parameters()).shape[-1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert_equal(compiled(x.npu()).cpu(), original(x))
+        with change(kind, original, module):
+            assert_equal(compiled(x.npu()).cpu(), original(x))
+        assert_equal(compiled(x.npu()).cpu(), original(x))
+
+
+def test_it_may_take_more_than_what_it_is_in_the_place_of() -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3").eval().to("npu"))
+    mlp: Any = model.model.layers[0].mlp
+    x = torch.ones(1, 2, mlp.gate_proj.in_features, device="npu")
+    expected = mlp(x)
+    assert torch.equal(mlp(x=x), expected)  # by the name that its class has for it
+    with pytest.raises(TypeError, match="scale"):
+        mlp(x, scale=2)
+    forward = type(mlp).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(mlp), "forward", lambda self, x, scale: scale * forward(self, x))
+        assert_equal(mlp(x, scale=2).cpu(), 2 * expected.cpu())
+        assert_equal(mlp(x, 2).cpu(), 2 * expected.cpu())
+
+
+def test_a_wrapper_goes_on_with_what_it_wraps() -> None:
+    """It holds what the class had when the module was wrapped, whatever the class is given then."""
+    original = zoo.build("qwen3").eval()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    unchanged = output(original, "qwen3")
+    for each in (original, model):
+        for mlp in of_class(each, "Qwen3MLP"):
+            inner = mlp.forward
+            mlp.forward = lambda x, _inner=inner: _inner(x)  # type: ignore[method-assign]
+    with class_forward("Qwen3MLP", original, model):
+        assert_equal(output(original, "qwen3"), unchanged)
+        assert_equal(output(model, "qwen3"), unchanged)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE])
+def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None:
+    original = expert_modules.block(cls)
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))
+
+    def results() -> list[Tensor]:
+        x = expert_modules.block_inputs()
+        both = original(x), model["block"](x.npu())
+        return [(each[0] if isinstance(each, tuple) else each).detach().cpu() for each in both]
+
+    unchanged, found = results()
+    assert_equal(found, unchanged)
+    assert forward_binding.kernel_forward(model["block"]) is not None
+    with change(type(original.experts[0]).__name__, original, model):
+        expected, found = results()
+        assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()
+        assert_equal(found, expected)
+    assert_equal(results()[1], unchanged)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_with_adapters_are_called_then(change) -> None:
+    """Also where they are computed together: queries, keys and values of a model that is trained."""
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], init_lora_weights=False)
+    original = get_peft_model(zoo.build("qwen3"), config).eval()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+
+    def trained(each: Any) -> Tensor:
+        return each(**inputs("qwen3", each.base_model.model))[0].detach().cpu()
+
+    unchanged = trained(original)
+    assert_equal(trained(model), unchanged)
+    with change("Linear", _Adapted(original), _Adapted(model)):
+        expected = trained(original)
+        assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()
+        assert_equal(trained(model), expected)
+    assert_equal(trained(model), unchanged)
+
+
+class _Adapted(nn.Module):
+    """Gives the layers with adapters of a model alone: those that they adapt have a class of the same name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = [module for module in model.modules() if hasattr(module, "base_layer")]
+
+    def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]
+        return iter(self.layers)
+
+
+@pytest.mark.parametrize(("name", "kind", "given"), [
+    ("qwen3", "Qwen3RMSNorm", [3]),
+    ("qwen3", "Qwen3MLP", [None]),
+    ("qwen3", "Qwen3RotaryEmbedding", [torch.ones(1, 2, 64), None]),
+    ("gemma3_text", "Gemma3RotaryEmbedding", [torch.ones(1, 2, 64), torch.ones(1, 2), None]),
+    ("gpt2", "NewGELUActivation", [[1.0, 2.0]]),
+    ("clip", "QuickGELUActivation", [None]),
+    ("bert", "BertSelfOutput", [torch.ones(1, 2, 64), None]),
+    ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", [torch.ones(64)]),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_as_by_the_class(name: str, kind: str, given: list[Any]) -> None:
+    original = zoo.build(name).eval()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    with pytest.raises(Exception) as expected:  # noqa: PT011  whatever the class raises
+        of_class(original, kind)[0](*given)
+    with pytest.raises(expected.type):
+        of_class(model, kind)[0](*[each.npu() if isinstance(each, Tensor) else each for each in given])

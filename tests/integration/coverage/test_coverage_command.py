@@ -1,0 +1,204 @@
+"""``kernels-ext-npu coverage`` as it is called: tables, JSON, and what it says of a model type that is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from kernels_ext_npu import cli
+from kernels_ext_npu.catalogue import SERVING
+from kernels_ext_npu.patterns.collection import PATTERNS
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[3]
+# counts the forwards whose source is read
+COMMAND = """
+import inspect, sys
+from pathlib import Path
+from kernels_ext_npu.cli import app
+forwards, original = set(), inspect.getsource
+
+def getsource(function):
+    if function.__name__ == "forward":
+        forwards.add(function)
+    return original(function)
+
+inspect.getsource = getsource
+try:
+    app(["coverage"])
+finally:
+    Path(sys.argv[1]).write_text(str(len(forwards)))
+"""
+
+
+def run(*arguments: str, columns: int = 80, **environment: str):
+    return CliRunner().invoke(cli.app, ["coverage", *arguments], env={"COLUMNS": str(columns)} | environment)
+
+
+def cells(line: str) -> list[str]:
+    return re.findall(r"(?<!\S)(\d+/\d+|–)(?!\S)", line)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, int]:
+    """Standard output of a process of its own, what appears on its terminal, and of how many forwards it reads sources.
+
+    The terminal gets standard error.
+    """
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    folder = tmp_path_factory.mktemp("coverage")
+    output, forwards = folder / "output", folder / "forwards"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'integration'}", "COLUMNS": "80", "TERM": "xterm"}
+    with output.open("wb") as stdout:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(forwards)],
+            env=environment,
+            stdout=stdout,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        terminal = b""
+        while chunk := _read(ours):
+            terminal += chunk
+        os.close(ours)
+    assert process.wait() == 0, terminal.decode()
+    return output.read_text("utf-8"), terminal.decode(), int(forwards.read_text())
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@pytest.mark.long
+def test_the_table_has_every_model_type_and_fits_a_terminal(whole: tuple[str, str, int]) -> None:
+    output, _, _ = whole
+    lines = output.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = set(re.findall(r"[\w.-]+(?<!\.)", output))
+    assert set(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES) <= words
+    (qwen3,) = [line for line in lines if line.split()[:1] == ["qwen3"]]
+    assert cells(qwen3) == ["1/1", "1/1", "2/2", "–", "1/1", "–"]
+    (moe,) = [line for line in lines if line.split()[:1] == ["deepseek_v3"]]
+    assert cells(moe) == ["1/1", "1/1", "3/3", "2/2", "1/1", "–"]
+    (llava,) = [number for number, line in enumerate(lines) if line.split()[:1] == ["llava"]]
+    assert lines[llava + 1].split() == ["with", "clip_vision_model,", "llama"]
+    missing = importlib.util.find_spec("torchaudio") is None
+    assert ("needs torchaudio, which is not installed" in " ".join(output.split())) == missing
+    reason = "no operator: the gate is the second half, and the operator takes SiLU of the first"
+    classes = "MoonshineDecoderMLP, MoonshineStreamingDecoderMLP, Phi4MultimodalAudioMLP"
+    assert f"3 {reason}: {classes}" in " ".join(output.split())
+
+
+def test_a_terminal_shows_progress_which_is_gone_in_the_end(whole: tuple[str, str, int]) -> None:
+    output, terminal, _ = whole
+    assert "reading transformers" in terminal
+    assert "reading transformers" not in output
+    assert terminal.rindex("\x1b[2K") > terminal.rindex("reading transformers")  # the line was erased
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    result = run("--json", FORCE_COLOR="1")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""  # no progress where there is no terminal
+    return json.loads(result.stdout)
+
+
+def test_json_has_the_sums_and_every_model_type(report: dict) -> None:
+    assert report["transformers"] == transformers.__version__
+    folders = {entry["folder"]: entry for entry in report["model_types"].values()}
+    for kernel in (repository.name for repository in SERVING):
+        for side in ("served", "kept"):
+            shared = [e for e in report["shared"] if e["kernel"] == kernel and (e["layer"] is None) == (side == "kept")]
+            own = sum(entry["kernels"][kernel][side] for entry in folders.values())
+            assert report["kernels"][kernel][side] == own + len(shared)
+    assert {entry["name"] for entry in report["shared"] if entry["layer"] == "NewGELU"} == {
+        "AccurateGELUActivation",
+        "NewGELUActivation",
+    }
+    text, vision = (report["model_types"][name] for name in ("qwen3_vl_text", "qwen3_vl_vision"))
+    assert text == vision
+    assert text["kernels"]["RoPE"] == {"served": 4, "kept": 0}
+    falcon = report["model_types"]["falcon_h1"]
+    assert falcon["kernels"]["RMSNorm"] == {"served": 1, "kept": 1}
+    assert falcon["kernels"]["LinearAttention"] == {"served": 2, "kept": 3}
+    kept = [entry for entry in falcon["entries"] if entry["layer"] is None]
+    scans = {"mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"}
+    assert {entry["name"] for entry in kept} == {"FalconH1RMSNormGated"} | scans
+    assert all(entry["reason"] for entry in kept)
+
+
+def test_sources_are_read_of_what_is_counted_not_of_every_class(whole: tuple[str, str, int], report: dict) -> None:
+    """A tenth of the classes of transformers could be served, which their byte code says before they are parsed."""
+    *_, forwards = whole
+    counted = sum(sum(entry.values()) for entry in report["kernels"].values())
+    print(f"the sources of {forwards} forwards were read, {counted} classes and functions are counted")
+    assert 0 < forwards <= counted + len(PATTERNS)
+
+
+def test_one_model_type_in_detail() -> None:
+    result = run("qwen3_moe", "gemma3", columns=100)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["norms", "Qwen3MoeRMSNorm", "RMSNorm"] in lines
+    assert ["experts", "Qwen3MoeExperts", "MoEExperts"] in lines
+    assert ["routers", "Qwen3MoeTopKRouter", "SoftmaxTopKRouter"] in lines
+    assert ["rotary", "functions", "apply_rotary_pos_emb", "RotaryPosEmb"] in lines
+    assert "siglip_vision_model" in result.stdout
+    assert "Qwen3RMSNorm" not in result.stdout
+
+
+def test_reasons_are_in_the_details_and_two_types_of_a_folder_are_there_once() -> None:
+    result = run("falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=160)
+    assert "not served: no operator: norms groups of the last dimension, with a weight for each" in result.stdout
+    assert result.stdout.count("Qwen3VLTextMLP") == result.stdout.count("models/qwen3_vl") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("llava", "It has parts of other model types, unless a config names others: clip_vision_model, llama."),
+        ("layoutxlm", "It has no modeling file."),
+        ("gpt-sw3", "gpt-sw3, gpt2: models/gpt2"),
+        ("resnet", "It defines nothing that is counted."),
+    ],
+)
+def test_model_types_without_anything_say_so(name: str, sentence: str) -> None:
+    assert sentence in run(name, columns=120).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("qwen3-mo", "qwen3_moe"),
+        ("Gemma3", "gemma3"),
+        ("deepseekv3", "deepseek_v3"),
+        ("@", "coverage` lists"),
+    ],
+)
+def test_an_unknown_model_type_gets_near_misses(name: str, near: str) -> None:
+    result = run("qwen3", name)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"has no model type {name}, which is the model_type of a config.json" in result.stderr
+    assert near in result.stderr
+
+
+def test_no_torch_npu_is_needed(run_python) -> None:
+    code = "import sys; sys.modules['torch_npu'] = None\n"  # as if it were not installed
+    code += "from kernels_ext_npu.cli import app; app(['coverage', 'qwen3'])"
+    assert "Qwen3RMSNorm" in run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout

@@ -1,0 +1,150 @@
+"""``generate`` in graphs gives the tokens of ``generate`` without them, or says why it cannot."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig
+
+import kernels_ext_npu
+import softnpu
+from tests.support import zoo
+
+GRAPHS = CompileConfig(backend="NPUGraph")
+NEW = 9
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+# Model types that cannot be, by what is said of them. All others of the zoo that generate with a static cache can.
+REFUSED = {
+    "gemma3n_text": "modeling_gemma3n.py, line .*: copy_: the host waits",  # a number made a tensor in the forward
+    "doge": "caller_masks.py, line .*: _local_scalar_dense: the host waits",
+    "doge-moe": "caller_masks.py, line .*: _local_scalar_dense: the host waits",
+    "falcon": "modeling_falcon.py, line .*: copy_: the host waits",
+    "falcon-grouped": "modeling_falcon.py, line .*: copy_: the host waits",
+    "jetmoe": "modeling_jetmoe.py, line .*: copy_: the host waits",
+    "phimoe": "modeling_phimoe.py, line .*: copy_: the host waits",
+    "longcat_flash": "modeling_longcat_flash.py, line .*: nonzero: the host waits",
+    "recurrent_gemma": "every step changes what Python keeps, .*: model.model.layers.0.temporal_block.conv1d_state",
+    "t5": "masking_utils.py, line .*: _local_scalar_dense: the host waits",
+    "mt5": "masking_utils.py, line .*: _local_scalar_dense: the host waits",
+    "t5gemma": "masking_utils.py, line .*: _local_scalar_dense: the host waits",
+    "mpt": "pass cache_implementation='static'",
+    "mamba": "pass cache_implementation='static'",
+    "mamba2": "pass cache_implementation='static'",
+    "falcon_mamba": "pass cache_implementation='static'",
+    "rwkv": "pass cache_implementation='static'",
+    "minimax": "pass cache_implementation='static'",
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return kernels_ext_npu.kernelize(zoo.build(name).to("npu").eval())
+
+
+def prompts(name: str, model: nn.Module, length: int = 5) -> dict[str, Tensor]:
+    made = zoo.inputs(name, model, length=length)
+    return {key: value.to("npu") for key, value in made.items() if key not in ("labels", "decoder_input_ids")}
+
+
+def generate(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    torch.manual_seed(5)
+    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "cache_implementation": "static", "pad_token_id": 0}
+    return model.generate(**inputs, **fixed | options)
+
+
+def replays(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> int:
+    """Compare tokens in graphs with those without, and return how many steps were replays."""
+    expected = generate(model, inputs, **options)
+    softnpu.reset_counters()
+    assert generate(model, inputs, compile_config=GRAPHS, **options).tolist() == expected.tolist()
+    return softnpu.counters().get("graph_replays", 0)
+
+
+# Of NEW tokens the prefill makes one, and the first step of a shape is not replayed: with windows there are two.
+@pytest.mark.parametrize(("name", "steps"), [("qwen3", NEW - 2), ("gemma3_text", NEW - 2), ("qwen3_next", NEW - 2)])
+def test_sampled_tokens_are_those_without_graphs(name: str, steps: int) -> None:
+    model = build(name)
+    assert replays(model, prompts(name, model), do_sample=True) == steps
+
+
+def test_windows_become_full() -> None:
+    model = build("gemma3_text")  # its windows hold 4 tokens
+    assert replays(model, prompts("gemma3_text", model, length=2), do_sample=True) == NEW - 3
+
+
+def test_one_model_generates_again_and_again() -> None:
+    model = build("qwen3")
+    inputs = prompts("qwen3", model)
+    assert replays(model, inputs, do_sample=False) == NEW - 2
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :3] = 0
+    assert replays(model, inputs, do_sample=True) == NEW - 2
+    assert replays(model, prompts("qwen3", model, length=9), do_sample=True, max_new_tokens=15) == 13
+
+
+def test_adapters_are_switched_in_between() -> None:
+    from peft import LoraConfig
+
+    model = build("qwen3")
+    for name in ("first", "second"):
+        config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model.add_adapter(config, adapter_name=name)
+    inputs, found = prompts("qwen3", model), []
+    for name in ("first", "second", "first"):
+        model.set_adapter(name)
+        assert replays(model, inputs, do_sample=True) == NEW - 2
+        found.append(generate(model, inputs, compile_config=GRAPHS, do_sample=True).tolist())
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("name", ["t5", "recurrent_gemma"])
+def test_what_cannot_be_captured_is_refused(name: str) -> None:
+    model = build(name)
+    with pytest.raises(RuntimeError, match=REFUSED[name]):
+        generate(model, prompts(name, model), compile_config=GRAPHS)
+
+
+def test_a_cache_that_grows_is_refused() -> None:
+    model = build("qwen3")
+    with pytest.raises(ValueError, match=re.escape("pass cache_implementation='static' too")):
+        generate(model, prompts("qwen3", model), compile_config=GRAPHS, cache_implementation=None)
+
+
+def test_a_step_launches_nothing_but_its_graph() -> None:
+    model = build("qwen3")
+    inputs = prompts("qwen3", model)
+    before = generate(model, inputs, compile_config=GRAPHS, max_new_tokens=4, min_new_tokens=None)
+    softnpu.reset_counters()
+    generate(model, inputs, compile_config=GRAPHS, max_new_tokens=4, min_new_tokens=None)
+    outside = softnpu.counters()
+    softnpu.reset_counters()
+    generate(model, inputs, compile_config=GRAPHS, max_new_tokens=5, min_new_tokens=None)
+    more = {k: v - outside.get(k, 0) for k, v in softnpu.counters().items() if v != outside.get(k, 0)}
+    assert before.shape[1] == inputs["input_ids"].shape[1] + 4
+    assert more.pop("graph_replays") == 1
+    assert not {"matmul", "npu_rms_norm"} & more.keys()
+    launched = softnpu.counters(in_graphs=True)
+    norms = launched["npu_rms_norm"] + launched["npu_add_rms_norm"]
+    assert norms == 3 * 9  # steps, and norms of two layers and the model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if zoo.can_generate(name)])
+def test_every_model_of_the_zoo(name: str) -> None:
+    model = build(name)
+    inputs = prompts(name, model)
+    try:
+        generate(model, inputs)
+    except (AttributeError, KeyError, RuntimeError):
+        pytest.skip("it does not generate with a static cache")
+    if name in REFUSED:
+        with pytest.raises((RuntimeError, ValueError), match=REFUSED[name]):
+            generate(model, inputs, compile_config=GRAPHS)
+    else:
+        assert replays(model, inputs, do_sample=True) > 0

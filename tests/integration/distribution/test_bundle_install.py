@@ -1,0 +1,295 @@
+"""What an installed bundle changes in the Hub's cache, and that it is all of it or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import build
+import pytest
+from typer.testing import CliRunner
+
+from kernels_ext_npu import catalogue, sources
+from kernels_ext_npu.cli import app
+from kernels_ext_npu.distribution import bundle_archive, bundles
+from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
+from kernels_ext_npu.distribution.variants import METADATA, names
+from tests.support import bundle_faults
+from tests.support.bundle_faults import NEW, OLD
+
+HOME = "kernels--kernels-ext-npu--A"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
+    bundles.write(path)
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_cache_holds_the_version_and_its_files(cache: Path) -> None:
+    places = bundles.put_into_cache(NEW, cache)
+    assert [place.before for place in places] == [None, None]
+    for repository in NEW:
+        home = cache / f"kernels--kernels-ext-npu--{repository.name}"
+        assert (home / "refs" / "v1").read_text() == repository.commit
+        assert content(home / "snapshots" / repository.commit) == repository.files
+        assert {path.name for path in home.iterdir()} == {"refs", "snapshots"}
+
+
+def test_installing_again_changes_nothing(cache: Path) -> None:
+    bundles.put_into_cache(NEW, cache)
+    (cache / HOME / "snapshots" / NEW[0].commit / "build" / "__pycache__").mkdir()
+    (cache / HOME / "snapshots" / NEW[0].commit / "build" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"")
+    before = content(cache)
+    assert [place.before for place in bundles.put_into_cache(NEW, cache)] == [each.commit for each in NEW]
+    assert content(cache) == before
+
+
+def test_other_snapshots_and_versions_stay(cache: Path) -> None:
+    bundles.put_into_cache(OLD, cache)
+    (cache / HOME / "refs" / "v2").write_text("2" * 40)
+    before = content(cache)
+    bundles.put_into_cache(NEW, cache)
+    after = content(cache)
+    refs = {f"kernels--kernels-ext-npu--{each.name}/refs/v1" for each in NEW}
+    assert {path for path in before if after[path] != before[path]} == refs
+    bundles.put_into_cache(OLD, cache)  # and back
+    assert {path: after[path] for path in after if path not in refs}.items() <= content(cache).items()
+    assert {path: content(cache)[path] for path in refs} == {path: before[path] for path in refs}
+
+
+def test_a_download_of_one_variant_is_completed(cache: Path) -> None:
+    """As `kernels` leaves it: files that are links to blobs, and a list of those that there should be."""
+    repository = NEW[0]
+    first = next(iter(repository.files))
+    pointer = cache / HOME / "snapshots" / repository.commit / first
+    blob = cache / HOME / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
+    pointer.parent.mkdir(parents=True)
+    blob.write_bytes(repository.files[first])
+    pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+    bundles.put_into_cache(NEW, cache)
+    assert pointer.is_symlink()
+    assert content(cache / HOME / "snapshots" / repository.commit) == repository.files
+    blob.unlink()  # as somebody does who wants the space
+    bundles.put_into_cache(NEW, cache)
+    assert content(cache / HOME / "snapshots" / repository.commit) == repository.files
+
+
+@pytest.mark.parametrize("change", ["changed", "extra"])
+def test_other_content_under_the_same_commit_is_refused(cache: Path, change: str) -> None:
+    bundles.put_into_cache(OLD, cache)
+    snapshot = cache / HOME / "snapshots" / NEW[0].commit
+    path = snapshot / (next(iter(NEW[0].files)) if change == "changed" else "build/torch29-cann85-aarch64-linux/x.py")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"import os")
+    before = content(cache)
+    with pytest.raises(BundleError) as refusal:
+        bundles.put_into_cache(NEW, cache)
+    what = "differs from the one in the bundle" if change == "changed" else "is not in the bundle"
+    assert str(refusal.value) == f"{path} {what}, and belongs to the same commit: remove {snapshot} and install again"
+    assert content(cache) == before
+    shutil.rmtree(snapshot)
+    bundles.put_into_cache(NEW, cache)
+
+
+def test_a_model_of_the_same_name_that_hides_the_kernel_is_refused(cache: Path) -> None:
+    """Old releases of kernels took models for kernels; the present one looks there too, and first."""
+    ref = cache / "models--kernels-ext-npu--A" / "refs" / "v1"
+    ref.parent.mkdir(parents=True)
+    ref.write_text("1" * 40)
+    with pytest.raises(BundleError, match=rf"{ref} would be taken .* remove {ref.parent.parent}, left by an"):
+        bundles.put_into_cache(NEW, cache)
+    assert not (cache / HOME).exists()
+
+
+def test_others_can_read_a_shared_cache(cache: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        bundles.put_into_cache(NEW, cache)
+    finally:
+        os.umask(before)
+    for path in cache.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path
+
+
+def test_several_installations_at_once(cache: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for made in [pool.submit(bundles.put_into_cache, NEW, cache) for _ in range(8)]:
+            made.result()
+    for repository in NEW:
+        home = cache / f"kernels--kernels-ext-npu--{repository.name}"
+        assert (home / "refs" / "v1").read_text() == repository.commit
+        assert content(home / "snapshots" / repository.commit) == repository.files
+        assert {path.name for path in home.iterdir()} == {"refs", "snapshots"}
+
+
+@pytest.mark.parametrize(
+    ("how", "before"),
+    [("an error", "none"), ("a kill", "none"), ("an error", "old"), ("an interruption", "old"), ("a kill", "old")],
+)
+def test_a_failure_at_any_step_leaves_the_old_state(run_python, tmp_path: Path, how: str, before: str) -> None:
+    """A step opens a file, renames or removes it, or makes a folder; a kill may come between two repositories."""
+    steps = int(run_python(None, bundle_faults.__file__, how, before, str(tmp_path)).stdout)
+    assert steps >= 30
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "folder"),
+    [("HF_HUB_CACHE", "{}/hub", "{}/hub"), ("KERNELS_CACHE", "{}/kernels", "{}/kernels")],
+)
+def test_the_cache_is_the_one_that_the_clients_read(
+    run_python, tmp_path: Path, archive: Path, variable: str, value: str, folder: str
+) -> None:
+    """The clients look up a version, and the files of its commit, where they were put.
+
+    HF_HOME and XDG_CACHE_HOME end in the same constant of huggingface_hub as HF_HUB_CACHE.
+    """
+    code = """
+import sys
+from huggingface_hub import snapshot_download
+from kernels._versions import resolve_version_spec_as_ref
+from kernels.hf_hub import CACHE_DIR
+from kernels_ext_npu.cli import app
+from kernels_ext_npu.catalogue import REPOSITORIES
+app(["bundle", "--install", sys.argv[1]], standalone_mode=False)
+for name in REPOSITORIES:
+    commit = resolve_version_spec_as_ref(f"kernels-ext-npu/{name}", 1, local_files_only=True).target_commit
+    options = {"repo_type": "kernel", "revision": commit, "cache_dir": CACHE_DIR, "local_files_only": True}
+    print("found", snapshot_download(f"kernels-ext-npu/{name}", **options))
+"""
+    environment = {variable: value.format(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    lines = run_python(code, str(archive), **environment).stdout.splitlines()
+    assert f"installed in {folder.format(tmp_path)}" in lines
+    assert len([line for line in lines if line.startswith(f"found {folder.format(tmp_path)}/kernels--")]) == len(
+        catalogue.REPOSITORIES
+    )
+
+
+@pytest.mark.parametrize("value", ["", "~/kernels"])
+def test_a_cache_that_kernels_reads_in_two_places_is_refused(monkeypatch, archive: Path, value: str) -> None:
+    monkeypatch.setenv("KERNELS_CACHE", value)
+    with pytest.raises(BundleError, match=f"KERNELS_CACHE is '{value}': .* give the whole path"):
+        bundles.install(archive)
+
+
+def test_a_manifest_does_not_help_against_the_metadata(monkeypatch, tmp_path: Path, archive: Path) -> None:
+    """Of several variants of a repository, each of which has another fault, in a bundle whose manifest knows them."""
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
+    (old,) = (each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm")
+    others = [each for each in bundle_archive.unpack(archive) if each.name != "RMSNorm"]
+    variants, files = names(build.ROOT), dict(old.files)
+    layers, more, metadata = ([f"build/{v}/{file}" for v in variants] for file in ("layers.py", "more.py", METADATA))
+    files[layers[0]] += b"#"
+    del files[layers[1]]
+    files[more[2]] = b"import os"
+    del files[metadata[3]]
+    files[metadata[4]] = b"{}"
+    files[metadata[5]] = json.dumps(json.loads(files[metadata[5]]) | {"version": 2}).encode()
+    forged = tmp_path / "forged.zip"
+    forged.write_bytes(bundle_archive.pack([*others, KernelRepository(old.name, old.version, files, old.hub_commit)]))
+    with pytest.raises(BundleError) as refusal:
+        bundles.install(forged)
+    lines = str(refusal.value).splitlines()
+    problems = (
+        "layers.py: changed, its digest differs",
+        "layers.py: missing",
+        "more.py: not in the digest",
+        "metadata.json: missing",
+        "metadata.json: ",
+        "its version is 2, not 1",
+    )
+    for variant, words in zip(variants, problems):
+        assert any(line.startswith(f"{forged}: RMSNorm/build/{variant}: ") and words in line for line in lines), words
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Path, archive: Path) -> None:
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
+    whole = bundle_archive.unpack(archive)
+    empty = [KernelRepository(each.name, 1, {"README.md": b""}) for each in whole]
+    later = [KernelRepository(each.name, 2, each.files) for each in whole]
+    known, other = catalogue.REPOSITORIES, sorted(["Other", *catalogue.REPOSITORIES])
+    for repositories, words in [
+        (whole[1:], f"it holds {', '.join(known[1:])}, and this release needs {', '.join(known)}"),
+        ([*whole, KernelRepository("Other", 1, {"a": b""})], f"{', '.join(other)}, and this release needs"),
+        ([], "it holds nothing"),
+        (empty, "SwiGLU holds no variants"),
+        (later, "SwiGLU has version 2, not 1"),
+    ]:
+        (tmp_path / "partial.zip").write_bytes(bundle_archive.pack(repositories))
+        with pytest.raises(BundleError, match=words):
+            bundles.install(tmp_path / "partial.zip")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_bundle_of_a_clone_holds_what_its_tree_leaves_out(archive: Path) -> None:
+    for repository in bundle_archive.unpack(archive):
+        content = build.render(build.ROOT / repository.name, names(build.ROOT))
+        assert repository.files == {f"build/{path}": data for path, data in content.items()}
+
+
+def test_a_source_is_checked_before_it_is_bundled(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    for name in catalogue.REPOSITORIES:
+        shutil.copytree(sources.root("bundled") / name / "build", clone / name / "build")
+    shutil.copy(sources.root("bundled") / "variants.toml", clone)
+    bundles.write(tmp_path / "clone.zip", clone)
+    bundles.write(tmp_path / "bundled.zip")
+    assert (tmp_path / "clone.zip").read_bytes() == (tmp_path / "bundled.zip").read_bytes()
+    (clone / "FusedMoE" / "build" / "torch-npu" / "metadata.json").rename(clone / "metadata.json")
+    with pytest.raises(BundleError, match=r"FusedMoE/build/torch-npu/metadata.json is not there or cannot be read"):
+        bundles.write(tmp_path / "wrong.zip", clone)
+    (clone / "metadata.json").rename(clone / "FusedMoE" / "build" / "torch-npu" / "metadata.json")
+    changed = clone / "RoPE" / "build" / "torch-npu" / "layers.py"
+    changed.write_text("import os")
+    output = tmp_path / "wrong.zip"
+    with pytest.raises(BundleError, match=r"RoPE/build/torch-npu: layers.py: changed"):
+        bundles.write(output, clone)
+    changed.unlink()
+    changed.symlink_to("/etc/passwd")
+    with pytest.raises(BundleError, match=f"{changed} is a link"):
+        bundles.write(output, clone)
+    shutil.rmtree(clone / "SwiGLU")
+    with pytest.raises(BundleError, match="has no SwiGLU/build"):
+        bundles.write(output, clone)
+    assert {path.name for path in tmp_path.iterdir()} == {"clone", "clone.zip", "bundled.zip"}
+
+
+def test_the_command_refuses_in_sentences(monkeypatch, tmp_path: Path, archive: Path) -> None:
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cut.zip").write_bytes(archive.read_bytes()[:-100])
+    with zipfile.ZipFile(tmp_path / "unsafe.zip", "w") as unsafe:
+        unsafe.writestr("../escape.py", b"import os")
+    for arguments, words in [
+        (["--install", str(tmp_path / "cut.zip")], f"{tmp_path}/cut.zip: not a bundle, or cut short"),
+        (["--install", str(tmp_path / "unsafe.zip")], f"{tmp_path}/unsafe.zip: '../escape.py' is not a path"),
+        (
+            ["--output", str(tmp_path / "a.zip"), "--source", "/nowhere"],
+            f"/nowhere has no {catalogue.REPOSITORIES[0]}/build",
+        ),
+        (["--output", str(tmp_path / "none" / "a.zip")], "is a folder, or lies in one that does not exist"),
+        (["--output", str(tmp_path)], "is a folder, or lies in one that does not exist"),
+    ]:
+        result = CliRunner().invoke(app, ["bundle", *arguments])
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith("kernels-ext-npu: ")
+        assert words in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"cut.zip", "unsafe.zip"}
+    for arguments in ([], ["--output", "a.zip", "--install", "b.zip"]):
+        assert CliRunner().invoke(app, ["bundle", *arguments]).exit_code == 2

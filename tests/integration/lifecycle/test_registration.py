@@ -1,0 +1,301 @@
+"""register, kernelize, restore, unregister: what they change, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import utils as distributed
+from transformers.integrations import hub_kernels
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu import catalogue, sources
+from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from tests.support import zoo
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load(folder: Path, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map="npu", use_kernels=True, **options)
+
+
+def counts(model) -> tuple[int, int]:
+    rows = [row for row in kernels_ext_npu.report(model) if row.kind == "norms"]
+    return sum(row.swapped for row in rows), len(rows)
+
+
+def launches(model, **inputs) -> int:
+    softnpu.reset_counters()
+    model(**{key: value.to("npu") for key, value in inputs.items()})
+    return sum(softnpu.counters().get(name, 0) for name in ("npu_rms_norm", "npu_gemma_rms_norm"))
+
+
+# every layer, among them undecorated classes and one that is decorated for another layer
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "llama",
+        "gemma3_text",
+        "olmo3",
+        "gemma4_text",
+        "qwen3_next",
+        "nanochat",
+        "llama4_text",
+        "bamba",
+        "gpt_oss",
+    ],
+)
+def test_from_pretrained_swaps_every_norm(registered, checkpoint, name) -> None:
+    folder = checkpoint(name)
+    reference, model = AutoModelForCausalLM.from_pretrained(folder), load(folder)
+    swapped, norms = counts(model)
+    assert swapped == norms > 0
+    inputs = zoo.inputs(name, reference)
+    with torch.no_grad():
+        # a norm may run twice in a forward: ask the original how often
+        calls, names = [], {row.class_name for row in kernels_ext_npu.report(model) if row.kind == "norms"}
+        for module in reference.modules():
+            if type(module).__name__ in names:
+                module.register_forward_hook(lambda *_: calls.append(1))
+        expected = reference(**inputs).logits
+        rules = [row for row in kernels_ext_npu.report(model) if row.kernel == "ChunkGatedDeltaRule"]
+        assert launches(model, **inputs) == len(calls) + 2 * len(rules)  # of their queries and keys
+        found = model(**{key: value.to("npu") for key, value in inputs.items()}).logits.cpu()
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    options = {"max_new_tokens": 5, "do_sample": False}
+    tokens = model.generate(**{k: v.to("npu") for k, v in inputs.items()}, **options).cpu()
+    assert torch.equal(tokens, reference.generate(**inputs, **options))
+
+
+def test_kernels_survive_a_change_of_mode(registered, checkpoint) -> None:
+    model = load(checkpoint("gemma3_text"))
+    for change in (model.train, model.eval, model.eval, lambda: model.train(False)):
+        change()
+        assert counts(model) == (13, 13)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo3"])
+def test_training_gives_the_gradients_of_the_original(registered, checkpoint, name) -> None:
+    folder = checkpoint(name)
+    reference, model = AutoModelForCausalLM.from_pretrained(folder), load(folder)
+    inputs = zoo.inputs(name, reference)
+    for m, device in ((reference, "cpu"), (model, "npu")):
+        m.train()
+        moved = {key: value.to(device) for key, value in inputs.items()}
+        m(**moved, labels=moved["input_ids"]).loss.backward()
+    whole = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
+    for (n, a), b in zip(model.named_parameters(), reference.parameters()):
+        assert (a.grad.cpu() - b.grad).norm() <= 1e-5 * whole, n
+
+
+def test_several_models_in_one_process(registered, checkpoint) -> None:
+    models = [load(checkpoint(name)) for name in ("qwen3", "gemma3_text", "qwen3")]
+    assert [counts(model)[0] for model in models] == [9, 13, 9]
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint("gemma3_text"), device_map="npu")
+    assert counts(plain) == (0, 13)
+
+
+def test_bfloat16_checkpoints(registered, checkpoint) -> None:
+    model = load(checkpoint("gemma3_text"), dtype=torch.bfloat16)
+    inputs = zoo.inputs("gemma3_text", model)
+    assert launches(model, **inputs) == counts(model)[1]
+
+
+def test_unregister_leaves_transformers_as_it_was(checkpoint) -> None:
+    def state():
+        table = hub_kernels.get_kernel_mapping_transformers()
+        classes = [
+            {k: v for k, v in vars(c).items() if k.startswith("kernel_")}
+            for c in (Qwen3RMSNorm, Gemma3RMSNorm, Olmo3RMSNorm, nn.RMSNorm)
+        ]
+        return {layer: dict(entry) for layer, entry in table.items()}, classes, PreTrainedModel.set_use_kernels
+
+    before = state()
+    kernels_ext_npu.register()
+    models = [load(checkpoint(name)) for name in ("qwen3", "gemma3_text", "olmo3", "diffllama")]
+    assert state() != before
+    kernels_ext_npu.unregister()
+    assert state() == before
+    kernels_ext_npu.unregister()  # once more does nothing
+    assert state() == before
+    from kernels.layer.globals import _KERNEL_MAPPING
+
+    assert not [
+        layer for layer, devices in _KERNEL_MAPPING.get().items() if layer.startswith("RMSNorm") and "npu" in devices
+    ]
+    # a model that was swapped keeps its kernels until it is restored
+    for model in models:
+        assert counts(model)[0] > 0
+        kernels_ext_npu.restore(model)
+        model.train()
+        assert counts(model)[0] == 0
+
+
+def test_other_devices_keep_the_kernels_they_had(registered, checkpoint) -> None:
+    table = hub_kernels.get_kernel_mapping_transformers()
+    stock = hub_kernels._build_kernel_mapping()
+    for layer, devices in stock.items():
+        for device, entry in devices.items():
+            if device != "npu":
+                assert table[layer][device] == entry
+    load(checkpoint("olmo3"))  # its norms are moved from the layer RMSNorm to another one
+    assert Olmo3RMSNorm.kernel_layer_name == "RMSNormCastLast"
+    assert table["RMSNormCastLast"].keys() == table["RMSNorm"].keys()
+    assert Olmo3RMSNorm.kernel_condition(Olmo3RMSNorm(8))  # on the CPU, as without us
+
+
+def test_registering_twice_takes_the_second_source(checkpoint) -> None:
+    kernels_ext_npu.register()
+    kernels_ext_npu.register(source=ROOT)
+    entry = hub_kernels.get_kernel_mapping_transformers()["RMSNorm"]["npu"]
+    assert str(ROOT / "RMSNorm") in str(entry)
+    assert counts(load(checkpoint("qwen3"))) == (9, 9)
+
+
+def test_the_hub_is_named_as_the_source_without_a_request() -> None:
+    kernels_ext_npu.register(source="hub")
+    entry = hub_kernels.get_kernel_mapping_transformers()["RMSNormGated"]["npu"]
+    assert (entry._repo_id, entry._version, entry.layer_name) == ("kernels-ext-npu/RMSNorm", 1, "RMSNormGated")
+    assert entry._trust_remote_code == ["kernels-ext-npu/RMSNorm"]
+
+
+def test_kernelize_a_model_that_is_already_loaded(checkpoint) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("gemma3_text"), device_map="npu")
+    assert kernels_ext_npu.kernelize(model) is model  # registers by itself
+    assert counts(model) == (13, 13)
+    model.train()
+    assert counts(model) == (13, 13)
+
+
+def test_kernelize_a_module_that_contains_a_model(registered, checkpoint) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), device_map="npu")
+    wrapped = nn.ModuleDict({"policy": model, "head": nn.Linear(4, 1).to("npu")})
+    kernels_ext_npu.kernelize(wrapped)
+    assert counts(wrapped) == (5, 5)
+    wrapped.train()
+    assert counts(wrapped) == (5, 5)
+    kernels_ext_npu.restore(wrapped)
+    wrapped.eval()
+    assert counts(wrapped) == (0, 5)
+
+
+def test_kernels_own_kernelize_serves_marked_models(registered, checkpoint) -> None:
+    import kernels
+
+    model = load(checkpoint("gemma3_text"))
+    kernels_ext_npu.restore(model)
+    kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="npu")
+    assert counts(model) == (13, 13)
+
+
+def test_restore_puts_the_original_forwards_back(registered, checkpoint) -> None:
+    model = load(checkpoint("qwen3"))
+    assert kernels_ext_npu.restore(model) is model
+    assert counts(model) == (0, 9)
+    assert launches(model, **zoo.inputs("qwen3", model)) == 0
+    assert not [m for m in model.modules() if "forward" in vars(m) and m.forward.__func__ is not type(m).forward]
+    kernels_ext_npu.kernelize(model)
+    assert counts(model) == (9, 9)
+
+
+def test_a_copy_has_kernels_of_its_own(registered, checkpoint) -> None:
+    model = load(checkpoint("qwen3"))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    inputs = {key: value.to("npu") for key, value in zoo.inputs("qwen3", model).items()}
+    assert twin(**inputs).logits.abs().max() > 0
+    assert counts(twin) == (9, 9)
+
+
+def test_state_dict_and_checkpoints_do_not_change(registered, checkpoint, tmp_path) -> None:
+    folder = checkpoint("gemma3_text")
+    model, plain = load(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name])
+
+
+def test_a_wrapped_forward_is_kept_and_what_it_calls_is_served(registered, checkpoint) -> None:
+    """As tensor parallelism and accelerate wrap it: what they do must stay."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu")
+    norm, calls = model.model.norm, []
+    original = norm.forward
+
+    def counted_forward(hidden_states):
+        calls.append(1)
+        return original(hidden_states)
+
+    norm.forward = counted_forward
+    kernels_ext_npu.kernelize(model)
+    assert counts(model) == (9, 9)
+    assert norm.forward is counted_forward
+    assert launches(model, **zoo.inputs("qwen3", model)) == 9
+    assert calls == [1]
+
+
+def test_transformers_starts_torch_distributed_with_hccl_while_registered(registered) -> None:
+    assert distributed.get_distributed_backend("npu") == "hccl"
+    kernels_ext_npu.unregister()
+    with pytest.raises(ValueError, match="No distributed backend found for device type 'npu'"):
+        distributed.get_distributed_backend("npu")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_backend_that_somebody_else_named_stays(monkeypatch, when) -> None:
+    monkeypatch.setitem(distributed.DISTRIBUTED_BACKEND_MAP, "npu", "own")
+    if when == "meanwhile":
+        del distributed.DISTRIBUTED_BACKEND_MAP["npu"]
+    kernels_ext_npu.register()
+    distributed.DISTRIBUTED_BACKEND_MAP["npu"] = "own"
+    kernels_ext_npu.register()
+    kernels_ext_npu.unregister()
+    assert distributed.get_distributed_backend("npu") == "own"
+
+
+def test_a_subclass_with_another_forward_is_not_swapped(registered) -> None:
+    """It inherits the mark of transformers' decorator, and must not inherit the kernel."""
+
+    class Doubled(Qwen3RMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    model = nn.ModuleDict({"a": Qwen3RMSNorm(8), "b": Doubled(8)}).to("npu")
+    kernels_ext_npu.kernelize(model)
+    rows = {row.path: row for row in kernels_ext_npu.report(model)}
+    assert rows["a"].swapped
+    assert not rows["b"].swapped
+    assert rows["b"].reason == "no kernel computes what its forward computes"
+    x = torch.randn(2, 8, device="npu")
+    torch.testing.assert_close(model["b"](x), 2 * model["a"](x))
+
+
+def test_strict_names_what_is_kept(checkpoint) -> None:
+    kernels_ext_npu.register(strict=True)
+    load(checkpoint("qwen3"))
+    load(checkpoint("gpt2"))  # layer norms are nobody's business
+    with pytest.raises(
+        RuntimeError, match=r"2 modules and functions stay as they were\n.*mamba.norm \(Zamba2RMSNormGated\): no kernel"
+    ):
+        load(checkpoint("zamba2"))
+
+
+def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:
+    served = {layer: reference.repository for reference in PATTERNS for layer in reference.layers}
+    assert served | {reference.layer: reference.repository for reference in FUNCTION_PATTERNS} == LAYERS
+    assert set(LAYERS.values()) | {"FlashAttention"} == {repository.name for repository in catalogue.SERVING}
+    for layer, repository in LAYERS.items():
+        assert sources.layer_sources("bundled", {layer: repository})[layer].load().__name__ == layer

@@ -1,0 +1,211 @@
+"""Which rotary functions a kernel serves: what they do decides, and nothing else gets a kernel for the NPU."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from kernels.layer.globals import _KERNEL_MAPPING
+from transformers.integrations import hub_kernels
+
+import kernels_ext_npu
+from kernels_ext_npu.catalogue import ROTARY
+from kernels_ext_npu.matching.classification import UNSUPPORTED
+from kernels_ext_npu.matching.decorated import is_kernel_function
+from kernels_ext_npu.matching.lookup import find_function_pattern
+from tests.support.counted import counted
+from tests.support.rotary_functions import calls, modeling
+from tests.support.transformers_files import rotary_functions
+
+TESTS = Path(__file__).resolve().parents[2]
+UNSERVED = UNSUPPORTED[ROTARY.name].keys()
+pytestmark = pytest.mark.slow
+
+
+@counted
+def test_every_rotary_function_is_served_or_has_a_reason() -> None:
+    methods = {name for name in UNSERVED if "." in name}
+    unserved = {name for name, function in rotary_functions().items() if find_function_pattern(function) is None}
+    assert unserved == UNSERVED - methods
+    for name in methods:
+        module, _, path = name.partition(":")
+        (package,) = {p.parent.name for p in Path(transformers.__path__[0]).glob(f"models/*/modeling_{module}.py")}
+        owner = importlib.import_module(f"transformers.models.{package}.modeling_{module}")
+        for part in path.split("."):
+            owner = getattr(owner, part)
+        assert inspect.isfunction(owner)
+
+
+@counted
+def test_all_that_transformers_decorates_is_served_by_what_it_does() -> None:
+    decorated = {name: f for name, f in rotary_functions().items() if is_kernel_function(f)}
+    assert Counter(find_function_pattern(function).layer for function in decorated.values()) == {
+        "RotaryPosEmb": 104,
+        "RotaryPosEmbCastBack": 6,
+        "RotaryPosEmbFloat32": 4,
+        "RotaryPosEmbTablesInFloat32": 1,
+        "RotaryPosEmbReversed": 1,
+        "RotaryPosEmbHalfWidth": 1,
+        "RotaryPosEmbInterleavedHalfWidth": 1,
+    }
+
+
+@counted
+def test_the_undecorated_families_are_served() -> None:
+    found = {n: find_function_pattern(f) for n, f in rotary_functions().items() if not is_kernel_function(f)}
+    assert Counter(reference.function.__name__ for reference in found.values() if reference) == {
+        "qwen2_vl_vision": 23,
+        "gpt_neox": 16,
+        "llama": 11,
+        "deepseek_v3": 10,
+        "cohere": 5,
+        "gemma4": 4,
+        "glm4": 4,
+        "dinov3_vit": 3,
+        "glmasr": 3,
+        "ernie4_5": 2,
+        "glm4v": 2,
+        "gptj": 2,
+        "phi3": 2,
+        "sam3": 2,
+        "blt": 1,
+        "deepseek_v2": 1,
+        "deepseek_v4": 1,
+        "ernie4_5_vl_moe": 1,
+        "helium": 1,
+        "llama4": 1,
+        "llama4_vision": 1,
+        "minimax_m3_vl_vision": 1,
+        "mistral_large4": 1,
+        "muse_glimmer_assistant": 1,
+        "nemotron": 1,
+        "qwen4_exp": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "layer"),
+    [
+        ("qwen3", "RotaryPosEmb"),
+        ("nanochat", "RotaryPosEmbReversed"),  # the same body as Llama's, and a helper with the other sign
+        ("gpt_oss", "RotaryPosEmbHalfWidth"),  # these two have the same body and shapes, and helpers that differ
+        ("openai_privacy_filter", "RotaryPosEmbInterleavedHalfWidth"),
+        ("blt", "RotaryPosEmbInterleaved"),  # the same body as Llama's, and a helper for neighbours
+        ("glm4v", "RotaryPosEmbInterleavedPartial"),  # the same body as GPT-NeoX, and a helper for neighbours
+    ],
+)
+def test_functions_that_look_alike_get_the_layer_of_what_they_do(module, layer) -> None:
+    assert find_function_pattern(modeling(module).apply_rotary_pos_emb).layer == layer
+
+
+SOURCE = '''
+import torch
+from transformers.integrations import use_kernel_forward_from_hub
+
+def double(function):
+    return lambda *a, **k: [2 * x for x in function(*a, **k)]
+
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat({halves}, dim=-1)
+
+{decorator}
+def apply_rotary_pos_emb({parameters}):
+    """A docstring, and {changed}."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    a = (q * cos) {operator} (rotate_half(q) * sin)
+    b = (k * cos) + (rotate_half(k) * sin)
+    return a, b
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+'''
+USUAL = {
+    "halves": "(-x2, x1)",
+    "decorator": "",
+    "parameters": "q, k, cos, sin, unsqueeze_dim=1",
+    "operator": "+",
+    "changed": "nothing",
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A modeling file that is written as Llama's, with changes."""
+
+    def write(**changes: str) -> ModuleType:
+        (tmp_path / "modeling_written.py").write_text(SOURCE.format(**USUAL | changes))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "modeling_written", raising=False)
+        return importlib.import_module("modeling_written")
+
+    yield write
+    sys.modules.pop("modeling_written", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "matches"),
+    [
+        ({}, True),
+        ({"decorator": '@use_kernel_forward_from_hub("rotary_pos_emb")'}, True),
+        ({"decorator": "@double"}, False),
+        ({"decorator": '@use_kernel_forward_from_hub("rotary_pos_emb")\n@double'}, False),
+        ({"halves": "(x2, x1)"}, False),
+        ({"operator": "-"}, False),
+        ({"parameters": "q, k, cos, sin, unsqueeze_dim=2"}, False),
+        ({"parameters": "q, k, sin, cos, unsqueeze_dim=1"}, False),  # callers may name them
+        ({"parameters": "q, k, cos, sin, *, unsqueeze_dim=1"}, False),
+    ],
+)
+def test_what_is_written_otherwise_does_not_match(written, changes, matches) -> None:
+    reference = find_function_pattern(written(**changes).apply_rotary_pos_emb)
+    assert (reference is not None) == matches
+    assert reference is None or reference.layer == "RotaryPosEmb"
+
+
+def test_a_decorated_function_that_matches_nothing_gets_no_kernel_for_the_npu(written) -> None:
+    """Also where somebody has one for all that transformers decorates as rotary_pos_emb."""
+    module = written(decorator='@use_kernel_forward_from_hub("rotary_pos_emb")', operator="-")
+    kernels_ext_npu.register()
+    table = hub_kernels.get_kernel_mapping_transformers()
+    before = table["rotary_pos_emb"]
+    table["rotary_pos_emb"] = before | {"npu": table["RotaryPosEmb"]["npu"]}
+    try:
+        model = module.Attention().to("npu")
+        vars(model)["_kernel_funcs"] = {"rotary_pos_emb": module.apply_rotary_pos_emb}
+        kernels_ext_npu.kernelize(model)
+        (row,) = calls(model)
+        assert (row.swapped, row.kernel, row.reason) == (False, None, "no kernel computes what it computes")
+        forward = vars(module.apply_rotary_pos_emb).get("forward")
+        assert forward is None or forward.__func__ is type(module.apply_rotary_pos_emb).forward
+        x, cos = torch.randn(1, 2, 3, 8, device="npu"), torch.randn(1, 3, 8, device="npu")
+        found = model(x, x, cos, cos)
+        for a, b in zip(found, model(x.cpu(), x.cpu(), cos.cpu(), cos.cpu())):
+            torch.testing.assert_close(a.cpu(), b)
+    finally:
+        table["rotary_pos_emb"] = before
+        _KERNEL_MAPPING.get().pop("rotary_pos_emb", None)  # what `kernels` was given of it
+    kernels_ext_npu.unregister()
+    assert type(module.apply_rotary_pos_emb).kernel_layer_name == "rotary_pos_emb"
+    assert not [layer for layer in table if "except npu" in layer]
+
+
+def test_code_that_is_no_part_of_transformers_is_served_too(written, registered) -> None:
+    module = written()
+    model = kernels_ext_npu.kernelize(module.Attention().to("npu"))
+    (row,) = calls(model)
+    assert (row.swapped, row.kernel, row.path) == (True, "RotaryPosEmb", "apply_rotary_pos_emb")

@@ -1,0 +1,167 @@
+"""What our forwards ask of the host, beside LLaMA-Factory's and transformers' own: calls of Python, of C, and of torch.
+
+`make benchmark` measures how long that takes on a machine, and asserts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels_ext_npu
+from kernels_ext_npu.measuring.costs import Cost
+from tests.support import llama_factory
+from tests.support.forwards import Compared, compared
+from tests.support.host_calls import HostCalls, host_calls
+
+# What ours asks more than LLaMA-Factory's: in inference, and in training, forward and backward. Whether an operator
+# takes a tensor, and whether weights lie side by side, is looked at each time, in Python and by methods of C; so is the
+# shape of a norm's weight, of which the operator takes a larger one, silently, for the norm over several dimensions. Of
+# torch ours asks no more, but for RoPE: views that save copies of q and k on the device; and three operators less for a
+# zero-centred norm in inference, whose operator adds the one itself, once it is known that it takes the tensors.
+MORE = {
+    "RMSNorm": (HostCalls(3, 4, 0), HostCalls(3, 4, 0)),
+    "RMSNorm, zero-centred": (HostCalls(3, 8, -3), HostCalls(2, 3, 0)),
+    "RMSNorm, gated": (HostCalls(5, 6, 0), HostCalls(5, 6, 0)),
+    "SwiGLU MLP": (HostCalls(9, 30, 0), HostCalls(39, 79, 0)),
+    "RoPE": (HostCalls(6, 8, 2), HostCalls(28, 33, 7)),
+    "FusedMoE experts": (HostCalls(11, 42, 0), HostCalls(47, 83, 0)),
+}
+SIDES = ("ours", "LLaMA-Factory's", "transformers'")
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def forwards(request: pytest.FixtureRequest) -> Iterator[dict[str, Compared]]:
+    kernels_ext_npu.register()
+    yield compared(request.param)
+    kernels_ext_npu.unregister()
+
+
+def counts(case: Compared, training: bool) -> list[HostCalls]:
+    steps, prepare = case.steps(training)
+    with torch.set_grad_enabled(training):
+        return [host_calls(step, prepare) for step in steps]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", MORE)
+def test_a_forward_asks_for_no_more_calls(forwards, name: str, training: bool) -> None:
+    ours, theirs, original = counts(forwards[name], training)
+    for side, asked in zip(SIDES, (ours, theirs, original)):
+        print(f"{name}, {'training' if training else 'inference'}, {side}: {asked}")
+    more = MORE[name][training]
+    assert ours.torch <= theirs.torch + more.torch
+    assert ours.python <= theirs.python + more.python
+    assert ours.c <= theirs.c + more.c
+    assert ours.torch <= original.torch
+
+
+def test_a_forward_launches_no_more_than_llama_factorys(forwards) -> None:
+    """Theirs casts weights and indices, and concatenates; for q and k, which are views, the device makes copies."""
+
+    def rotary_of_copies(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return llama_factory.rotary(q.contiguous(), k.contiguous(), cos, sin)
+
+    forwards = forwards | {"RoPE": forwards["RoPE"]._replace(theirs=rotary_of_copies)}
+    for name, case in forwards.items():
+        for training in (False, True):
+            steps, prepare = case.steps(training)
+            launches = []
+            for step in steps[:2]:
+                prepare()
+                with torch.set_grad_enabled(training), Cost() as cost:
+                    step()
+                launches.append(cost.launches.total())
+            print(f"{name}, {'training' if training else 'inference'}: {launches[0]} of {launches[1]} launches")
+            assert launches[0] <= launches[1]
+
+
+def test_every_kind_of_call_is_counted_once() -> None:
+    def inner() -> int:
+        return len("ab")
+
+    def call() -> None:
+        inner()
+        x.shape  # noqa: B018
+        (x * 2).view(-1)
+
+    x = torch.ones(2, 2, device="npu")
+    # call and inner; len, view and the attribute; a product and a view
+    assert host_calls(call) == HostCalls(python=2, c=3, torch=2)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return doubled(grad)
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def test_python_in_a_backward_is_counted(monkeypatch) -> None:
+    """Also where it runs in one of the engine's threads by default."""
+    x = torch.ones(2, device="npu", requires_grad=True)
+    y, one = Doubled.apply(x), torch.ones(2, device="npu")
+    backward = partial(torch.autograd.grad, y, x, one, retain_graph=True)
+    before = host_calls(backward)
+    monkeypatch.setitem(globals(), "doubled", lambda grad: (lambda: grad * 2)())
+    assert host_calls(backward) - before == HostCalls(1, 0, 0)
+    monkeypatch.setitem(globals(), "doubled", lambda grad: grad + grad.sum())
+    assert host_calls(backward) - before == HostCalls(0, 1, 1)  # a method; two operators in the place of one
+
+
+def test_what_the_device_does_is_not_counted() -> None:
+    """Its formula is made of calls of Python and of operators."""
+    x = torch.ones(2, 64, device="npu")
+    call = partial(torch.ops.npu.npu_swiglu, x, -1)
+    # torch.ops is made of Python, and calls the operator in C
+    assert host_calls(call) == HostCalls(python=1, c=1, torch=1)
+
+
+IN_A_PROCESS = """
+import softnpu, json, torch
+import kernels_ext_npu
+from tests.support.forwards import compared
+from tests.integration.measuring.test_host_calls import all_counts
+kernels_ext_npu.register()
+print(json.dumps(all_counts(compared(torch.bfloat16))))
+"""
+
+
+def all_counts(forwards: dict[str, Compared]) -> dict[str, list]:
+    return {name: [counts(case, training) for training in (False, True)] for name, case in forwards.items()}
+
+
+def test_three_counts_are_the_same(registered) -> None:
+    forwards = compared(torch.bfloat16)
+    assert all_counts(forwards) == all_counts(forwards) == all_counts(forwards)
+
+
+@pytest.mark.long
+def test_counts_are_the_same_in_other_processes_and_on_a_busy_machine(run_python) -> None:
+    def found(seed: str) -> dict[str, list]:
+        return json.loads(run_python(IN_A_PROCESS, PYTHONHASHSEED=seed).stdout.splitlines()[-1])
+
+    expected = found("1")  # not in this process, whose other tests may have wrapped forwards of transformers
+    work = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # none outlives a test that is killed
+    busy = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(os.cpu_count() or 1)]
+    try:
+        assert found("2") == expected
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -1,0 +1,158 @@
+"""Every activation of transformers that a kernel computes: the values and gradients of its own forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import (
+    AccurateGELUActivation,
+    FastGELUActivation,
+    NewGELUActivation,
+    QuickGELUActivation,
+)
+from transformers.models.bloom.modeling_bloom import BloomGelu, bloom_gelu_forward
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.catalogue import ACTIVATIONS
+from kernels_ext_npu.matching.lookup import find_pattern
+from tests.support import zoo
+from tests.support.agreement import assert_agrees
+from tests.support.counted import counted
+from tests.support.transformers_files import classes
+
+pytestmark = pytest.mark.usefixtures("registered")
+# those that a kernel computes, and what of transformers' own forward takes: launches, and those with the backward
+BEFORE = {
+    AccurateGELUActivation: (8, 19),
+    BloomGelu: (9, 27),
+    FastGELUActivation: (9, 22),
+    NewGELUActivation: (8, 19),
+    QuickGELUActivation: (3, 8),
+}
+each_class = pytest.mark.parametrize("cls", BEFORE, ids=lambda cls: cls.__name__)
+
+
+def swapped(module: nn.Module) -> nn.Module:
+    """A copy with its kernel: an activation has no tensors, which a projection beside it has."""
+    model = nn.ModuleDict({"activation": copy.deepcopy(module), "projection": nn.Linear(2, 2)}).to("npu")
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    assert row.swapped, row.reason
+    assert row.kind == ACTIVATIONS.name
+    return model["activation"]
+
+
+def launched(call) -> int:
+    softnpu.reset_counters()
+    call()
+    calls = softnpu.counters()
+    assert calls.pop("stream_syncs", 0) == 0
+    return sum(calls.values())
+
+
+def results(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.detach().requires_grad_()
+    y = module(leaf)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
+    return y.detach(), leaf.grad
+
+
+def inputs(dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-6, 6, 4096).view(16, 256).to(dtype)
+
+
+@counted
+def test_the_classes_are_these() -> None:
+    assert {cls for cls in classes(ACTIVATIONS) if find_pattern(cls)} == BEFORE.keys()
+
+
+@each_class
+def test_float32_results_and_gradients_are_the_originals(cls) -> None:
+    """To 2e-6: around -5 the formula with 1 + tanh(x) loses what float32 has below 1, which all of them do."""
+    original, x = cls(), inputs(torch.float32)
+    for found, expected in zip(results(swapped(original), x.npu()), results(original, x)):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=2e-6)
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_floats_are_no_further_from_float64_than_the_original(cls, dtype) -> None:
+    original, x = cls(), inputs(dtype)
+    truth = results(original, x.double())
+    for found, own, exact in zip(results(swapped(original), x.npu()), results(original, x), truth):
+        assert found.dtype == own.dtype == dtype
+        assert (found.cpu().double() - exact).norm() <= (own.double() - exact).norm()
+
+
+@each_class
+def test_a_launch_is_enough_and_two_with_the_gradient(cls) -> None:
+    original, x = cls(), inputs(torch.bfloat16).npu()
+    kernel, leaf, grad = swapped(original), x.clone().requires_grad_(), torch.ones_like(x)
+    for module, (forward, both) in ((original, BEFORE[cls]), (kernel, (1, 2))):
+        assert launched(lambda module=module: module(x)) == forward
+        assert launched(lambda module=module: torch.autograd.grad(module(leaf), leaf, grad)) == both
+
+
+@each_class
+def test_under_autocast_dtypes_are_the_originals(cls) -> None:
+    original, x = cls().npu(), inputs(torch.bfloat16).npu()
+    kernel = swapped(original)
+    with torch.autocast("npu", torch.bfloat16):
+        found, expected = kernel(x), original(x)
+    assert found.dtype == expected.dtype
+
+
+def test_another_constant_keeps_its_forward() -> None:
+    module = AccurateGELUActivation()
+    module.precomputed_constant = 0.75
+    model = nn.ModuleDict({"activation": module, "projection": nn.Linear(2, 2)}).to("npu")
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    assert not row.swapped
+    assert row.reason == "its factor is 0.75, that of the kernel is the root of 2 / pi"
+
+
+def test_clip_with_the_kernel_is_clip() -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("clip").to("npu"))
+    rows = [row for row in kernels_ext_npu.report(model) if row.kind == ACTIVATIONS.name]
+    assert rows
+    assert all(row.swapped for row in rows)
+    softnpu.reset_counters()
+    assert_agrees("clip", model)
+    calls = softnpu.counters()
+    assert calls["npu_fast_gelu"] == calls["npu_fast_gelu_backward"] == len(rows)
+
+
+def test_restored_and_left_out_activations_are_transformers_own() -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("clip").to("npu"))
+    kernels_ext_npu.restore(model)
+    assert not [row for row in kernels_ext_npu.report(model) if row.kind == ACTIVATIONS.name and row.swapped]
+    kernels_ext_npu.register(kernels=["RMSNorm"])
+    rows = kernels_ext_npu.report(kernels_ext_npu.kernelize(zoo.build("clip").to("npu")))
+    assert {row.reason for row in rows if row.kind == ACTIVATIONS.name} == {
+        "register(kernels=['RMSNorm']) leaves Activation out"
+    }
+
+
+class GeLUFunction(torch.autograd.Function):
+    """Bloom's, by its name and its forward, with another gradient."""
+
+    @staticmethod
+    def forward(ctx, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return bloom_gelu_forward(input)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+class StraightThroughGelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return GeLUFunction.apply(x)
+
+
+def test_a_node_with_another_gradient_keeps_its_forward() -> None:
+    assert find_pattern(StraightThroughGelu) is None

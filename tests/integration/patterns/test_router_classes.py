@@ -1,0 +1,215 @@
+"""Every router of transformers that a kernel serves: the values, experts, dtypes and gradients of its own forward."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.matching.lookup import find_pattern
+from tests.support import transformers_files
+from tests.support.counted import counted
+from tests.support.expert_modules import EXPERTS, HIDDEN
+from tests.support.router_classes import by_expert, call, instance
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
+NARROW = "GroupedSoftmaxTopKRouterNarrow"  # served in float32 only
+# One launch scores and chooses; these choose in torch.
+IN_TORCH = {"TopKSoftmaxRouter", "TopKRouter", "SigmoidScatterRouter"}
+ONE_LAUNCH = {"npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k"}
+# Of one sum in another order; in bfloat16 of a result and what it is a product of, rounded once each
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+WAYS = pytest.mark.parametrize(
+    ("dtype", "normalises"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)], ids=str
+)
+
+
+@cache
+def served() -> list[type[nn.Module]]:
+    return [cls for cls in transformers_files.classes(catalogue.ROUTERS) if find_pattern(cls) is not None]
+
+
+def swapped(router: nn.Module) -> nn.Module:
+    model = nn.ModuleDict({"router": copy.deepcopy(router)}).to("npu")
+    model.train(router.training)
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    assert row.kernel in catalogue.ROUTERS.layers
+    assert row.swapped, row.reason
+    return model["router"]
+
+
+def row_of(router: nn.Module):
+    model = nn.ModuleDict({"router": router}).to("npu")
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    return row
+
+
+def layer_of(cls: type[nn.Module]) -> str:
+    return find_pattern(cls).layers[0]
+
+
+def compared(dtype: torch.dtype, normalises: bool) -> list[type[nn.Module]]:
+    """All classes once; in other ways one for each layer, whose others have the same forward."""
+    if dtype is torch.float32 and normalises:
+        return served()
+    one = {layer_of(cls): cls for cls in served()}
+    return [cls for layer, cls in one.items() if dtype is torch.float32 or layer != NARROW]
+
+
+def agree(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    assert a.dtype == b.dtype
+    return bool((a.detach().cpu().double() - b.detach().double()).norm() <= tolerance * b.detach().double().norm())
+
+
+@counted
+def test_these_are_served() -> None:
+    assert len(served()) == 56
+
+
+@WAYS
+def test_inference_gives_what_the_original_gives(subtests, dtype, normalises) -> None:
+    x = torch.randn(3, 7, HIDDEN, dtype=dtype)
+    for cls in compared(dtype, normalises):
+        with subtests.test(cls.__name__), torch.no_grad():
+            original = instance(cls, norm_topk_prob=normalises).to(dtype).eval()
+            router = swapped(original)
+            softnpu.reset_counters()
+            logits, weights, experts = call(router, x.npu())
+            counters = softnpu.counters()
+            assert sum(counters.get(name, 0) for name in ONE_LAUNCH) == (layer_of(cls) not in IN_TORCH)
+            assert counters["stream_syncs"] == 0
+            own_logits, own_weights, own_experts = call(original, x)
+            assert agree(logits, own_logits, TOLERANCES[dtype])
+            assert agree(weights, own_weights, 1)  # the dtype; values are compared by expert
+            if experts is not None:
+                assert experts.dtype == own_experts.dtype
+                assert torch.equal(experts.cpu().sort().values, own_experts.sort().values)
+                experts = experts.cpu()
+            found = by_expert(weights.cpu(), experts)
+            assert agree(found, by_expert(own_weights, own_experts), TOLERANCES[dtype])
+
+
+@WAYS
+def test_training_gives_the_originals_gradients(subtests, dtype, normalises) -> None:
+    """Through weights and logits: auxiliary losses read those."""
+    x, table = torch.randn(3, 7, HIDDEN, dtype=dtype), torch.linspace(-1, 1, EXPERTS)
+    for cls in compared(dtype, normalises):
+        with subtests.test(cls.__name__):
+            original = instance(cls, norm_topk_prob=normalises).to(dtype).train()
+            found = []
+            for router, device in ((swapped(original), "npu"), (original, "cpu")):
+                leaf = x.to(device, copy=True).requires_grad_()
+                softnpu.reset_counters()
+                logits, weights, experts = call(router, leaf)
+                (by_expert(weights, experts).float() * table.to(device)).sum().backward(retain_graph=True)
+                logits.float().square().mean().backward()
+                assert softnpu.counters().get("stream_syncs", 0) == 0
+                gradients = [p.grad for p in router.parameters() if p.grad is not None]
+                found.append([logits, by_expert(weights, experts), leaf.grad, *gradients])
+            assert len(found[0]) == len(found[1]) >= 4
+            for a, b in zip(*found):
+                assert agree(a, b, TOLERANCES[dtype])
+
+
+def test_routers_launch_a_fraction() -> None:
+    """What is left of a DeepSeek-V3 router in inference is the product, the operator and int64 indices."""
+    x, router = torch.randn(21, HIDDEN, dtype=torch.bfloat16).npu(), instance(DeepseekV3TopkRouter).bfloat16()
+    router.e_score_correction_bias = router.e_score_correction_bias.float()  # as from_pretrained keeps it
+    found = {}
+    for name, prepared in (("original", copy.deepcopy(router).npu()), ("swapped", swapped(router))):
+        with torch.no_grad():
+            softnpu.reset_counters()
+            prepared(x)
+            forward = launches()
+        leaf, grad = x.clone().requires_grad_(), torch.ones(21, 2, device="npu")
+        softnpu.reset_counters()
+        prepared(leaf)[1].backward(grad)
+        found[name] = forward, launches()
+    assert found == {"original": (21, 37), "swapped": (3, 17)}
+
+
+def launches() -> int:
+    return sum(n for name, n in softnpu.counters().items() if name not in ("stream_syncs", "device_to_host_copies"))
+
+
+def test_what_a_router_reads_is_read_in_every_forward() -> None:
+    original = instance(DeepseekV3TopkRouter)
+    router = swapped(original)
+    x = torch.randn(9, HIDDEN)
+    changes = {
+        "num_group": 3,
+        "topk_group": 2,
+        "top_k": 3,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.0,
+        "e_score_correction_bias": torch.linspace(0.5, -0.5, EXPERTS),
+    }
+    for name, value in changes.items():
+        setattr(original, name, value)
+        setattr(router, name, value.npu() if isinstance(value, Tensor) else value)
+        with torch.no_grad():
+            _, weights, experts = router(x.npu())
+            _, own_weights, own_experts = original(x)
+        assert torch.equal(experts.cpu().sort().values, own_experts.sort().values), name
+        assert agree(by_expert(weights.cpu(), experts.cpu()), by_expert(own_weights, own_experts), 1e-6), name
+
+
+def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+    router = swapped(instance(DeepseekV3TopkRouter, n_group=1))
+    router.e_score_correction_bias.zero_()
+    _, weights, experts = router(torch.zeros(3, HIDDEN, device="npu"))
+    assert experts.tolist() == [[0, 1]] * 3
+    assert weights.tolist() == [[0.75, 0.75]] * 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "dtype", "reason"),
+    [
+        (AXK2TopkRouter, {"n_group": 2}, torch.float32, "it fills groups that are not chosen with 0"),
+        (Mistral4TopkRouter, {}, torch.bfloat16, "it compares probabilities that are rounded to torch.bfloat16"),
+        (DeepseekV2TopkRouter, {"topk_method": "noaux_tc"}, torch.float32, "its topk_method is noaux_tc"),
+    ],
+)
+def test_instances_that_compute_something_else_keep_their_forward(cls, options, dtype, reason) -> None:
+    row = row_of(instance(cls, **options).to(dtype))
+    assert not row.swapped
+    assert row.reason.startswith(reason)
+
+
+def test_a_router_that_comes_to_compute_something_else_computes_it() -> None:
+    """AXK2's groups, set after the kernel was swapped in: the layer hands over to the class's own forward."""
+    original = instance(AXK2TopkRouter)
+    router = swapped(original)
+    for each in (original, router):
+        each.num_group, each.topk_group = 2, 1
+    x = torch.randn(9, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(router(x.npu())[2].cpu().sort().values, original(x)[2].sort().values)
+
+
+def test_a_router_that_is_decorated_and_computes_something_else_keeps_its_forward() -> None:
+    """transformers decorates Laguna's for the same layer as Qwen3.5's; a class derived from it may do anything."""
+
+    class Other(LagunaTopKRouter):
+        def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, experts = super().forward(hidden_states)
+            return logits, 2 * weights, experts
+
+    assert Other.kernel_layer_name == "SoftmaxTopKRouter"
+    model = nn.ModuleDict({"router": instance(Other)}).to("npu")
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    assert (row.swapped, row.reason) == (False, "no kernel computes what its forward computes")
+    softnpu.reset_counters()
+    model["router"](torch.randn(4, HIDDEN, device="npu"))
+    assert not ONE_LAUNCH & softnpu.counters().keys()

@@ -1,0 +1,328 @@
+"""``npu_flash_attention``: who gets it, by which names, what it computes, and how it ends."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    ContinuousBatchingConfig,
+    DataCollatorWithFlattening,
+    GenerationConfig,
+    PreTrainedModel,
+    SamConfig,
+    SamModel,
+)
+
+import kernels_ext_npu
+import softnpu
+from tests.support import attention_types, zoo
+from tests.support.attention_models import MODELS, ids, on_npu, pair
+
+NAME = "npu_flash_attention"
+ON_HUB = "kernels-ext-npu/FlashAttention"
+NAMES = [NAME, ON_HUB, f"{ON_HUB}@v1", f"{ON_HUB}@main"]
+LAUNCH = "npu_fusion_attention_v3"
+# with a window, with two kinds of masks, with sinks, with heads of values that are smaller
+SERVED = ["qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"]
+# Both are float32, with sums in another order: values of size one differ by some 1e-6.
+FLOAT32 = 5e-6
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    error = (found.detach().cpu() - expected.detach()).abs().max()
+    assert error <= FLOAT32 * max(1.0, float(expected.detach().abs().max())), float(error)
+
+
+def pair_by_name(name: str, implementation: str = NAME) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Build a model twice: with eager attention on the CPU, and on the NPU, where it is told to take another one."""
+    model, _ = pair(name)
+    ours = copy.deepcopy(model).to("npu")
+    ours.set_attn_implementation(implementation)
+    return model, ours
+
+
+def launches(model: nn.Module) -> int:
+    softnpu.reset_counters()
+    with torch.no_grad():
+        model(ids(2).to(model.device))
+    return softnpu.counters().get(LAUNCH, 0)
+
+
+def rows(model: nn.Module, swapped: bool = True) -> list[kernels_ext_npu.Row]:
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention" and row.swapped == swapped]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The folder of a model with sinks, whose class lists the flash attentions that it gets on with."""
+    pair("gpt_oss")[0].save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_and_gradients_are_those_of_eager_attention(registered, name) -> None:
+    model, ours = pair_by_name(name)
+    inputs = {"input_ids": ids(2), "labels": ids(2)}
+    expected = model(**inputs)
+    softnpu.reset_counters()
+    found = ours(**on_npu(inputs))
+    assert softnpu.counters()[LAUNCH] == model.config.num_hidden_layers
+    assert_equal(found.logits, expected.logits)
+    for output in (expected, found):
+        output.loss.backward()
+    gradients = dict(ours.named_parameters())
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert_equal(gradients[parameter_name].grad, parameter.grad)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", SERVED)
+def test_generation_gives_the_same_tokens(registered, name, cache) -> None:
+    model, ours = pair_by_name(name)
+    mask = torch.ones_like(ids(2))
+    mask[0, :5] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+    expected = model.generate(ids(2), attention_mask=mask, **options)
+    assert ours.generate(ids(2).npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
+
+
+def test_a_vision_tower_takes_all_its_windows_in_one_launch(registered) -> None:
+    model, ours = zoo.build("qwen2_5_vl"), zoo.build("qwen2_5_vl").to("npu")
+    model.set_attn_implementation("eager")
+    ours.set_attn_implementation(NAME)
+    inputs = zoo.inputs("qwen2_5_vl", model)
+    expected = model(**inputs).logits
+    softnpu.reset_counters()
+    found = ours(**on_npu(inputs)).logits
+    assert softnpu.counters()[LAUNCH] == 4  # two layers of the tower, two of the language model
+    seen = inputs["attention_mask"].bool()
+    assert_equal(found.cpu()[seen], expected[seen])
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_biases_of_positions_are_for_a_batch_with_its_padding(registered, device) -> None:
+    model, ours = zoo.build("t5"), zoo.build("t5").to(device)
+    model.set_attn_implementation("eager")
+    ours.set_attn_implementation(NAME)
+    inputs = zoo.inputs("t5", model)  # with padding before the tokens of the first row
+    found = ours(**{key: value.to(device) for key, value in inputs.items()})
+    assert_equal(found.logits, model(**inputs).logits)
+    elsewhere, here = "in torch, since it is on cpu", "in torch, where biases of positions are added to scores"
+    assert {row.reason for row in rows(ours)} == {elsewhere if device == "cpu" else here}
+
+
+def test_rows_that_a_collator_lays_one_behind_the_other_do_not_see_each_other(registered) -> None:
+    """What each row gives alone, in one launch a layer."""
+    _, ours = pair_by_name("mistral")
+    rows = [ids(1, seed)[0, :length].tolist() for seed, length in ((1, 9), (2, 24), (3, 1))]
+    packed = on_npu(DataCollatorWithFlattening()([{"input_ids": row} for row in rows]))
+    softnpu.reset_counters()
+    found = ours(packed["input_ids"], position_ids=packed["position_ids"], use_cache=False).logits[0]
+    assert softnpu.counters()[LAUNCH] == 2
+    for row, logits in zip(rows, found.split([len(row) for row in rows]), strict=True):
+        assert_equal(logits, ours(torch.tensor([row], device="npu")).logits[0].cpu())
+
+
+def test_continuous_batching_gives_the_tokens_of_single_prompts(registered) -> None:
+    model, ours = pair_by_name("qwen3")
+    prompts = [list(range(3, 10)), list(range(5, 20)), [4, 5, 6]]
+    found = ours.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64),
+        progress_bar=False,
+    )
+    assert ours.config._attn_implementation == NAME
+    for prompt, output in zip(prompts, (found[key] for key in sorted(found))):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
+        assert output.generated_tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_a_whole_model_compiles_in_one_graph(registered) -> None:
+    torch._dynamo.reset()
+    _, ours = pair_by_name("qwen3")
+    expected = ours(ids(2).npu(), use_cache=False).logits
+    found = torch.compile(ours, fullgraph=True, backend="aot_eager")(ids(2).npu(), use_cache=False).logits
+    assert_equal(found, expected.cpu())
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_weights_are_those_of_eager_attention(registered, name) -> None:
+    """Of every row that sees a key."""
+    model, ours = pair_by_name(name)
+    mask = torch.ones_like(ids(2))
+    mask[0, :5] = 0
+    inputs = {"input_ids": ids(2), "attention_mask": mask, "use_cache": False, "output_attentions": True}
+    expected, found = model(**inputs), ours(**on_npu(inputs))
+    assert_equal(found.logits.cpu()[mask.bool()], expected.logits[mask.bool()])
+    for weights, truth in zip(found.attentions, expected.attentions, strict=True):
+        by_row, true_by_row = (each.transpose(1, 2)[mask.bool().to(each.device)] for each in (weights, truth))
+        assert_equal(by_row, true_by_row)
+
+
+def test_weights_of_chosen_keys_are_those_of_eager_attention(registered) -> None:
+    """HYV4 hands the keys that an indexer chose to implementations that it knows not to be dense."""
+    model = attention_types.build("HYV4ForCausalLM")
+    ours = copy.deepcopy(model).to("npu")
+    ours.set_attn_implementation(NAME)
+    expected, found = (
+        m(tokens, output_attentions=True, use_cache=False) for m, tokens in ((model, ids(2)), (ours, ids(2).npu()))
+    )
+    assert_equal(found.logits, expected.logits)
+    for weights, truth in zip(found.attentions, expected.attentions, strict=True):
+        assert_equal(weights, truth)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("named", NAMES)
+def test_it_can_be_named_wherever_an_implementation_is_named(registered, saved, named) -> None:
+    """Also for classes that list the flash attentions that they get on with."""
+    loaded = AutoModelForCausalLM.from_pretrained(saved, device_map="npu", attn_implementation=named)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved), attn_implementation=named).to("npu")
+    by_config = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved, attn_implementation=named)).to("npu")
+    changed = AutoModelForCausalLM.from_pretrained(saved, device_map="npu", attn_implementation="eager")
+    changed.set_attn_implementation(named)
+    for model in (loaded, made, by_config, changed):
+        assert model.config._attn_implementation == NAME
+        assert launches(model) == 2
+    loaded.save_pretrained(saved)
+    assert "flash" not in (saved / "config.json").read_text()
+
+
+@pytest.mark.parametrize("named", NAMES)
+def test_it_can_be_named_for_a_part_of_a_model(registered, tmp_path, named) -> None:
+    zoo.build("qwen2_5_vl").save_pretrained(tmp_path)
+    by_part = {"vision_config": named, "text_config": "sdpa", "": "sdpa"}
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=by_part)
+    changed = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    changed.set_attn_implementation(by_part)
+    for model in (loaded, changed):
+        config = model.config
+        assert config._attn_implementation == config.text_config._attn_implementation == "sdpa"
+        assert config.vision_config._attn_implementation == model.model.visual.config._attn_implementation == NAME
+        assert {row.class_name for row in rows(model)} == {"Qwen2_5_VLVisionAttention"}
+        kernels_ext_npu.restore(model)
+        assert config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("register", [None, {"kernels": ["RMSNorm"]}])
+def test_the_name_is_unknown_where_the_kernel_is_not_registered(checkpoint, register) -> None:
+    if register is not None:
+        kernels_ext_npu.register(**register)
+    assert NAME not in AttentionInterface._global_mapping
+    assert NAME not in AttentionMaskInterface._global_mapping
+    with pytest.raises(ValueError, match=f'attn_implementation="{NAME}"` is not supported'):
+        AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), attn_implementation=NAME)
+
+
+def test_a_model_on_the_cpu_computes_in_torch(registered) -> None:
+    model, _ = pair("gemma3")
+    expected = model(ids(2)).logits
+    model.set_attn_implementation(NAME)
+    assert_equal(model(ids(2)).logits, expected)
+    assert {row.reason for row in rows(model)} == {"in torch, since it is on cpu"}
+
+
+def test_a_kernel_that_cannot_be_loaded_is_missed_by_the_forward(checkpoint) -> None:
+    kernels_ext_npu.register(source="hub")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu", attn_implementation=NAME)
+    with pytest.raises(ValueError, match="not available in the local cache"):
+        launches(model)
+
+
+@pytest.mark.parametrize("named", NAMES)
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_a_class_that_calls_its_attention_by_no_name_keeps_it_and_says_so(registered, name, named) -> None:
+    config = zoo.build(name).config
+    config._attn_implementation = named
+    with pytest.warns(UserWarning, match=f"{NAME}: .* does not call its attention by name, and keeps"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.config._attn_implementation in ("eager", "sdpa")
+    assert rows(model) == []
+    model(**zoo.inputs(name, model))  # computes
+
+
+def test_sub_configs_without_a_model_of_their_own_are_named_too(registered) -> None:
+    tower = {"hidden_size": 32, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
+    config = SamConfig(vision_config=tower | {"global_attn_indexes": [0]})
+    by_part = {"": ON_HUB, "prompt_encoder_config": ON_HUB, "mask_decoder_config": ON_HUB, "vision_config": "sdpa"}
+    config._attn_implementation = by_part
+    model = SamModel(config)
+    named = [config, config.prompt_encoder_config, config.mask_decoder_config]
+    assert [part._attn_implementation for part in named] == [NAME] * 3
+    assert {row.class_name for row in rows(model)} == {"SamAttention"}
+    kernels_ext_npu.unregister()
+    assert [part._attn_implementation for part in named] == ["sdpa"] * 3
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("end", [kernels_ext_npu.restore, lambda model: kernels_ext_npu.unregister()])
+@pytest.mark.parametrize("named", NAMES)
+@pytest.mark.parametrize(("name", "default"), [("qwen3", "sdpa"), ("gpt_oss", "eager")])
+def test_a_model_has_again_what_it_had_before(registered, tmp_path, name, default, named, end) -> None:
+    """Or what transformers gives it by itself, where it was loaded with the name."""
+    pair(name)[0].save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="npu", attn_implementation=named)
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="npu", attn_implementation="eager")
+    changed.set_attn_implementation(named)
+    assert launches(loaded) == launches(changed) == 2
+    end(loaded)
+    end(changed)
+    assert (loaded.config._attn_implementation, changed.config._attn_implementation) == (default, "eager")
+    assert launches(changed) == 0
+    launches(loaded)  # computes
+
+
+def test_unregister_leaves_what_was_named_since(registered) -> None:
+    _, ours = pair_by_name("qwen3")
+    ours.set_attn_implementation("sdpa")
+    kernels_ext_npu.unregister()
+    assert ours.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_of_a_model_is_told_so_and_can_be_restored(registered) -> None:
+    twin = copy.deepcopy(pair_by_name("mistral")[1])
+    assert launches(twin) == 2
+    kernels_ext_npu.unregister()
+    with pytest.raises(KeyError, match=f"`{NAME}` is not a valid attention implementation"):
+        launches(twin)
+    assert kernels_ext_npu.restore(twin).config._attn_implementation == "sdpa"
+    launches(twin)  # computes
+
+
+def test_restoring_an_mlp_leaves_attention_alone(registered) -> None:
+    _, ours = pair_by_name("mistral")
+    kernels_ext_npu.restore(ours.model.layers[0].mlp)
+    assert launches(ours) == 2
+    kernels_ext_npu.restore(ours.model.layers[0].self_attn)  # one config is that of all
+    assert launches(ours) == 0
+
+
+def test_registering_again_takes_the_kernel_from_the_new_source(registered, checkpoint) -> None:
+    _, ours = pair_by_name("qwen3")
+    kernels_ext_npu.register(source=Path(__file__).parents[4])
+    assert ours.config._attn_implementation == "eager"
+    ours.set_attn_implementation(NAME)
+    assert launches(ours) == 2
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"llama4"}))
+def test_the_report_says_which_modules_it_computes(registered, name) -> None:
+    model = pair_by_name(name)[1]
+    served = rows(model)
+    assert [row.path for row in served] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    capped = "in torch, since scores are capped, which none of torch_npu does" if name == "gemma2" else None
+    assert {(row.kernel, row.swapped, row.reason) for row in served} == {(NAME, True, capped)}
+    assert "2 of 2 attention" in kernels_ext_npu.report(model).summary()
+    assert launches(model) == (0 if capped else 2)

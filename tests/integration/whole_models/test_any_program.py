@@ -1,0 +1,166 @@
+"""Whatever a user does to a model with kernels, it computes what the model does without them.
+
+Random programs of acts (tests/support/programs/acts) are lived through by a kernelized model on the NPU and by its twin
+on the CPU. After each act both compute the same, the report is true, and the same tensors share memory.
+``SEED=7 PROGRAMS=20000 ACTS=30 make test-slow ARGS=tests/integration/whole_models/test_any_program.py`` runs others; a
+failure names the acts, which are an entry of `FOUND` then. ``python -m softnpu -m tests.support.programs 1 1000`` goes
+on after one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.support.programs.machine import Programs
+from tests.support.programs.program import Program
+from tests.support.programs.registry import ACTS
+from tests.support.programs.variants import VARIANTS
+
+SEED = int(os.environ.get("SEED", "0"))
+SAVERS = ("save_and_load_by_model", "save_and_load_by_hub", "save_and_load_by_accelerate")
+HOOKS = (
+    "hook_an_activation",
+    "hook_the_gradient_of_an_activation",
+    "hook_all_modules",
+    "hook_before_all_modules",
+    "hook_the_gradients_of_all_modules",
+)
+COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
+WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
+CLASSES = ("change_a_class", "change_the_forward_of_a_class")
+# what random programs have found, each to its shortest: the model, and the acts with their seeds
+FOUND: list[tuple[str, list[tuple[str, int]]]] = [
+    *((variant, [(act, 1)]) for act in HOOKS for variant in ("dense", "gate and up in one projection", "experts")),
+    *(("linear attention", [(act, 1)]) for act in HOOKS),
+    *(("dense", [(act, 1)]) for act in SAVERS),
+    ("dense", [("unregister", 1), ("train", 1)]),
+    *(("dense", [(copied, 1), ("unregister", 1), ("train", 1)]) for copied in COPIES),
+    ("dense", [("save_and_load_by_pretrained_with_kernels", 1), ("unregister", 1), ("train", 1)]),
+    ("dense", [("unregister", 1), ("register", 1), ("change_an_activation", 1), ("train", 1)]),
+    ("dense", [("take_a_state_dict", 1), ("restore", 1), ("write_through_the_state_dict", 1)]),
+    ("dense", [("restore", 1), ("take_a_state_dict", 1), ("kernelize", 1), ("write_through_the_state_dict", 1)]),
+    ("experts", [("take_a_state_dict", 1), ("transpose_experts", 1), ("write_through_the_state_dict", 1)]),
+    *(
+        ("dense", [(first, 1), (last, 1)])
+        for first in ("pickle_it", "save_and_load_the_whole_model")
+        for last in ("change_the_forward_of_a_class", "change_a_class")
+    ),
+    ("dense", [("name_our_attention", 1), ("pickle_it", 1), ("restore_a_part", 277)]),
+    *(("dense", [("call_with_padding", number)]) for number in range(4)),
+    *(
+        (variant, [("call_with_padded_sources_and_targets", number)])
+        for variant in ("encoder and decoder", "two models in one")
+        for number in range(4)
+    ),
+    ("dense", [("attend_in_both_directions", 1), ("call_with_padding", 1)]),
+    ("dense", [("call_from_a_model_that_packs", 1)]),
+    ("dense", [("wrap_attention_by_name", 1), ("unregister", 1), ("take_the_wrapper_away", 1), ("register", 1)]),
+    *(
+        ("dense", [("keep_outputs", number), (act, 1), ("look_at_kept_outputs", 1)])
+        for act in WRITES
+        for number in (0, 1, 10)  # with gradients, without, and with a backward
+    ),
+    *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
+    *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
+    ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
+    *(("experts with clipped SwiGLU", [("change_alpha_or_limit", number)]) for number in (53824, 61422)),
+    ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
+    ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
+    ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
+    ("gate and up in one projection", [("copy_deeply", 1), ("register", 1), ("pickle_it", 1)]),
+    (
+        "pictures",
+        [
+            ("keep_a_weight_as_a_tensor", 43122),
+            ("register", 17627),
+            ("share_an_activation", 57824),
+            ("change_the_forward_of_a_class", 31708),
+        ],
+    ),
+    ("linear attention", [("hook_all_modules", 909), ("kernelize_for_training", 43288), ("call_for_a_tuple", 33451)]),
+    (
+        "tied embeddings",
+        [
+            ("train", 64734),
+            ("parametrize_by_spectral_norm", 19146),
+            ("cast_to_bfloat16_and_back", 22863),
+            ("kernelize_for_training", 48054),
+            ("copy_deeply_and_drop_the_kernels_of_the_first", 17079),
+        ],
+    ),
+]
+
+
+def run(programs: int, acts: int) -> None:
+    """Run some programs of so many acts at most; a failure names its acts, and the seed repeats it."""
+    print(f"SEED={SEED} PROGRAMS={programs}")
+    profile = settings(
+        max_examples=programs,
+        stateful_step_count=acts,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    run_state_machine_as_test(seed(SEED)(Programs), settings=profile)
+
+
+def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> None:
+    program = Program(variant, folder)
+    try:
+        program.check()
+        for act, number in acts:
+            program.do(act, number)
+        assert not program.is_over
+    finally:
+        program.close()
+
+
+@pytest.mark.slow
+def test_programs_of_a_few_acts() -> None:
+    run(40, 5)
+
+
+@pytest.mark.long
+def test_many_programs_of_many_acts() -> None:
+    run(int(os.environ.get("PROGRAMS", "3000")), int(os.environ.get("ACTS", "20")))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_model_is_served(tmp_path: Path, variant: str) -> None:
+    program = Program(variant, tmp_path)
+    try:
+        assert any(row.swapped for row in program.report())
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize(
+    ("variant", "acts"), FOUND, ids=[f"{variant}: {', '.join(act for act, _ in acts)}" for variant, acts in FOUND]
+)
+def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
+    live_through(tmp_path, variant, acts)
+
+
+@pytest.mark.parametrize(("variant", "acts"), [
+    ("tied embeddings", [("parametrize_by_spectral_norm", 19), ("zero", 589)]),
+    ("linear attention", [("cast_to_half", 30841), ("zero", 9496)]),
+])  # fmt: skip
+def test_a_program_ends_where_zeros_leave_no_numbers(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
+    """Queries of zeros, of which torch's attention on the CPU makes zeros; embeddings of zeros in half precision."""
+    program = Program(variant, tmp_path)
+    try:
+        for act, number in acts:
+            program.do(act, number)
+        assert program.is_over
+    finally:
+        program.close()
+
+
+def test_there_are_many_acts() -> None:
+    assert len(ACTS) >= 60

@@ -11,8 +11,7 @@ from kernels_ext_npu.cli.terminal import AsJson, console, print_json
 
 def doctor(
     source: Annotated[
-        str,
-        typer.Option(help="Where the kernels are to come from, as register() takes it: bundled, hub, or a clone."),
+        str, typer.Option(help="Where the kernels are to come from, as register() takes it: bundled, hub, or a clone.")
     ] = "bundled",
     as_json: AsJson = False,
 ) -> None:

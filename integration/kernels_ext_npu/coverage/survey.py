@@ -167,7 +167,7 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
 
 def entries(module: ModuleType) -> Iterator[Entry]:
     """Find what a modeling file defines that is counted."""
-    file = _short(module)
+    file = module.__name__.rpartition("modeling_")[2]
     for cls in classes_of(module):
         kind, reference = classification.of_class(cls), find_pattern(cls)
         if kind is ATTENTION:
@@ -217,10 +217,6 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
 
 def _is_defined_in(value: object, module: ModuleType) -> bool:
     return getattr(value, "__module__", None) == module.__name__
-
-
-def _short(module: ModuleType) -> str:
-    return module.__name__.rpartition("modeling_")[2]
 
 
 @contextmanager

@@ -17,13 +17,11 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoConfig
 from transformers.utils import logging
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import ATTENTION, HEADS
-from kernels_ext_npu.demo.model_comparison import IN_GRAPHS, Result, compare, loader, operators, save
-from kernels_ext_npu.environment import RefusedError
+from kernels_ext_npu.demo.model_comparison import IN_GRAPHS, Result, compare, operators, save
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.model_configs import TINY
 from kernels_ext_npu.reporting.report import SHOWN
@@ -52,7 +50,6 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         if checkpoint is not None:
-            _check(checkpoint)
             results[checkpoint.name] = compare(checkpoint, steps=0)
         for name in track(() if checkpoint else TINY, "models", console=console, transient=True):
             save(name, Path(folder) / name)
@@ -70,19 +67,6 @@ def show(console: Console, checkpoint: Path | None = None) -> bool:
     if softnpu.is_software():
         console.print("\nThe software device computed this, no card.")
     return all(result.agrees() for result in results.values())
-
-
-def _check(checkpoint: Path) -> None:
-    if not (checkpoint / "config.json").is_file():
-        raise RefusedError(f"{checkpoint} is no checkpoint: a folder with config.json and weights is expected")
-    try:
-        config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise RefusedError(f"{checkpoint}: {error}") from error
-    if loader(config) is None:
-        raise RefusedError(
-            f"{checkpoint} holds a {config.model_type}: the demo runs models that generate text, with or without images"
-        )
 
 
 def machine(described: dict[str, Any]) -> Table:

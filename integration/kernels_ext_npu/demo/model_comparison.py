@@ -164,13 +164,19 @@ def load(folder: Path, **options: Any) -> Any:
     """Load a checkpoint in float32.
 
     Raises:
-        RefusedError: it cannot be loaded.
+        RefusedError: it cannot be loaded, or generates no text.
     """
-    auto = loader(AutoConfig.from_pretrained(folder, local_files_only=True))
+    if not (folder / "config.json").is_file():
+        raise RefusedError(f"{folder} is no checkpoint: a folder with config.json and weights is expected")
     try:
-        return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if (auto := loader(config)) is not None:
+            return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise RefusedError(f"{folder} could not be loaded: {error}") from error
+    raise RefusedError(
+        f"{folder} holds a {config.model_type}: the demo runs models that generate text, with or without images"
+    )
 
 
 @torch.no_grad()

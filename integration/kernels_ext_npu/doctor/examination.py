@@ -13,14 +13,7 @@ from typing import Any
 from kernels_ext_npu import __file__ as package_file
 from kernels_ext_npu import __version__
 from kernels_ext_npu.doctor import installed_packages, probes
-from kernels_ext_npu.doctor.checks import (
-    device,
-    hub_access,
-    kernel_files,
-    libraries,
-    python_and_torch,
-    register_effect,
-)
+from kernels_ext_npu.doctor.checks import device, hub_access, kernel_files, libraries, python_and_torch, register_effect
 from kernels_ext_npu.doctor.findings import Finding, Verdict, remedy, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, STACK, Observations, Outcome, run
 from kernels_ext_npu.machine.processes import ended_at_an_interrupt

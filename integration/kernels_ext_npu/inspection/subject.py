@@ -205,7 +205,18 @@ def _read(path: Path) -> PreTrainedConfig:
         raise CannotInspectError(f"{file} is no configuration: {error}") from error
     if not isinstance(described, dict) or "model_type" not in described:
         raise CannotInspectError(f"{file} is no configuration of a transformers model: it names no model_type")
-    return _described(str(file), described["model_type"], file)
+    model_type = described["model_type"]
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, 1)
+        hint = f"; near to it is {near[0]}" if near else ""
+        raise CannotInspectError(
+            f"{file} describes a {model_type}, which transformers {transformers.__version__} does not have{hint}. A "
+            "model that brings its own code is not built here: its code would have to be run."
+        )
+    try:
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a configuration class makes of what is written there
+        raise CannotInspectError(f"{file} is no valid configuration of a {model_type}: {first_line(error)}") from error
 
 
 def _cached(name: str) -> PreTrainedConfig:
@@ -218,20 +229,6 @@ def _cached(name: str) -> PreTrainedConfig:
             f"`hf download {name} config.json` brings it, without weights; or give a config.json or a model type"
         )
     return _read(Path(file))
-
-
-def _described(given: str, model_type: Any, file: Path) -> PreTrainedConfig:
-    if model_type not in CONFIG_MAPPING_NAMES:
-        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, 1)
-        hint = f"; near to it is {near[0]}" if near else ""
-        raise CannotInspectError(
-            f"{given} describes a {model_type}, which transformers {transformers.__version__} does not have{hint}. A "
-            "model that brings its own code is not built here: its code would have to be run."
-        )
-    try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a configuration class makes of what is written there
-        raise CannotInspectError(f"{given} is no valid configuration of a {model_type}: {first_line(error)}") from error
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -16,7 +16,10 @@ def register_takes_effect(seen: Observations) -> Finding:
         return not_checked("the device, or a package, does not work: see above")
     found = outcome.facts
     where = "on the software device" if seen.software else f"on {found.get('device', 'the NPU')}"
-    if outcome.failure and _is_told_elsewhere(seen, outcome.step):
+    by_device = outcome.step == SOFTNPU or (
+        outcome.step in (TORCH_NPU, DEVICE) and seen.software and not seen.expects_a_card
+    )
+    if outcome.failure and (by_device or outcome.step in (KERNELS, TRANSFORMERS)):  # findings of these tell of it
         return not_checked(f"{outcome.step} fails: see above")
     if (missing := seen.missing(outcome)) is not None:
         return not_checked(f"{missing} is not installed: see above")
@@ -43,9 +46,3 @@ def register_takes_effect(seen: Observations) -> Finding:
     variants = sorted({folder.rpartition("/")[2] for folder in found["taken"].values()})
     loaded = f"loaded the variant {', '.join(variants)} of {', '.join(sorted(found['taken']))}"
     return ok(f"takes effect {where}: {found['summary']}, and the results agree", details=(loaded,))
-
-
-def _is_told_elsewhere(seen: Observations, step: str) -> bool:
-    """Tell whether the finding of the device, torch_npu, kernels or transformers tells of a step that failed."""
-    by_device = step == SOFTNPU or (step in (TORCH_NPU, DEVICE) and seen.software and not seen.expects_a_card)
-    return by_device or step in (KERNELS, TRANSFORMERS)

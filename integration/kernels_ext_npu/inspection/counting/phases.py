@@ -168,9 +168,7 @@ def _optimize(parameters: list[nn.Parameter], costs: Counting) -> Callable[[], o
 
 
 def _count_update(
-    model: PreTrainedModel,
-    costs: Counting,
-    prepare: Callable[[list[nn.Parameter], Counting], Callable[[], object]],
+    model: PreTrainedModel, costs: Counting, prepare: Callable[[list[nn.Parameter], Counting], Callable[[], object]]
 ) -> Counts:
     """Count what is done with all weights at once, in lists: no layer can be left out."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

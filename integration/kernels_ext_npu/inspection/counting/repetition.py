@@ -136,7 +136,8 @@ def _signatures(layers: nn.ModuleList, configs: list[Any]) -> list[str]:
     offsets: dict[str, set[int | None]] = {}
     for position, values in enumerate(settings):
         for key, value in values.items():
-            offsets.setdefault(key, set()).add(_offset(value, position))
+            # how far a number, which may be the index of a layer, is from the layer's position
+            offsets.setdefault(key, set()).add(value - position if isinstance(value, int) else None)
     indices = {key for key, found in offsets.items() if len(found) == 1 and None not in found}
     lists = [
         (name, value)
@@ -148,7 +149,10 @@ def _signatures(layers: nn.ModuleList, configs: list[Any]) -> list[str]:
         repr(
             (
                 sorted((key, value) for key, value in settings[position].items() if key not in indices),
-                [(path, _shape(tensor)) for path, tensor in [*layer.named_parameters(), *layer.named_buffers()]],
+                [
+                    (path, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad)
+                    for path, t in [*layer.named_parameters(), *layer.named_buffers()]
+                ],
                 [(name, value[position]) for name, value in lists],
             )
         )
@@ -174,15 +178,6 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
             elif hasattr(value, "__func__"):  # a kernel in the place of a forward
                 settings[f"{path}.{name}"] = value.__func__.__qualname__
     return settings
-
-
-def _offset(value: Any, position: int) -> int | None:
-    """Return how far a number, which may be the index of a layer, is from the layer's position."""
-    return value - position if isinstance(value, int) else None
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
 
 
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor:

@@ -103,6 +103,7 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
 
     That is the activation of gpt-oss: GptOssExperts._apply_gate of transformers. It is one launch of
     ``npu_clipped_swiglu`` where torch_npu has it. Differentiable as :func:`swiglu` is; what is saved is ``gate_up``.
+    Where ``I`` is no multiple of 64 bytes, or ``alpha`` or ``limit`` is not positive, torch computes what is trained.
 
     Args:
         gate_up: ``[..., 2·I]``, of a floating dtype.

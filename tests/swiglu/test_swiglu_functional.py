@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from kernels_ext_npu.measuring.costs import Cost
+
 ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
 FUSED = {"swiglu": "npu_swiglu", "geglu": "npu_geglu"}
 
@@ -122,6 +124,56 @@ def test_clipped_swiglu_is_that_of_gpt_oss(kernel: ModuleType, npu_counters, alp
     y.square().sum().backward()
     expected.square().sum().backward()
     assert (y.detach().cpu() - expected.detach()).norm() <= 1e-6 * expected.norm()
+    assert (leaf.grad.cpu() - exact.grad).norm() <= 1e-6 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_of_clipped_swiglu_is_no_further_from_float64_than_torch(
+    kernel: ModuleType, dtype, interleaved
+) -> None:
+    """With values at the limit, which have one, and far below it."""
+    limit = float(torch.tensor(2.3, dtype=dtype))
+    x = gate_up(64, 256, dtype=dtype) * 2
+    x[:, ::7] = limit
+    x[:, 1::9] = -limit
+    x[::5, ::8] = -6e4  # times alpha more than float16 holds
+    grad = gate_up(64, 128, dtype=dtype)
+    results = []
+    for of in (torch.double, dtype):
+        leaf = x.clone().to(of).requires_grad_()
+        woven = leaf if interleaved else torch.stack(leaf.chunk(2, -1), -1).flatten(-2)
+        gpt_oss(woven, limit=limit).backward(grad.to(of))
+        results.append(leaf.grad.double())
+    exact, own = results
+    leaf = x.npu().requires_grad_()
+    kernel.clipped_swiglu(leaf, limit=limit, interleaved=interleaved).backward(grad.npu())
+    found = leaf.grad.cpu().double()
+    large = x.abs() >= limit  # the others' may be too small for the dtype
+    assert torch.equal(found[large] == 0, exact[large].to(dtype) == 0)
+    assert (found - exact).norm() <= (own.nan_to_num() - exact).norm() * (1 + 1e-6) + 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize(("name", "most", "launches"), [("clipped_swiglu", 29, 9), ("clamped_swiglu", 19, 5)])
+def test_gradients_of_what_is_clipped_read_and_write_little(kernel: ModuleType, name, most, launches) -> None:
+    """Bytes in tensors of half the size of the argument; read and written once they would be 5."""
+    x, grad = gate_up(64, 256, dtype=torch.bfloat16).npu().requires_grad_(), gate_up(64, 128).bfloat16().npu()
+    y = getattr(kernel, name)(x)
+    with Cost() as cost:
+        y.backward(grad)
+    assert sum(cost.launches.values()) == launches
+    assert sum(cost.bytes.values()) <= most * grad.nbytes
+
+
+@pytest.mark.parametrize(("size", "alpha", "limit"), [(7, 1.702, 7.0), (32, 0.0, 7.0), (32, -1.0, 7.0)])
+def test_clipped_swiglu_without_an_operator_for_its_gradient_is_computed_in_torch(
+    kernel: ModuleType, npu_counters, size, alpha, limit
+) -> None:
+    x = gate_up(4, 2 * size) * 3
+    leaf, exact = x.npu().requires_grad_(), x.double().requires_grad_()
+    kernel.clipped_swiglu(leaf, alpha, limit).square().sum().backward()
+    gpt_oss(exact, alpha, limit).square().sum().backward()
+    assert "npu_clipped_swiglu" not in npu_counters()
     assert (leaf.grad.cpu() - exact.grad).norm() <= 1e-6 * exact.grad.norm()
 
 

@@ -8,8 +8,13 @@ is the first half.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# of the sigmoid, which is 0 in float32 from there on: what is below may overflow when it is scaled
+_LEAST_LOGIT = -128.0
 
 
 def has_clipped_swiglu() -> bool:
@@ -31,23 +36,48 @@ def clipped_swiglu_in_torch(gate_up: Tensor, alpha: float, limit: float, offset:
     return (up + offset) * (gate * torch.sigmoid(alpha * gate))
 
 
+def has_clipped_gradient(alpha: float, limit: float) -> bool:
+    """Tell whether :func:`clipped_swiglu_gradient` takes these numbers."""
+    return alpha > 0 and limit > 0
+
+
 def clipped_swiglu_gradient(
     grad: Tensor, gate_up: Tensor, alpha: float, limit: float, offset: float, interleaved: bool
 ) -> Tensor:
-    """Return the gradient of ``gate_up``, ``[..., 2·I]`` in its dtype, computed in float32.
+    """Return the gradient of ``gate_up``, ``[..., 2·I]`` in its dtype, where ``I`` is a multiple of 64 bytes.
 
-    ``npu_clipped_swiglu`` has no derivative, and says nothing when one is asked for.
+    ``npu_clipped_swiglu`` has no derivative, and says nothing when one is asked for. But ``alpha`` times its value is
+    SwiGLU of ``alpha · g`` and ``u + offset``, whose gradient ``npu_swiglu_backward`` computes in float32 and rounds
+    once. What was clipped has none, as torch's clamp has it: beyond the limit, but not at it.
     """
-    gate, up, grad = (tensor.float() for tensor in (*gate_and_up(gate_up, interleaved), grad))
-    clipped = gate.clamp(max=limit)
-    sigmoid = torch.sigmoid(alpha * clipped)
-    slope = sigmoid * (1 + alpha * clipped * (1 - sigmoid)) * (gate <= limit)
-    d_gate = grad * (up.clamp(-limit, limit) + offset) * slope
-    d_up = grad * clipped * sigmoid * (up.abs() <= limit)
-    joined = torch.stack((d_gate, d_up), -1).flatten(-2) if interleaved else torch.cat((d_gate, d_up), -1)
-    return joined.to(gate_up.dtype)
+    gate, up = gate_and_up(gate_up, interleaved)
+    if interleaved:  # each operator would copy what it reads from between other values: one copy serves them all
+        gate, up = gate_up.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()
+    clipped = gate.new_empty(2, *gate.shape)
+    torch.clamp(gate, _LEAST_LOGIT / alpha, limit, out=clipped[0])
+    torch.clamp(up, -limit, limit, out=clipped[1])
+    if alpha != 1:
+        clipped[0].mul_(alpha)
+    if offset:
+        clipped[1].add_(offset)
+    found = torch.ops.npu.npu_swiglu_backward(grad.reshape(-1), clipped.view(-1), -1).view_as(clipped)
+    if alpha != 1:
+        found[1].div_(alpha)
+    del clipped
+    d_gate_up, beyond = torch.empty_like(gate_up), _next(limit, gate_up.dtype)
+    d_gate, d_up = gate_and_up(d_gate_up, interleaved)
+    keep_within = torch.ops.aten.hardtanh_backward.grad_input
+    keep_within(found[0], gate, -math.inf, beyond, grad_input=d_gate)
+    keep_within(found[1], up, -beyond, beyond, grad_input=d_up)
+    return d_gate_up
 
 
 def gate_and_up(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
     """Split a tensor ``[..., 2·I]`` into views of the gate and of up, ``[..., I]`` each."""
     return gate_up.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else gate_up.chunk(2, -1)
+
+
+def _next(number: float, dtype: torch.dtype) -> float:
+    """Return the least value of a dtype above a positive number."""
+    step = torch.finfo(dtype).eps * 2.0 ** (math.frexp(number)[1] - 1)
+    return number if number == math.inf else (math.floor(number / step) + 1) * step

@@ -20,7 +20,13 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, has_clipped_swiglu, launch_clipped_swiglu
+from .clipped import (
+    clipped_swiglu_gradient,
+    clipped_swiglu_in_torch,
+    has_clipped_gradient,
+    has_clipped_swiglu,
+    launch_clipped_swiglu,
+)
 from .derivatives import gradients
 from .geglu import geglu_gradient, launch_geglu
 
@@ -68,9 +74,10 @@ class Gate(NamedTuple):
 
     def fits(self, gate_up_size: int, dtype: torch.dtype, trains: bool = True) -> bool:
         """Tell whether torch_npu has an operator for ``[M, gate_up_size]``, and for its gradient if it trains."""
+        is_aligned = gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
         if self.is_plain or self.gelu:
-            return not trains or gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
-        return has_clipped_swiglu()
+            return is_aligned or not trains
+        return has_clipped_swiglu() and (not trains or (is_aligned and has_clipped_gradient(self.alpha, self.limit)))
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """Compute ``[M, I]`` of ``[M, 2·I]`` in one launch, without a gradient.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .clipped import has_clipped_swiglu, launch_clipped_swiglu
+from .clipped import clipped_swiglu_gradient, has_clipped_swiglu, launch_clipped_swiglu
 from .derivatives import gradients
 
 
@@ -36,17 +36,13 @@ def _launch_clamped(gate_up: Tensor, limit: float) -> Tensor:
     """Launch ``npu_clipped_swiglu``, or in releases without it ``npu_swiglu`` of what is clamped before."""
     if has_clipped_swiglu():
         return launch_clipped_swiglu(gate_up, 1.0, limit, 0.0, interleaved=False)
-    return torch.ops.npu.npu_swiglu(_clamped(gate_up, limit), -1)
-
-
-def _clamped(gate_up: Tensor, limit: float) -> Tensor:
     clamped = gate_up.clamp(max=limit)
     clamped[..., clamped.shape[-1] // 2 :].clamp_(min=-limit)
-    return clamped
+    return torch.ops.npu.npu_swiglu(clamped, -1)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """Keeps the argument only. Its gradient is that of ``npu_swiglu``, but for what was clamped, where it is zero."""
+    """Keeps the argument only."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, limit: float) -> Tensor:
@@ -57,9 +53,6 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
         (gate_up,) = ctx.saved_tensors
-        limit = ctx.limit
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return gradients(partial(_joined_in_torch, limit=limit), (gate_up,), (True,), grad)[0], None
-        clamped = _clamped(gate_up, limit)
-        found = torch.ops.npu.npu_swiglu_backward(grad.contiguous(), clamped, -1)
-        return found.masked_fill(clamped != gate_up, 0), None
+            return gradients(partial(_joined_in_torch, limit=ctx.limit), (gate_up,), (True,), grad)[0], None
+        return clipped_swiglu_gradient(grad, gate_up, 1.0, ctx.limit, 0.0, interleaved=False), None

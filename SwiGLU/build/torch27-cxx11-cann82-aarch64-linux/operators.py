@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .clipped import clipped_swiglu_gradient, launch_clipped_swiglu
+from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, launch_clipped_swiglu
 from .derivatives import gradients
 from .second_order import let_differentiate
 
@@ -131,6 +131,9 @@ class _ClippedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            found = gradients(lambda x: clipped_swiglu_in_torch(x.float(), *ctx.options), (gate_up,), (True,), grad)[0]
+            return found, None, None, None, None
         return clipped_swiglu_gradient(grad, gate_up, *ctx.options), None, None, None, None
 
 

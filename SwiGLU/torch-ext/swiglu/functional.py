@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .clamped import clamped_in_torch, clamped_swiglu_fused
-from .clipped import clipped_swiglu_in_torch, has_clipped_swiglu
+from .clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
 from .distributed import is_distributed
 from .operators import clipped_swiglu_fused, geglu_fused
 from .transforms import is_transformed
@@ -103,6 +103,7 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
 
     That is the activation of gpt-oss: GptOssExperts._apply_gate of transformers. It is one launch of
     ``npu_clipped_swiglu`` where torch_npu has it. Differentiable as :func:`swiglu` is; what is saved is ``gate_up``.
+    Where ``I`` is no multiple of 64 bytes, or ``alpha`` or ``limit`` is not positive, torch computes what is trained.
 
     Args:
         gate_up: ``[..., 2·I]``, of a floating dtype.
@@ -118,7 +119,8 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
         TypeError: ``gate_up`` is not floating point.
     """
     _check("clipped_swiglu", gate_up, None)
-    if _is_fused(gate_up) and has_clipped_swiglu():
+    is_differentiated = is_aligned(gate_up.shape[-1] // 2, gate_up.dtype) and has_clipped_gradient(alpha, limit)
+    if _is_fused(gate_up) and has_clipped_swiglu() and (is_differentiated or not _needs_grad(gate_up)):
         return clipped_swiglu_fused(gate_up, alpha, limit, 1.0, interleaved)
     return clipped_swiglu_in_torch(gate_up, alpha, limit, 1.0, interleaved)
 

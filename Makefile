@@ -10,12 +10,13 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-slow test-variants test-faults benchmark lint build docs publish release clean
+.PHONY: help demo test test-slow test-distributed test-variants test-faults benchmark lint build docs publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
 	@echo "make test        before a change lands: the tests [ARGS=tests/integration/swaps/loss]"
 	@echo "make test-slow   before a release: all of them, with those on several devices and those that take minutes [ARGS=...]"
+	@echo "make test-distributed   after sharding, heads or linear layers changed: the tests on several devices, one by one"
 	@echo "make test-variants   before a kernel is published: each strict variant on the releases that it names [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
 	@echo "make test-faults   after tests of kernels changed: plant faults of one per cent, and say which test sees which [ARGS=RMSNorm]"
 	@echo "make benchmark   how long the host is busy with forwards, imports, models and commands, ours and others'"
@@ -34,6 +35,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PYTEST) $(PARALLEL) $(ARGS)
+
+# one test after the other: each starts processes that run in parallel
+test-distributed: $(READY)
+	$(PYTEST) -m "not long" tests/distributed $(ARGS)
 
 # aarch64 wheels, under qemu where this machine is another one; they stay in a cache
 test-variants: $(READY)

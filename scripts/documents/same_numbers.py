@@ -1,4 +1,4 @@
-"""Write how far training on several devices is from one process: ``UPDATE=1 make test-slow`` found it."""
+"""Write how far training on several devices is from one process: ``UPDATE=1 make test-distributed`` found it."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def assert_as_recorded(row: Row) -> None:
     recorded = read()[row.key]
     for kind in ("loss", "gradients", "weights"):
         found, said = (max(getattr(one, kind), ROUNDING) for one in (row, recorded))
-        message = f"{kind} differ by {found:.1e}, docs/parallel.md says {said:.0e}: UPDATE=1 make test-slow"
+        message = f"{kind} differ by {found:.1e}, docs/parallel.md says {said:.0e}: UPDATE=1 make test-distributed"
         assert said / (2 * AS_RECORDED) <= found <= said * AS_RECORDED, f"{row.key}: {message}"
 
 

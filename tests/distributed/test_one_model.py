@@ -22,4 +22,4 @@ def test_two_devices_give_the_numbers_of_one_process(two_ranks, checkpoints, tru
 
 @pytest.mark.skipif(matrix.RECORDS, reason="they are written in this run")
 def test_the_documents_have_a_row_for_each_comparison_and_no_other():
-    assert list(matrix.read()) == list(matrix.keys()), "UPDATE=1 make test-slow writes them anew"
+    assert list(matrix.read()) == list(matrix.keys()), "UPDATE=1 make test-distributed writes them anew"

@@ -45,7 +45,7 @@ class Results:
 
 @pytest.fixture(scope="module")
 def record() -> Iterator[Callable[[Row], None]]:
-    """Takes what was measured: it has to be what was recorded, or `UPDATE=1 make test-slow` records it.
+    """Takes what was measured: it has to be what was recorded, or `UPDATE=1 make test-distributed` records it.
 
     Of what is not run the recorded rows stay.
     """

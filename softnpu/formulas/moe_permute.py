@@ -206,7 +206,7 @@ def _unpermute_grad(
     require(named.unique().numel() == named.numel(), operator, "sorted_indices names a row twice")
 
     if probs is not None:
-        # op-plugin 7.2.0 and the first wheels of 7.3.0, op_plugin_functions.yaml; CANN, moe_token_unpermute_grad_def.cpp
+        # op-plugin 7.2.0, first wheels of 7.3.0, op_plugin_functions.yaml; CANN, moe_token_unpermute_grad_def.cpp
         rule = f"grad_probs has the dtype of the rows, {dtype}, in torch_npu, and that of probs, {probs.dtype}, in CANN"
         require_before((9, 0), probs.dtype == dtype, operator, rule)
     g = grad.float().repeat_interleave(top_k, 0)  # a row for every token and slot

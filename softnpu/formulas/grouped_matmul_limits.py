@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, bfloat16, dtype, float16, float32, int8, int32, int64
 
 from softnpu.argument_checks import describe, require, require_dtypes
+from softnpu.cann import require_before
 
 OPERATOR = "npu_grouped_matmul"
 NO_GROUPS, ROWS, SUM = -1, 0, 2  # group_type
@@ -56,6 +57,8 @@ def require_group_type(group_type: int | None, split: int, group_list_type: int)
     require(group_type is not None, OPERATOR, "Requires manual passing group_type, current is None.")
     known = group_type in (NO_GROUPS, ROWS, SUM)
     require(known, OPERATOR, f"The group type must be -1, 0 or 2, but now is [{group_type}]")
+    # op-plugin 7.1.0, op_plugin/ops/opapi/GroupedMatmulKernelNpuOpApi.cpp, line 242
+    require_before((8, 3), group_type != SUM, OPERATOR, "group_type currently only support -1 and 0")
     allowed = OUTPUTS if group_type == NO_GROUPS else ONE_OUTPUT
     require(split in allowed, OPERATOR, f"split_item is {split}; group_type {group_type} takes {allowed}")
     rule = f"group_list_type is {group_list_type}; floating-point tensors take {ENDS}, ends, or {SIZES}, sizes"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, float32, int8, int32, int64
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
+from softnpu.cann import require_before
 from softnpu.formulas import formula
 
 MAX_TOP_K = 512
@@ -204,6 +205,10 @@ def _unpermute_grad(
     named = index[kept]
     require(named.unique().numel() == named.numel(), operator, "sorted_indices names a row twice")
 
+    if probs is not None:
+        # op-plugin 7.2.0, first wheels of 7.3.0, op_plugin_functions.yaml; CANN, moe_token_unpermute_grad_def.cpp
+        rule = f"grad_probs has the dtype of the rows, {dtype}, in torch_npu, and that of probs, {probs.dtype}, in CANN"
+        require_before((9, 0), probs.dtype == dtype, operator, rule)
     g = grad.float().repeat_interleave(top_k, 0)  # a row for every token and slot
     weighted = g if probs is None else g * probs.float().reshape(-1, 1)
     grad_permuted = torch.full((rows, grad.shape[1]), math.nan, dtype=dtype)

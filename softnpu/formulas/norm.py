@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, bfloat16, float16, float32
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.cann import require_before
 from softnpu.formulas import formula
 
 RMS_NORM_DTYPES: set[tuple[torch.dtype, ...]] = {
@@ -32,6 +33,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     """
     _require_trailing("npu_rms_norm", input, gamma)
     require_dtypes("npu_rms_norm", RMS_NORM_DTYPES, input=input, gamma=gamma)
+    _require_one_dtype("npu_rms_norm", input, gamma)
     x = input.float()
     rstd = _rstd(x, gamma.dim(), epsilon)
     if _whole_reduce_sum(input, gamma):
@@ -45,6 +47,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
     require(dy is not None, "npu_rms_norm_backward", "dy is undefined, and the operator has no second derivative")
     _require_trailing("npu_rms_norm_backward", input, gamma)
     require_dtypes("npu_rms_norm_backward", {(x, x, g) for x, g in RMS_NORM_DTYPES}, dy=dy, input=input, gamma=gamma)
+    _require_one_dtype("npu_rms_norm_backward", input, gamma)
     require(
         dy.shape == input.shape, "npu_rms_norm_backward", f"dy {describe(dy)} and x {describe(input)} differ in shape"
     )
@@ -151,6 +154,12 @@ def _require_trailing(operator: str, x: Tensor, gamma: Tensor) -> None:
         operator,
         f"gamma must have the last dimensions of x and fewer than x, got {describe(gamma)} for x {describe(x)}",
     )
+
+
+def _require_one_dtype(operator: str, x: Tensor, gamma: Tensor) -> None:
+    """Refuse float32 beside 16 bits where no page has it: op-plugin 7.1.0, torch_npu-npu_rms_norm.md, line 18."""
+    rule = f"gamma must have the dtype of x, got {describe(gamma)} for x {describe(x)}"
+    require_before((8, 3), x.dtype == gamma.dtype, operator, rule)
 
 
 def _require_sum(operator: str, x1: Tensor, x2: Tensor, gamma: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

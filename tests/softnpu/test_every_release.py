@@ -10,7 +10,11 @@ from softnpu.cann import CANN
 
 pytestmark = [pytest.mark.slow, pytest.mark.software]
 ROOT = Path(__file__).resolve().parent.parent.parent
-CASES = ("tests/softnpu/test_limits_of_releases.py", "tests/variants/test_limits.py")
+CASES = (
+    "tests/softnpu/test_limits_of_releases.py",
+    "tests/variants/test_limits.py",
+    "tests/variants/test_limits_in_training.py",
+)
 RELEASES = {(8, 2): "8.2.RC1", (8, 3): "8.3.RC1", (8, 5): "8.5.0", (9, 0): "9.0.0", (9, 1): "9.1"}
 
 

@@ -52,6 +52,30 @@ def packed_gradient(size: int, before: int, behind: int) -> None:
     out.backward(torch.ones_like(out))
 
 
+def summed_groups() -> None:
+    x, ends = torch.ones(3, 4, device="npu"), torch.tensor([1, 3], device="npu")
+    torch.ops.npu.npu_grouped_matmul([x.t()], [x], group_list=ends, split_item=3, group_type=2)
+
+
+def added_groups() -> None:
+    x, total = torch.ones(3, 4, dtype=torch.float16, device="npu"), torch.zeros(8, 4, device="npu")
+    torch.ops.npu.npu_grouped_matmul_add_(total, x, x, torch.tensor([1, 3], device="npu"))
+
+
+def unpermuted_gradient(weights: torch.dtype) -> None:
+    rows, order = torch.ones(4, 8, dtype=torch.bfloat16, device="npu"), torch.arange(4, dtype=torch.int32).npu()
+    probs = torch.ones(2, 2, dtype=weights, device="npu")
+    torch.ops.npu.npu_moe_token_unpermute_grad(rows, rows[:2], order, probs)
+
+
+def normed(gamma: torch.dtype, backward: bool = False) -> None:
+    x, gamma = torch.ones(2, 8, dtype=torch.bfloat16, device="npu"), torch.ones(8, dtype=gamma, device="npu")
+    if backward:
+        torch.ops.npu.npu_rms_norm_backward(x, x, gamma, torch.ones(2, 1, device="npu"))
+    else:
+        torch.ops.npu.npu_rms_norm(x, gamma)
+
+
 # a call, since which release it is taken, and the words of a refusal
 CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "42 heads of 128": (lambda: mrope(42), (8, 2), ""),
@@ -74,6 +98,13 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "a captured fast GELU": (captured_gelu, (8, 5), "Cannot run aclop operators during NPU graph capture"),
     "heads of 512": (lambda: packed_gradient(512, 1, 0), (8, 2), ""),
     "heads of 520": (lambda: packed_gradient(520, 1, 0), (8, 5), "D is 1 to 512"),
+    "sums of groups": (summed_groups, (8, 3), "group_type currently only support -1 and 0"),
+    "sums of groups, added": (added_groups, (8, 2), ""),
+    "weights like rows": (lambda: unpermuted_gradient(torch.bfloat16), (8, 2), ""),
+    "weights of float32": (lambda: unpermuted_gradient(torch.float32), (9, 0), "grad_probs has the dtype of the rows"),
+    "gamma like x": (lambda: normed(torch.bfloat16), (8, 2), ""),
+    "gamma of float32": (lambda: normed(torch.float32), (8, 3), "gamma must have the dtype of x"),
+    "gradient of float32": (lambda: normed(torch.float32, True), (8, 3), "gamma must have the dtype of x"),
     "a single key": (lambda: packed_gradient(64, 0, 0), NEVER, "pre_token and next_token is invalid"),
 }
 

@@ -147,6 +147,20 @@ def test_gating_is_one_launch_where_the_release_has_its_shape(kernels, name) -> 
     assert_close(results[0][1], results[1][1], "gradient")
 
 
+# ---- nothing --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+def test_nothing_is_launched_of_empty_tensors(kernels, shape) -> None:
+    """The tiling of the norm refuses them: ops-nn, rms_norm_tiling.cpp, "Input x shape can not be 0"."""
+    weight = torch.ones(8).npu()
+    for function in (lambda x: kernels["RMSNorm"].rms_norm(x, weight, 1e-6), kernels["Activation"].quick_gelu):
+        x = torch.ones(shape).npu().requires_grad_()
+        softnpu.reset_counters()
+        y = function(x)
+        y.sum().backward()
+        assert (y.shape, x.grad.shape) == (shape, shape)
+        assert not [name for name in softnpu.counters() if name.startswith("npu_")]
+
+
 # ---- activations in graphs ------------------------------------------------------------------------------------------
 def test_a_captured_quick_gelu_is_an_operator_that_graphs_take(kernels) -> None:
     if not hasattr(torch.npu, "graph"):

@@ -97,6 +97,7 @@ def _is_fused(x: Tensor) -> bool:
         x.device.type == "npu"
         and x.dtype in _FUSED_DTYPES
         and x.dim() <= 8
+        and x.numel() > 0
         and not (is_distributed(x) or is_transformed() or _refused_in_graphs())
     )
 

@@ -165,8 +165,9 @@ def _chosen_by(
 ) -> Tensor:
     """Return what is left out where a query sees chosen keys only, as DeepSeek-V3.2's indexer chooses them."""
     queries, keys = query.shape[2], key.shape[2]
-    left_out = torch.ones(*indices.shape[:2], keys, dtype=torch.bool, device=query.device)
-    left_out = left_out.scatter(-1, indices.long(), False).unsqueeze(1)
+    # uint8: CANN scatters bool on an AI CPU (ops-nn, scatter_elements.cpp, AICORE_910B_DTYPE_SUPPORT_LIST)
+    left_out = torch.ones(*indices.shape[:2], keys, dtype=torch.uint8, device=query.device)
+    left_out = left_out.scatter(-1, indices.long(), 0).bool().unsqueeze(1)
     if isinstance(seen, Tensor):
         return left_out | seen
     if isinstance(mask, MaskDescription):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cann import CANN
 from .derivatives import gradients
 from .in_torch import product_in_torch
+from .permutation import has_gradients
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUPS = 1024
@@ -21,6 +23,10 @@ _COLUMNS = 16  # of the ones that sum a bias gradient: one column would have no 
 _M_AXIS, _K_AXIS = 0, 2  # group_type: the rows of x are grouped, or what is summed over
 _COUNTS = 1  # group_list_type
 _SINGLE, _SINGLE_K = 2, 3  # split_item: one tensor comes out
+
+# op-plugin 7.1.0, of CANN 8.2, op_plugin/ops/opapi/GroupedMatmulKernelNpuOpApi.cpp: "group_type currently only support
+# -1 and 0"; 7.2.0 takes 2, and has the gradients of permutations
+_SUMS_GROUPS = CANN >= (8, 3) and has_gradients()
 
 
 def fits(x: Tensor, *weights: Tensor) -> bool:
@@ -135,6 +141,8 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
     The operator wants a transposed view of contiguous rows, and contiguous rows.
     """
+    if not _SUMS_GROUPS:
+        return (_sum_operator if torch.compiler.is_compiling() else _added_to_zeros)(a, b, counts)
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [a.contiguous().t()],
         [b.contiguous()],
@@ -145,6 +153,34 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
         group_list_type=_COUNTS,
     )
     return y
+
+
+def _added_to_zeros(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Compute :func:`sum_over_rows` where ``npu_grouped_matmul`` sums over no groups.
+
+    ``npu_grouped_matmul_add_`` adds products of 16 bits in float32, which are rounded once then, as the other operator
+    rounds: CANN's ops-transformer, gmm/grouped_matmul_add. It takes no float32: for that the host waits for ``counts``.
+    """
+    groups, inner, outer = counts.shape[0], a.shape[1], b.shape[1]
+    if a.dtype is torch.float32:
+        sizes = counts.tolist()
+        rows = zip(a[: sum(sizes)].split(sizes), b[: sum(sizes)].split(sizes))
+        return torch.stack([left.t().mm(right) for left, right in rows])
+    total = a.new_zeros(groups * inner, outer, dtype=torch.float32)
+    ends = counts.cumsum(0, dtype=torch.int32).long()  # CANN sums int64 on an AI CPU
+    torch.ops.npu.npu_grouped_matmul_add_(total, a.contiguous(), b.contiguous(), ends)
+    return total.view(groups, inner, outer).to(a.dtype)
+
+
+# torch.compile traces no operator that returns what it writes to, and no host that waits
+@torch.library.custom_op(f"{__name__.partition('.')[0]}::sum_over_rows", mutates_args=())
+def _sum_operator(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    return _added_to_zeros(a, b, counts)
+
+
+@_sum_operator.register_fake
+def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    return a.new_empty(counts.shape[0], a.shape[1], b.shape[1])
 
 
 def _as_added(bias: Tensor, dtype: torch.dtype) -> Tensor:

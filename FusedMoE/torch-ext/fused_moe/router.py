@@ -43,7 +43,7 @@ def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Ten
         return _SoftmaxTopK.apply(logits, k, renormalise)[:2]
     if not _is_fused(logits, k):
         return _in_torch(logits, k, renormalise)[:2]
-    # float32: in a narrower dtype the operator rounds what it compares
+    # float32: of bfloat16 the operator rounds the weights, and of float16 also what it compares
     weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits.float(), None, k)
     return _renormalised(weights) if renormalise else weights, experts.long()
 

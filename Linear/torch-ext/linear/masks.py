@@ -1,7 +1,7 @@
 """Dropout inside a node of autograd: what is kept of it is its mask, with which its input is multiplied again.
 
 ``torch.nn.functional.dropout`` ends in the same operator, and draws the same numbers: op-plugin,
-op_plugin/ops/opapi/DropoutKernelNpuOpApi.cpp, where ``native_dropout`` is ``_npu_dropout``.
+op_plugin/ops/opapi/NativeDropoutKernelNpuOpApi.cpp, where ``native_dropout`` is ``_npu_dropout``.
 """
 
 from __future__ import annotations

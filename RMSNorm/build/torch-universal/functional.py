@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cann import CANN
 from .derivatives import gradients
 from .distributed import is_distributed
 from .second_order import let_differentiate
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# op-plugin 7.1.0, of CANN 8.2, torch_npu-npu_rms_norm.md: gamma is in the dtype of self; 7.2.0 has pairs with float32
+_MIXES_DTYPES = CANN >= (8, 3)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -19,7 +22,8 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
     That is LlamaRMSNorm.forward of transformers, models/llama/modeling_llama.py, without its rounding in between. It is
     one launch of ``npu_rms_norm`` for float16, bfloat16 and float32 with 2 to 8 dimensions on the NPU, a weight of the
     same dtype or float32; the same formula in torch for everything else, and under torch.func and forward-mode
-    derivatives. Differentiable as often as torch's own operators are.
+    derivatives. CANN 8.2 has it in one dtype alone: other pairs are normed in float32 there, between two casts.
+    Differentiable as often as torch's own operators are.
 
     Args:
         hidden_states: ``[..., H]``, of a floating dtype.
@@ -46,6 +50,9 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             return _rms_norm_in_torch(hidden_states, weight, eps)
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
+    dtype = hidden_states.dtype
+    if weight.dtype is not dtype and not _MIXES_DTYPES:
+        return norm(hidden_states.float(), weight, eps).to(dtype)
     # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
     if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):
         hidden_states = hidden_states.contiguous()
@@ -86,7 +93,6 @@ def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
         and _is_fused(hidden_states, weight)
         and hidden_states.is_contiguous()
         and weight.is_contiguous()
-        and hidden_states.numel() > 0
         and not is_distributed(hidden_states, weight)
     ):
         return torch.ops.npu.npu_gemma_rms_norm(hidden_states, weight, eps)[0]
@@ -126,11 +132,15 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
 
 
 def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
-    """Tell whether ``npu_rms_norm`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
+    """Tell whether ``npu_rms_norm`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu.
+
+    Nothing empty: CANN's ops-nn, norm/rms_norm/op_host, rms_norm_tiling.cpp, "Input x shape can not be 0".
+    """
     dtype, shape = hidden_states.dtype, hidden_states.shape
     return (
         hidden_states.device.type == "npu"
         and dtype in _FUSED_DTYPES
+        and hidden_states.numel() > 0
         and bool(shape[1:])
         and not shape[8:]  # 2 to 8 dimensions, without a call that every forward would make
         and (weight is None or (weight.dtype in (dtype, torch.float32) and weight.shape == shape[-1:]))
@@ -139,9 +149,8 @@ def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
 
 
 def is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Tell whether ``npu_add_rms_norm`` takes them: it wants one dtype, and no empty tensor."""
-    one_dtype = hidden_states.dtype == residual.dtype == weight.dtype
-    return one_dtype and hidden_states.numel() > 0 and _is_fused(hidden_states, weight)
+    """Tell whether ``npu_add_rms_norm`` takes them: it wants one dtype."""
+    return hidden_states.dtype == residual.dtype == weight.dtype and _is_fused(hidden_states, weight)
 
 
 def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -21,7 +21,7 @@ def mrope(heads: int, size: int = 128, dtype: torch.dtype = torch.float16) -> No
 
 
 def rotary(*shape: int, rotary_mode: str = "half") -> None:
-    x, cos = torch.ones(*shape, device="npu"), torch.ones(shape[0], 1, shape[-1], device="npu")
+    x, cos = torch.ones(*shape, device="npu"), torch.ones(shape[0], *[1] * (len(shape) - 2), shape[-1], device="npu")
     torch.ops.npu.npu_rotary_mul(x, cos, cos, rotary_mode)
 
 
@@ -88,6 +88,7 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "86 heads of 64": (lambda: mrope(86, 64), (8, 5), "SIGFPE"),
     "tokens": (lambda: rotary(9, 2, 64), (8, 5), "must be 4-dimensional"),
     "tokens in pairs": (lambda: rotary(9, 2, 64, rotary_mode="interleave"), (8, 5), "must be 4-dimensional"),
+    "nothing to broadcast": (lambda: rotary(16, 1, 1, 64), (8, 2), ""),  # and so no rule of BNSD
     "8 sequences of 9": (lambda: rotary_gradient(8, 9), (8, 2), ""),
     "8 sequences of 8": (lambda: rotary_gradient(8, 8), NEVER, r"invalid shape! x shape: \[8, 2, 8, 64\]"),
     "DeepSeek-V3": (gating, (8, 2), ""),

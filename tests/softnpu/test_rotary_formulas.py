@@ -121,7 +121,6 @@ def rotary(x: tuple, cos: tuple, mode: str = "half", dtype: torch.dtype = torch.
         # a decode step: 16 heads for one position
         (lambda: rotary((1, 16, 1, 64), (1, 1, 1, 64)), "B·N <= 8·S"),
         (lambda: rotary((16, 4, 1, 64), (16, 1, 1, 64)), "B·N <= 8·S"),  # though S11D is legal
-        (lambda: rotary((16, 1, 1, 64), (16, 1, 1, 64)), "B·N <= 8·S"),
         (lambda: rotary((2, 3, 40, 16), (2, 1, 40, 16), dtype=torch.bfloat16), "blocks of 32 bytes"),
         (lambda: rotary((1000, 1000, 1, 2), (1000, 1, 1, 2)), "B·N"),
         (lambda: rotary((2, 1000, 2), (2, 1, 2)), "N < 1000"),

@@ -81,7 +81,7 @@ def _is_deepseek_v3(kernel: str, router: Any) -> bool:
 
 def _heads(module: nn.Module, model: nn.Module) -> tuple[int, int]:
     """Return how many heads the attention of a module has, and of which size; zeros where its config does not say."""
-    config = getattr(module, "config", None) or getattr(model, "config", None)
+    config: Any = getattr(module, "config", None) or getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads, hidden = (getattr(config, name, None) or 0 for name in ("num_attention_heads", "hidden_size"))
     if not (isinstance(heads, int) and isinstance(hidden, int) and heads):

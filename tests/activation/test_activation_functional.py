@@ -43,7 +43,7 @@ def test_values_and_gradients_are_those_of_float64(kernel, name, shape, dtype, t
     y = getattr(kernel, name)(leaf)
     y.backward(torch.ones_like(y))
     calls = softnpu.counters()
-    fits = name == "gelu_tanh" or len(shape) <= 8
+    fits = name == "gelu_tanh" or (len(shape) <= 8 and x.numel() > 0)
     assert (operator in calls and gradient in calls) == fits
     assert calls["stream_syncs"] == 0
     expected = formula(exact)

@@ -21,6 +21,10 @@ from tests.support import doctor_faults as faults
 
 ROUTING = "CANN 8.2 routes only 256 experts in groups of eight; since 8.3 all"
 TRAINING = "CANN 8.2 routes in one launch in inference alone; since 8.3 in training, too"
+EXPERTS = "CANN 8.2 sums gradients of experts' weights up in float32, at twice their size; since 8.3 in their own dtype"
+EXPERTS_IN_FLOAT32 = "CANN 8.2 has the host wait for gradients of experts' weights in float32; since 8.3 for none"
+CHOSEN = "CANN {} leaves gradients of float32 routing weights of experts in 16 bits to torch; since 9.0 takes them"
+NORMS = "CANN 8.2 trains norms with 1 + weight in 16 bits between two casts; since 8.3 without"
 ROTATED = "CANN 8.3 rotates up to 42 heads of 128 of a token together; since 9.0 any number"
 ROTATED_IN_8_5 = "CANN 8.5 rotates up to 53 heads of 128 of a token together; since 9.0 any number"
 RELEASES = [(8, 2), (8, 3), (8, 5), (9, 0), (9, 1)]
@@ -29,14 +33,14 @@ SMALL |= {"q_lora_rank": 8, "kv_lora_rank": 8, "first_k_dense_replace": 0, "num_
 WIDE = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
 
 
-def kernelized(model_type: str, **sizes: int) -> PreTrainedModel:
+def kernelized(model_type: str, dtype: torch.dtype = torch.float32, **sizes: int) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **SMALL, **sizes)
-    return kernels_ext_npu.kernelize(AutoModelForCausalLM.from_config(config).eval().to("npu"))
+    return kernels_ext_npu.kernelize(AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to("npu"))
 
 
 def reasons(model: PreTrainedModel, kernel: str) -> dict[tuple[int, int], str | None]:
-    """What the report says of the one row of a kernel, by release."""
-    (row,) = [row for row in kernels_ext_npu.report(model) if row.kernel == kernel]
+    """What the report says of the first row of a kernel, by release."""
+    row, *_ = [row for row in kernels_ext_npu.report(model) if row.kernel == kernel]
     return {release: release_limits.reason(row, model, release) for release in RELEASES}
 
 
@@ -51,6 +55,31 @@ def test_deepseeks_own_router_is_told_so_in_training_alone(registered) -> None:
     assert set(reasons(model, "SigmoidTopKRouter").values()) == {None}
     found = reasons(kernels_ext_npu.kernelize(model.train()), "SigmoidTopKRouter")
     assert found == {release: TRAINING if release == (8, 2) else None for release in RELEASES}
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, EXPERTS), (torch.float32, EXPERTS_IN_FLOAT32)])
+def test_trained_experts_are_told_the_release_that_sums_in_their_dtype(registered, dtype, said) -> None:
+    model = kernelized("qwen3_moe", dtype, num_experts=4, num_experts_per_tok=2)
+    assert set(reasons(model, "MoEExperts").values()) == {None}
+    found = reasons(kernels_ext_npu.kernelize(model.train()), "MoEExperts")
+    assert found == {release: said if release == (8, 2) else None for release in RELEASES}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert set(reasons(model, "MoEExperts").values()) == {None}
+
+
+def test_trained_experts_of_a_router_in_float32_are_told_the_release_that_mixes_dtypes(registered) -> None:
+    model = kernelized("deepseek_v3", torch.bfloat16, n_routed_experts=16, n_group=4, topk_group=2)
+    found = reasons(kernels_ext_npu.kernelize(model.train()), "MoEExperts")
+    assert list(found.values()) == [EXPERTS, CHOSEN.format(8.3), CHOSEN.format(8.5), None, None]
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, NORMS), (torch.float32, None)])
+def test_trained_norms_around_zero_are_told_the_release_that_mixes_dtypes(registered, dtype, said) -> None:
+    model = kernelized("gemma", dtype, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    assert set(reasons(model, "RMSNormZeroCentered").values()) == {None}
+    found = reasons(kernels_ext_npu.kernelize(model.train()), "RMSNormZeroCentered")
+    assert found == {release: said if release == (8, 2) else None for release in RELEASES}
 
 
 def test_many_heads_are_told_the_release_that_rotates_them_together(registered) -> None:

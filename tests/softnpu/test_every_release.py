@@ -26,14 +26,14 @@ def test_cases_at_a_limit_hold_on_every_release(run_python, release: str) -> Non
 def test_a_release_that_cannot_be_read_is_the_oldest(run_python) -> None:
     """Of what a kernel is told when it is loaded: nothing is asked afterwards."""
     found = run_python(f"""
+import sys
 import softnpu, torch
 from kernels import get_local_kernel
 from pathlib import Path
 torch.version.cann = "not known"
 rope = get_local_kernel(Path({str(ROOT)!r}) / "RoPE")
 cos, x = torch.ones(1, 1, 128, device="npu"), torch.ones(1, 43, 1, 128, device="npu")
-import sys
-sys.modules[rope.__name__ + ".one_token"].note_made(cos, cos, 1)
+sys.modules[rope.__name__ + ".one_token"].note_made(cos, cos, 2)
 for heads in (42, 43):
     softnpu.reset_counters()
     rope.apply_rotary_pos_emb(x[:, :heads], x[:, :8], cos, cos)

@@ -17,7 +17,7 @@ _MOST_CHOICES = 512
 
 # CANN writes the gradient of the weights in their dtype, torch_npu makes room for it in that of the rows: op-plugin,
 # op_plugin_functions.yaml of 7.2.0 and of the first wheels of 7.3.0; mended in 26.0.0, of CANN 9.0
-_MIXES_DTYPES = CANN >= (9, 0)
+_WEIGHTS_IN_ANY_DTYPE = CANN >= (9, 0)
 
 
 # Above autograd newer releases call an operator that hands the rows out again, for a gradient of their own: it would be
@@ -91,7 +91,7 @@ def unpermute_gradient(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor, top_k_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``rows``, ``[T·k, H]``, and of ``weights``, ``[T, k]``."""
-    if has_gradients() and (_MIXES_DTYPES or weights.dtype is rows.dtype):
+    if has_gradients() and (_WEIGHTS_IN_ANY_DTYPE or weights.dtype is rows.dtype):
         return torch.ops.npu.npu_moe_token_unpermute_grad(rows, grad, order, weights)
     place = order.long()
     sorted_weights = torch.empty_like(weights).view(-1).scatter_(0, place, weights.reshape(-1)).unsqueeze(-1)

@@ -13,7 +13,7 @@ from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # op-plugin 7.1.0, of CANN 8.2, torch_npu-npu_rms_norm.md: gamma is in the dtype of self; 7.2.0 has pairs with float32
-_MIXES_DTYPES = CANN >= (8, 3)
+_WEIGHT_IN_FLOAT32 = CANN >= (8, 3)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -51,7 +51,7 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
     dtype = hidden_states.dtype
-    if weight.dtype is not dtype and not _MIXES_DTYPES:
+    if weight.dtype is not dtype and not _WEIGHT_IN_FLOAT32:
         return norm(hidden_states.float(), weight, eps).to(dtype)
     # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
     if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):

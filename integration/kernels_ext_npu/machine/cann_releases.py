@@ -36,11 +36,28 @@ class Limit:
 
 ROUTING = Limit((8, 3), "routes only 256 experts in groups of eight", "all")
 ROUTING_IN_TRAINING = Limit((8, 3), "routes in one launch in inference alone", "in training, too")
+EXPERTS = Limit((8, 3), "sums gradients of experts' weights up in float32, at twice their size", "in their own dtype")
+EXPERTS_IN_FLOAT32 = Limit((8, 3), "has the host wait for gradients of experts' weights in float32", "for none")
+EXPERTS_CHOSEN_IN_FLOAT32 = Limit(
+    (9, 0), "leaves gradients of float32 routing weights of experts in 16 bits to torch", "takes them"
+)
+NORMS_IN_TRAINING = Limit((8, 3), "trains norms with 1 + weight in 16 bits between two casts", "without")
 FAST_GELU = Limit((8, 5), "takes the fast GELU in no graph", "in graphs, too")
 PACKED_HEADS = Limit((8, 5), "has gradients of packed attention for heads of up to 512", "of up to 768")
 ROTATED = Limit((9, 0), "rotates up to 42 heads of 128 of a token together", "any number", (UNREADABLE, (8, 5)))
 ROTATED_IN_8_5 = Limit((9, 0), "rotates up to 53 heads of 128 of a token together", "any number", ((8, 5), (9, 0)))
-LIMITS = (ROUTING, ROUTING_IN_TRAINING, FAST_GELU, PACKED_HEADS, ROTATED, ROTATED_IN_8_5)
+LIMITS = (
+    ROUTING,
+    ROUTING_IN_TRAINING,
+    EXPERTS,
+    EXPERTS_IN_FLOAT32,
+    EXPERTS_CHOSEN_IN_FLOAT32,
+    NORMS_IN_TRAINING,
+    FAST_GELU,
+    PACKED_HEADS,
+    ROTATED,
+    ROTATED_IN_8_5,
+)
 
 
 def release_of(version: str | None) -> Release:

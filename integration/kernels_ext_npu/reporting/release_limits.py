@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.catalogue import ATTENTION, LAYERS, ROTARY
+from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, LAYERS, ROTARY
 from kernels_ext_npu.machine import cann_releases
 from kernels_ext_npu.machine.cann_releases import Limit, Release
 from kernels_ext_npu.reasons import Reason
@@ -43,6 +43,10 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
         if not _is_deepseek_v3(kernel, module):
             return cann_releases.ROUTING
         return cann_releases.ROUTING_IN_TRAINING if module.training else None
+    if row.kind == EXPERTS.in_models and module.training:
+        return _of_trained_experts(row, module, model, release)
+    if LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
+        return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
     if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
         return cann_releases.FAST_GELU
     heads, size = _heads(module, model)
@@ -53,6 +57,21 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
             return cann_releases.ROTATED if 9 * heads * size > _LOCAL_FLOATS else None
         return cann_releases.ROTATED_IN_8_5 if 7 * heads * size + 10 * size > _LOCAL_FLOATS else None
     return None
+
+
+def _of_trained_experts(row: Row, experts: nn.Module, model: nn.Module, release: Release) -> Limit | None:
+    """Return the limit of experts in training, the one that costs more where there are two."""
+    is_float32 = _dtype(experts) is torch.float32
+    if release < (8, 3) and any(parameter.requires_grad for parameter in experts.parameters()):
+        return cann_releases.EXPERTS_IN_FLOAT32 if is_float32 else cann_releases.EXPERTS
+    block = model.get_submodule(row.module.rpartition(".")[0])
+    # routers that correct their scores give weights in float32, as those of DeepSeek-V3
+    corrects = any(hasattr(part, "e_score_correction_bias") for part in (*experts.children(), *block.children()))
+    return cann_releases.EXPERTS_CHOSEN_IN_FLOAT32 if corrects and not is_float32 else None
+
+
+def _dtype(module: nn.Module) -> torch.dtype | None:
+    return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def _is_deepseek_v3(kernel: str, router: Any) -> bool:

@@ -107,6 +107,26 @@ def _gated(experts: int, writes_scores: bool = False) -> Pair:
     return [dense, *([scores] if writes_scores else [])], [expected, *([exact] if writes_scores else [])]
 
 
+def _summed(added: bool) -> Pair:
+    """Sum products of rows over groups, one of them empty, as the gradients of experts' weights are."""
+    a, b, sizes = _draw(9, 16), _draw(9, 32, seed=1), [4, 0, 5]
+    left, right, ends = (t.to("npu") for t in (a, b, torch.tensor([4, 4, 9])))
+    if added:
+        total = torch.zeros(3 * 16, 32, device="npu")
+        torch.ops.npu.npu_grouped_matmul_add_(total, left, right, ends)
+        found = total.view(3, 16, 32)
+    else:
+        (found,) = torch.ops.npu.npu_grouped_matmul([left.t()], [right], group_list=ends, split_item=3, group_type=2)
+    parts = zip(a.double().split(sizes), b.double().split(sizes))
+    return [found], [torch.stack([one.T @ other for one, other in parts])]
+
+
+def _normed(dtype: torch.dtype) -> Pair:
+    x, weight = _draw(4, 64), _draw(64, seed=1, dtype=dtype)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    return [torch.ops.npu.npu_rms_norm(x.to("npu"), weight.to("npu"), 1e-6)[0]], [exact]
+
+
 def _fast_gelu(captured: bool) -> Pair:
     x = _draw(4, 64)
     given = x.to("npu")
@@ -159,6 +179,10 @@ LIMITS = (
     Limit("npu_moe_gating_top_k, 256 experts", lambda: _gated(256), OLDEST),
     Limit("npu_moe_gating_top_k, 128 experts", lambda: _gated(128), (8, 3)),
     Limit("npu_moe_gating_top_k, all scores", lambda: _gated(256, writes_scores=True), (8, 3)),
+    Limit("npu_grouped_matmul_add_, sums of groups", lambda: _summed(added=True), OLDEST),
+    Limit("npu_grouped_matmul, sums of groups", lambda: _summed(added=False), (8, 3)),
+    Limit("npu_rms_norm, a weight like x", lambda: _normed(DTYPE), OLDEST),
+    Limit("npu_rms_norm, a weight in float32", lambda: _normed(torch.float32), (8, 3)),
     Limit("npu_fast_gelu, launched", lambda: _fast_gelu(captured=False), OLDEST),
     Limit("npu_fast_gelu, captured", lambda: _fast_gelu(captured=True), (8, 5)),
     Limit("packed attention, a head of 512", lambda: _packed(512, 1), OLDEST),

@@ -162,7 +162,7 @@ def test_nothing_is_launched_of_empty_tensors(kernels, shape) -> None:
 
 
 # ---- activations in graphs ------------------------------------------------------------------------------------------
-def test_a_captured_quick_gelu_is_an_operator_that_graphs_take(kernels) -> None:
+def test_a_captured_activation_is_an_operator_that_graphs_take(kernels) -> None:
     if not hasattr(torch.npu, "graph"):
         pytest.skip("this release has no graphs")
     x, graph = randn(4, 64).npu(), torch.npu.NPUGraph()

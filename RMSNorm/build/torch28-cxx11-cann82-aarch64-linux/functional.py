@@ -50,9 +50,8 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             return _rms_norm_in_torch(hidden_states, weight, eps)
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
-    dtype = hidden_states.dtype
-    if weight.dtype is not dtype and not _WEIGHT_IN_FLOAT32:
-        return norm(hidden_states.float(), weight, eps).to(dtype)
+    if not _WEIGHT_IN_FLOAT32 and weight.dtype is not hidden_states.dtype:
+        return norm(hidden_states.float(), weight, eps).to(hidden_states.dtype)
     # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
     if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):
         hidden_states = hidden_states.contiguous()
@@ -140,7 +139,7 @@ def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     return (
         hidden_states.device.type == "npu"
         and dtype in _FUSED_DTYPES
-        and hidden_states.numel() > 0
+        and 0 not in shape
         and bool(shape[1:])
         and not shape[8:]  # 2 to 8 dimensions, without a call that every forward would make
         and (weight is None or (weight.dtype in (dtype, torch.float32) and weight.shape == shape[-1:]))

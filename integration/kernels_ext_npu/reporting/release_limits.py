@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, LAYERS, ROTARY
 from kernels_ext_npu.machine import cann_releases
@@ -30,10 +31,12 @@ def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason
     """
     if release is None:  # as kernels read it when they are loaded
         release = cann_releases.release_of(getattr(torch.version, "cann", None))
-    limit = _limit(row, model.get_submodule(row.module), model, release) if row.swapped else None
-    return (
-        None if limit is None or not limit.holds(release) else Reason("release", cann_releases.sentence(limit, release))
-    )
+    if not row.swapped or not any(limit.holds(release) for limit in cann_releases.LIMITS):
+        return None
+    limit = _limit(row, model.get_submodule(row.module), model, release)
+    if limit is None or not limit.holds(release):
+        return None
+    return Reason("release", cann_releases.sentence(limit, release))
 
 
 def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> Limit | None:
@@ -49,10 +52,12 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
         return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
     if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
         return cann_releases.FAST_GELU
+    if row.kind not in (ATTENTION.in_models, ROTARY.in_models):
+        return None
     heads, size = _heads(module, model)
     if row.kind == ATTENTION.in_models and size > 512:
         return cann_releases.PACKED_HEADS
-    if row.kind == ROTARY.in_models and size <= 128:  # larger ones are rotated apart everywhere
+    if row.kind == ROTARY.in_models and 0 < size <= 128:  # larger ones are rotated apart everywhere
         if release < (8, 5):
             return cann_releases.ROTATED if 9 * heads * size > _LOCAL_FLOATS else None
         return cann_releases.ROTATED_IN_8_5 if 7 * heads * size + 10 * size > _LOCAL_FLOATS else None
@@ -81,9 +86,12 @@ def _is_deepseek_v3(kernel: str, router: Any) -> bool:
 
 def _heads(module: nn.Module, model: nn.Module) -> tuple[int, int]:
     """Return how many heads the attention of a module has, and of which size; zeros where its config does not say."""
-    config: Any = getattr(module, "config", None) or getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads, hidden = (getattr(config, name, None) or 0 for name in ("num_attention_heads", "hidden_size"))
-    if not (isinstance(heads, int) and isinstance(hidden, int) and heads):
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
         return 0, 0
-    return heads, getattr(config, "head_dim", None) or hidden // heads
+    config = config.get_text_config()
+    try:  # one whose layers differ has no number for all of them
+        heads = config.num_attention_heads
+        return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    except Exception:  # of a type that is transformers' own, or a name that it has not
+        return 0, 0

@@ -24,7 +24,7 @@ from kernels_ext_npu.measuring.roofline import SOCS
 
 SOC = SOCS["910b"]
 count_step = partial(count, "step")
-MORE_BYTES = 1.06  # the logits of a piece are computed again, and the hidden states are read by every piece
+MORE_BYTES = 1.06  # the logits of a piece beyond those kept are computed again, and every piece reads hidden states
 
 
 def step(
@@ -62,7 +62,7 @@ def test_a_step_of_32768_tokens_with_checkpointing_holds_a_third() -> None:
     with_loss, without = (step("Qwen3-8B", 32768, checkpointing=True, with_loss=each) for each in (True, False))
     assert 3 * with_loss.peak <= without.peak
     assert with_loss.bytes.total() <= MORE_BYTES * without.bytes.total()
-    assert step("Qwen3-8B", 32768).peak / 1e9 <= 142
+    assert step("Qwen3-8B", 32768).peak / 1e9 <= 142.5
 
 
 def count_holding(model: nn.Module, inputs: dict[str, Tensor], values: KnownValues, soc: Any) -> Counts:
@@ -86,8 +86,8 @@ def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool
     assert held.bytes.total() - let_go.bytes.total() == logits + 2 * width * (tokens + words)
     assert held.peak - let_go.peak == logits
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
-    assert found[2:] == ([3.2, 4.5] if checkpointing else [19.0, 20.2])
-    assert checkpointing or [round(each) for each in found[:2]] == [258, 260]
+    assert found[2:] == ([4.2, 5.5] if checkpointing else [19.9, 21.2])
+    assert checkpointing or [round(each) for each in found[:2]] == [254, 256]
 
 
 class Largest(TorchDispatchMode):

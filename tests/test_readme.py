@@ -97,7 +97,6 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), [(page, n) for page in PAGES for n in range(len(blocks(page, "sh")))])
 def test_the_commands_run(page: str, number: int, machine) -> None:
     lines = blocks(page, "sh")[number].splitlines()

@@ -17,8 +17,6 @@ import pytest
 from kernels_ext_npu.distribution.variants import left_out
 from tests.localhub import LocalHub
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding-a-kernel.md"
 BLOCK = re.compile(

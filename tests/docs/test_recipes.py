@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints, pages
 
-pytestmark = pytest.mark.slow
-
 ENGLISH, CHINESE = (pages.read(pages.DOCS / name) for name in ("recipes.md", "recipes.zh.md"))
 TRAINING = ["Trainer", "TRL", "LoRA"]
 RECIPES = ["Inference", *TRAINING]

@@ -114,7 +114,6 @@ def test_doctor_says_which_release_would_bring_what(
     assert said in finding.details if said else finding.details == ()
 
 
-@pytest.mark.slow
 def test_inspect_counts_what_a_release_would_launch(run_python, tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3", **SMALL, **WIDE).save_pretrained(tmp_path)
     found = {}

@@ -27,10 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PATCH = ROOT / "integration" / "transformers.patch"
 INSTALLED = Path(transformers.__file__).parent
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(transformers.__version__ != "5.22.2", reason="the patch is for transformers 5.22.2"),
-]
+pytestmark = pytest.mark.skipif(transformers.__version__ != "5.22.2", reason="the patch is for transformers 5.22.2")
 
 NEW = ("RMSNormZeroCentered", "SiLUGatedMLP", "rotary_pos_emb_half_width")
 

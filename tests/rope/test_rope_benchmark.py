@@ -15,7 +15,6 @@ def run(benchmark_class: type) -> dict:
     return benchmark.run_benchmark_class(benchmark_class, 1, 0, str(REPOSITORY), is_local=True, revision="local")[0]
 
 
-@pytest.mark.slow
 def test_every_workload_agrees_with_transformers_function() -> None:
     results = run(CLASS)
     assert {"prefill", "decode", "training", "vision"} <= results.keys()

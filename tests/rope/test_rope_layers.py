@@ -19,7 +19,6 @@ from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
 from tests.support.rotations import exact, results, tensors
 from tests.support.transformers_files import rotary_functions
 
-pytestmark = pytest.mark.slow
 PATTERNS = [reference for reference in FUNCTION_PATTERNS if reference.repository == "RoPE"]
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)]

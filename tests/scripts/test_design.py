@@ -95,7 +95,6 @@ def test_the_table_says_the_most_of_all_models() -> None:
     assert cells[name][1] == str(lines) != "0"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "act"),
     [

@@ -44,7 +44,6 @@ def test_the_documents_are_what_make_docs_writes() -> None:
     assert_up_to_date()
 
 
-@pytest.mark.slow
 @counted
 def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in INSPECTED:
@@ -52,7 +51,6 @@ def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch
     assert_up_to_date()
 
 
-@pytest.mark.slow
 def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(savings, "MODELS", savings.MODELS[:1])
     for language in ("en", "zh"):
@@ -61,7 +59,6 @@ def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.
         assert {heading, line, *rows} <= set(written("savings", language).splitlines())
 
 
-@pytest.mark.slow
 def test_the_figures_of_a_rank_are_those_of_its_inspection() -> None:
     """Of one mesh, in its column of the table that has several."""
     model, meshes = next(iter(parallel.MESHES.items()))
@@ -77,7 +74,6 @@ def cells(table: str) -> list[list[str]]:
     return [line.strip("|").split("|") for line in table.splitlines() if not line.startswith("| ---")]
 
 
-@pytest.mark.slow
 @counted
 def test_headings_are_in_the_language_of_the_document() -> None:
     kinds, known = (
@@ -96,7 +92,6 @@ def test_headings_are_in_the_language_of_the_document() -> None:
         assert len(figures[0]) > least
 
 
-@pytest.mark.slow
 @counted
 def test_the_short_table_links_the_card_of_each_kernel() -> None:
     linked = re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", generated.PARTS["coverage"]("en"), re.MULTILINE)

@@ -8,7 +8,7 @@ import pytest
 
 from softnpu.cann import CANN
 
-pytestmark = [pytest.mark.slow, pytest.mark.software]
+pytestmark = pytest.mark.software
 ROOT = Path(__file__).resolve().parent.parent.parent
 CASES = (
     "tests/softnpu/test_limits_of_releases.py",

@@ -7,8 +7,6 @@ import pytest
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     "name",  # those with kernels are compared in tests/integration/whole_models/test_kernelized_models.py

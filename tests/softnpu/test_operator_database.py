@@ -23,7 +23,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-pytestmark = pytest.mark.slow
 EXCEPTIONS = tomllib.loads((Path(__file__).parent.parent / "data" / "operators.toml").read_text())
 
 

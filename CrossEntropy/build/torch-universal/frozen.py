@@ -35,8 +35,9 @@ class FrozenLinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         words, dtype = weight.shape[0], statistics_dtype(hidden_states.dtype)
         inside = labels.clamp(0, words - 1)
-        at_label = weight.index_select(0, inside).to(dtype)
-        losses, slopes = [], []
+        # the label's word is added by itself: it is most of the gradient, and would be rounded with the others
+        slope = weight.index_select(0, inside).to(dtype)
+        losses = []
         for rows in pieces.of_rows(hidden_states.shape[0], number):
             x = F.linear(hidden_states[rows], weight, bias)
             lse, picked, total = objective.statistics(x, inside[rows].unsqueeze(-1))
@@ -46,12 +47,11 @@ class FrozenLinearCrossEntropy(torch.autograd.Function):
                 x = torch.softmax(x, -1)  # the same in one launch, rounded as often
             else:
                 gradient.overwrite(x)
-            x.scatter_(1, inside[rows].unsqueeze(-1), 0)  # the label's word is added by itself, not rounded with others
-            slope = torch.mm(x, weight).to(dtype).addcmul_(gradient.at_label, at_label[rows])
-            slopes.append(slope.mul_(gradient.sign))
+            x.scatter_(1, inside[rows].unsqueeze(-1), 0)
+            slope[rows].mul_(gradient.at_label).add_(torch.mm(x, weight)).mul_(gradient.sign)
             del x
         ctx.objective = objective
-        ctx.save_for_backward(hidden_states, weight, bias, labels, torch.cat(slopes))
+        ctx.save_for_backward(hidden_states, weight, bias, labels, slope)
         return torch.where(labels == objective.ignore_index, 0.0, torch.cat(losses))
 
     @staticmethod

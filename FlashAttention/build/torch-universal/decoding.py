@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .limits import needs_gradient
 from .options import FULL, Band, Options
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -19,9 +20,8 @@ def is_decoding(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, 
     """
     if isinstance(seen, Tensor) or query.shape[2] != 1 or seen.within(1, key.shape[2]) != FULL:
         return False
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
-        not needs_grad
+        not needs_gradient(query, key, value)
         and options.sink is None
         and not options.dropout
         and query.dtype in _DTYPES

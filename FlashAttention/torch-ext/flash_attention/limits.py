@@ -50,6 +50,11 @@ def is_fused_packed(sequences: Sequences, band: Band) -> bool:
     )
 
 
+def needs_gradient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether a gradient of one of the tensors is to be computed."""
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+
 def fits_packed_gradient(query: Tensor, key: Tensor, value: Tensor, band: Band | None) -> bool:
     """Tell whether the gradient of packed sequences is not needed, or an operator computes it too.
 
@@ -63,7 +68,7 @@ def fits_packed_gradient(query: Tensor, key: Tensor, value: Tensor, band: Band |
         value: ``[T_k, N_k, D_v]``.
         band: which keys of its sequence a query sees; None where a mask says so.
     """
-    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
+    if not needs_gradient(query, key, value):
         return True
     single = band is not None and band.left == band.right == 0
     return not single and max(query.shape[-1], value.shape[-1]) <= _LARGEST_PACKED_GRADIENT

@@ -40,7 +40,7 @@ def rotate_both(
             together = rotate_one_token(q, k, cos, sin, unsqueeze_dim)
             if together is not None:
                 return together
-        layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled, trains)
+        layout = _layout(q, k, cos, sin, unsqueeze_dim, interleaved, enabled, trains and not interleaved)
     if layout is None:
         check(cos, sin, q=q, k=k)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -57,11 +57,12 @@ def _layout(
     unsqueeze_dim: int,
     interleaved: bool,
     enabled: bool,
-    trains: bool,
+    trains_halves: bool,
 ) -> tuple[bool, Tensor, Tensor] | None:
     """Find how the operator takes q and k as they lie in memory; None where it does not, or one differs from the other.
 
-    ``enabled`` says that gradients are: where cos or sin need one, torch computes. ``trains`` says that q or k do.
+    ``enabled`` says that gradients are: where cos or sin need one, torch computes. ``trains_halves`` says that q or
+    k do, in the mode "half", whose gradient takes fewer shapes.
 
     Returns:
         Whether the dimensions in the middle of q and k change places, and cos and sin in that order.
@@ -69,7 +70,7 @@ def _layout(
     if enabled and (cos.requires_grad or sin.requires_grad):
         return None
     likes = q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
-    key = (type(q), *likes, unsqueeze_dim, interleaved, trains)
+    key = (type(q), *likes, unsqueeze_dim, interleaved, trains_halves)
     kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)
     if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
         return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
@@ -84,7 +85,7 @@ def _layout(
     fits, itemsize = fits_interleave if interleaved else fits_half, q.element_size()
     shapes = (q_batch, q1, q2, size), (k_batch, k1, k2, size)
     layout = None
-    if all(fits(s, table, itemsize) and (not trains or fits_half_gradient(s, table)) for s in shapes):
+    if all(fits(s, table, itemsize) and (not trains_halves or fits_half_gradient(s, table)) for s in shapes):
         # a view of cos itself would keep it alive, and be kept alive by it
         layout = swap, cos.detach().unsqueeze(axis), sin.detach().unsqueeze(axis)
     setattr(cos, _KEPT, (sin, key, layout))  # no class of ours: who saves a tensor saves what it holds

@@ -129,7 +129,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
         None where the operator has no layout for the shapes.
     """
     fits, mode = (fits_interleave, "interleave") if interleaved else (fits_half, "half")
-    trains = torch.is_grad_enabled() and x.requires_grad
+    trains_halves = not interleaved and torch.is_grad_enabled() and x.requires_grad
     if x.shape[1] == x.shape[2] == cos.shape[0] == 1:  # one head at one position: the batch stands for heads
         y = _launch(x.transpose(0, 2), cos, sin, interleaved) if x.shape[0] > 1 else None
         if y is not None:
@@ -137,7 +137,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
     heads_last = x.stride(1) < x.stride(2)  # [B, N, S, D] as a view of [B, S, N, D]
     for swap in (heads_last, not heads_last):
         a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)
-        if fits(a.shape, b.shape, a.element_size()) and (not trains or fits_half_gradient(a.shape, b.shape)):
+        if fits(a.shape, b.shape, a.element_size()) and (not trains_halves or fits_half_gradient(a.shape, b.shape)):
             y = _fused(a, b, c, mode)
         elif fits_tokens(a.shape, b.shape):
             of_cos, of_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1)[None] for t in (b, c))

@@ -21,7 +21,6 @@ from kernels_ext_npu.swaps.loss import lm_head_loss
 from tests.support import zoo
 from tests.support.counted import counted
 
-pytestmark = pytest.mark.slow
 SOURCE = Path(transformers.__path__[0]) / "models"
 
 

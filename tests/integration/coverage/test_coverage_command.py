@@ -18,7 +18,6 @@ from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import SERVING
 from kernels_ext_npu.patterns.collection import PATTERNS
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 # counts the forwards whose source is read
 COMMAND = """

@@ -23,8 +23,6 @@ from kernels_ext_npu.doctor.probes import copies_and_cache
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "import sys; from kernels_ext_npu.cli import app; app(['doctor', *sys.argv[1:]])"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}

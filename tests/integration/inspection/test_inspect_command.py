@@ -20,7 +20,6 @@ from kernels_ext_npu.inspection import inspecting, printing, subject
 from kernels_ext_npu.measuring import roofline
 from tests.support.kernelizing import QWEN3_235B_A22B
 
-pytestmark = pytest.mark.slow
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,

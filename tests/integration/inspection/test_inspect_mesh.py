@@ -15,7 +15,6 @@ from kernels_ext_npu.inspection import inspecting, mesh, subject
 from kernels_ext_npu.measuring import roofline
 from tests.support.kernelizing import QWEN3_235B_A22B
 
-pytestmark = pytest.mark.slow
 LAYERS, HIDDEN, HEADS, KEYS, WIDTH, EXPERTS, ROUTED, INNER, VOCABULARY = 5, 64, 8, 4, 16, 16, 2, 32, 128
 SIZES = {
     "num_hidden_layers": LAYERS,

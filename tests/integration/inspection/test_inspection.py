@@ -24,7 +24,6 @@ from kernels_ext_npu.measuring import roofline
 from tests.support import memory, zoo
 from tests.support.launches import computing
 
-pytestmark = pytest.mark.slow
 SOC = roofline.SOCS["910b"]
 BATCH, TOKENS, TOKEN = 2, 16, 5
 

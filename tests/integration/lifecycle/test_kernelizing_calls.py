@@ -16,8 +16,6 @@ from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from tests.support.host_calls import function_calls
 from tests.support.kernelizing import STEPS, dense, qwen3_235b_a22b
 
-pytestmark = pytest.mark.slow
-
 FIRST = """
 import inspect, sys
 import softnpu, torch, transformers

@@ -26,7 +26,6 @@ from tests.support.transformers_files import rotary_functions
 
 TESTS = Path(__file__).resolve().parents[2]
 UNSERVED = UNSUPPORTED[ROTARY.name].keys()
-pytestmark = pytest.mark.slow
 
 
 @counted

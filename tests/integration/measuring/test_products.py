@@ -84,7 +84,6 @@ def computed(profiled: profile) -> dict[int, float]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.software
 @pytest.mark.parametrize(
     ("model_type", "with_kernels"), [("qwen3", False), ("qwen3_next", False), *((each, True) for each in TYPES)]
@@ -112,7 +111,6 @@ def test_flops_are_those_of_the_products_inside(model_type: str, with_kernels: b
     assert not [name for name in seen.names if is_unknown(name)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(name, marks=pytest.mark.long) for name in MODELS[1:])])
 def test_a_step_with_kernels_multiplies_no_less_than_the_original(name: str, monkeypatch) -> None:
     """But for what attention leaves out of its products, which is a matter of the next tests."""

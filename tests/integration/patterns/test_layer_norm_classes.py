@@ -20,7 +20,7 @@ from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
 from tests.support.transformers_files import classes
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
+pytestmark = pytest.mark.usefixtures("registered")
 SIZE = 32
 
 

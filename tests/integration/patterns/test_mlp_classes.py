@@ -21,7 +21,7 @@ from tests.support.counted import counted
 from tests.support.mlp_classes import ARGUMENTS, inputs, instance, is_served
 from tests.support.transformers_files import classes
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
+pytestmark = pytest.mark.usefixtures("registered")
 SILU_ONLY = ("ClampedSwiGLUMLP", "ScaledSwiGLUMLP")
 UNITS = {"npu_swiglu", "npu_geglu", "npu_clipped_swiglu"}
 

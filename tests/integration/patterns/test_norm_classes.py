@@ -20,7 +20,7 @@ from tests.support.counted import counted
 from tests.support.norm_modules import exact, inputs, instance
 from tests.support.transformers_files import classes
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
+pytestmark = pytest.mark.usefixtures("registered")
 TESTS = Path(__file__).resolve().parents[2]
 REFUSED = UNSUPPORTED[NORMS.name].keys()
 

@@ -23,7 +23,7 @@ from tests.support.counted import counted
 from tests.support.expert_modules import EXPERTS, HIDDEN
 from tests.support.router_classes import by_expert, call, instance
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
+pytestmark = pytest.mark.usefixtures("registered")
 NARROW = "GroupedSoftmaxTopKRouterNarrow"  # served in float32 only
 # One launch scores and chooses; these choose in torch.
 IN_TORCH = {"TopKSoftmaxRouter", "TopKRouter", "SigmoidScatterRouter"}

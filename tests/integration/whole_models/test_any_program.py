@@ -121,7 +121,6 @@ def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> Non
         program.close()
 
 
-@pytest.mark.slow
 def test_programs_of_a_few_acts() -> None:
     run(40, 5)
 

@@ -8,8 +8,6 @@ import kernels_ext_npu
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 
-pytestmark = pytest.mark.slow
-
 # nothing that is served: on the device these are the models that tests/softnpu/test_models.py compares
 ORIGINAL = {"convnext"}
 

@@ -19,7 +19,7 @@ from tests.support import transformers_files
 from tests.support.counted import counted
 from tests.support.expert_modules import EXPERTS, inputs, instance
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("registered")]
+pytestmark = pytest.mark.usefixtures("registered")
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
 VARIED = (
     "Qwen3MoeExperts",

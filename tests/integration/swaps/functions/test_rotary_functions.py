@@ -17,8 +17,6 @@ from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.rotary_functions import calls, forward, kernelized
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("name", "layers"),

@@ -18,8 +18,6 @@ from kernels_ext_npu.swaps import functions
 from tests.support import zoo
 from tests.support.rotary_functions import calls, forward, kernelized, modeling
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not
 def test_another_model_on_the_cpu_gives_what_it_gave(name) -> None:

@@ -179,6 +179,22 @@ def test_a_captured_activation_is_an_operator_that_graphs_take(kernels) -> None:
     assert launched("npu_fast_gelu") == 1
 
 
+def test_a_captured_gradient_of_an_activation_is_right(kernels) -> None:
+    """Of a forward before the capture, which had the operator: to the rounding of float32."""
+    if not hasattr(torch.npu, "graph"):
+        pytest.skip("this release has no graphs")
+    x, graph, stream = randn(4, 64).npu().requires_grad_(), torch.npu.NPUGraph(), torch.npu.Stream()
+    with torch.npu.stream(stream):  # autograd computes a gradient on the stream of its forward
+        y = kernels["Activation"].quick_gelu(x)
+        ones = torch.ones_like(y)
+    with torch.npu.graph(graph, stream=stream):
+        (found,) = torch.autograd.grad(y, x, ones)
+    graph.replay()
+    exact = x.detach().cpu().double().requires_grad_()
+    (exact * torch.sigmoid(1.702 * exact)).sum().backward()
+    torch.testing.assert_close(found.cpu().double(), exact.grad, rtol=1e-6, atol=1e-6)
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------
 def packed(attention: ModuleType, device: str, size: int, window: tuple[int, int], trains: bool) -> tuple[Tensor, ...]:
     """Results and gradients of two packed sequences."""

@@ -11,10 +11,10 @@ from torch import Tensor
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Compute the gradients of a function in such a way that they can be differentiated themselves.
+    """Compute the gradients of a function, so that they can be differentiated themselves where gradients are enabled.
 
-    A backward calls it where gradients are enabled, as ``create_graph`` does; otherwise operators of torch_npu compute
-    them, which have no derivative.
+    A backward calls it there, as ``create_graph`` enables them, and where no operator takes what it has; otherwise
+    operators of torch_npu compute them, which have no derivative.
 
     Args:
         function: takes ``inputs``, and computes one tensor with operators of torch.
@@ -26,10 +26,12 @@ def gradients(
         A gradient for each of ``inputs`` that needs one, None for the others.
     """
     # one may be computed from another, as routing weights are from tokens: what leads from one to the other is left out
-    apart = [_alias(tensor) if needed else tensor for tensor, needed in zip(inputs, needs)]
-    wanted = [tensor for tensor, needed in zip(apart, needs) if needed]
-    y = function(*apart).to(grad.dtype)
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, materialize_grads=True))
+    is_derived = torch.is_grad_enabled()
+    with torch.enable_grad():
+        apart = [_alias(tensor) if needed else tensor for tensor, needed in zip(inputs, needs)]
+        wanted = [tensor for tensor, needed in zip(apart, needs) if needed]
+        y = function(*apart).to(grad.dtype)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=is_derived, materialize_grads=True))
     return [next(found) if needed else None for needed in needs]
 
 

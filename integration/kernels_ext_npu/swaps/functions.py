@@ -13,9 +13,10 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from pickle import PicklingError
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -154,9 +155,21 @@ def _mark(active: Registration, use: Use, layer: str) -> None:
     if cls.kernel_layer_name != layer:
         kernel_mapping.move_mark(active, cls.kernel_layer_name, layer)
         active.patches.attribute(cls, "kernel_layer_name", layer)
-    if "__reduce__" not in vars(cls):  # by reference: copies and pickles of a model get the module of the process
-        place = f"{original.__module__}:{original.__name__}"
-        active.patches.attribute(cls, "__reduce__", lambda self: (pkgutil.resolve_name, (place,)))
+    if "__reduce__" not in vars(cls):  # copies of a model get the module of the process, pickles refer to it by name
+        active.patches.attribute(cls, "__deepcopy__", lambda self, memo: self)
+        active.patches.attribute(cls, "__reduce__", lambda self: _by_name(original))
+
+
+def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:
+    """Reduce the module of a function to the name that it stands under.
+
+    Raises:
+        PicklingError: something else stands there now, as `pickle` says of a function that was replaced.
+    """
+    place = f"{original.__module__}:{original.__name__}"
+    if not is_kernel_function(pkgutil.resolve_name(place)):
+        raise PicklingError(f"Can't pickle {place}: it was replaced in its file; put it back, or save a state dict")
+    return pkgutil.resolve_name, (place,)
 
 
 def _leave_npu_out(active: Registration, function: Any) -> None:

@@ -73,6 +73,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("interleaved rotation", [("wrap_a_forward", 29512), ("change_the_forward_of_a_class", 53090)]),
     ("tied embeddings", [("move_to_the_cpu", 1), ("hook_an_activation", 1), ("move_home", 1), ("kernelize", 1)]),
     ("gate and up in one projection", [("copy_deeply", 1), ("register", 1), ("pickle_it", 1)]),
+    ("linear attention", [("replace_a_function_of_linear_attention", 11789), ("copy_deeply", 1), ("kernelize", 1)]),
     (
         "pictures",
         [

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
 
 def _targets(side: Side) -> list[str]:
-    names = {path.rpartition(".")[2] for path, _ in side.named("Linear")} - {"lm_head", "embed_out", "base_layer"}
-    return sorted(name for name in names if not name.isdigit())  # a number is the name of blocks, too
+    """Return the last names of linear layers that nothing else has: a number is the name of blocks, too."""
+    linear = {path.rpartition(".")[2] for path, _ in side.named("Linear")} - {"lm_head", "embed_out", "base_layer"}
+    others = {path.rpartition(".")[2] for path, module in side.named("") if not isinstance(module, nn.Linear)}
+    return sorted(name for name in linear - others if not name.isdigit())
 
 
 def _draw(side: Side) -> None:

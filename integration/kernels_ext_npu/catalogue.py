@@ -162,6 +162,7 @@ ROUTERS = Kind(
     ),
 )
 ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
+PATCHES = Kind("patch embeddings", ("PatchEmbedding",))
 LINEAR_ATTENTION = Kind(
     "linear attention functions",
     (
@@ -190,7 +191,7 @@ CATALOGUE = (
     Repository("FlashAttention", "flash-attention", (ATTENTION,)),
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
-    Repository("Linear", "linear", ()),
+    Repository("Linear", "linear", (PATCHES,)),
     Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION, RECURRENCES)),
 )
 

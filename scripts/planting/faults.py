@@ -172,6 +172,7 @@ FAULTS = (
         "    return torch.native_dropout(x, p, True)\n",
         "    kept, mask = torch.native_dropout(x, p, True)\n    return 1.01 * kept, mask\n",
     ),
+    _more("Linear", "patches.py", "patches", "F.linear(_rows(x, patch, grid), weight.flatten(1), bias)", "y = {}\n"),
     _more("Linear", "masks.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
     _more("Linear", "adapted_pair.py", "what a pair gives its input", "rows @ joined(", "d_x = {}"),
     _more("Linear", "adapted_pair.py", "the gradient of its first factors", "d_small.t() @ rows_of(x", "d_a = ({}"),

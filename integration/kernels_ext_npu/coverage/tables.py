@@ -108,9 +108,10 @@ def counted(rows: Sequence[Row]) -> str:
 
 
 def sums(rows: Sequence[Row]) -> list[list[str]]:
-    """Return a row of kernel, kind, served and not served for every kind."""
-    kinds_of = [(kernel, kind, _count(entries_of(rows, kind))) for kernel in SERVING for kind in kernel.kinds]
-    return [[kernel.name, kind.name, str(n["served"]), str(n["kept"])] for kernel, kind, n in kinds_of]
+    """Return a row of kernel, kind, served and not served for every kind that transformers has classes of."""
+    kinds_of = [(kernel, kind, entries_of(rows, kind)) for kernel in SERVING for kind in kernel.kinds]
+    counted = [(kernel, kind, _count(found)) for kernel, kind, found in kinds_of if found]
+    return [[kernel.name, kind.name, str(n["served"]), str(n["kept"])] for kernel, kind, n in counted]
 
 
 def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:

@@ -25,6 +25,7 @@ from kernels_ext_npu.catalogue import (
     LINEAR_ATTENTION,
     MLPS,
     NORMS,
+    PATCHES,
     ROTARY,
     ROUTERS,
     TABLES,
@@ -83,11 +84,11 @@ _GATED = (
 def of_class(cls: type[nn.Module]) -> Kind | None:
     """Return what a class is: by what it computes where a kernel serves it, and otherwise by its mark and its name.
 
-    What is called an MLP also has to have a gate in its forward.
+    What is called an MLP also has to have a gate in its forward. A convolution is nothing: an instance may be one.
     """
     pattern, name = find_pattern(cls), cls.__name__
     if pattern is not None:
-        return pattern.kind
+        return None if pattern.kind is PATCHES else pattern.kind
     if (kind := KIND_OF_LAYER.get(getattr(cls, "kernel_layer_name", ""))) is not None:
         return kind
     if "rmsnorm" in name.lower():
@@ -113,6 +114,9 @@ def of_module(module: nn.Module) -> Kind | None:
     kind = of_class(type(module))
     if kind is not None:
         return kind
+    pattern = find_pattern(type(module))
+    if pattern is not None and pattern.kind is PATCHES and module.stride == module.kernel_size:
+        return PATCHES
     name = type(module).__name__
     if "norm" in name.lower() and not any(module.children()):
         return NORMS

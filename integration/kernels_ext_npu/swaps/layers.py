@@ -15,7 +15,17 @@ from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import is_elsewhere
-from kernels_ext_npu.catalogue import ACTIVATIONS, ATTENTION, KIND_OF_LAYER, LAYER_NORMS, MLPS, ROUTERS, TABLES, Kind
+from kernels_ext_npu.catalogue import (
+    ACTIVATIONS,
+    ATTENTION,
+    KIND_OF_LAYER,
+    LAYER_NORMS,
+    MLPS,
+    PATCHES,
+    ROUTERS,
+    TABLES,
+    Kind,
+)
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
@@ -25,7 +35,7 @@ from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
-_OF_ANY_SORT = (TABLES, LAYER_NORMS)  # kinds of which no kernel is expected to serve all
+_OF_ANY_SORT = (TABLES, LAYER_NORMS, PATCHES)  # kinds of which no kernel is expected to serve all
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 

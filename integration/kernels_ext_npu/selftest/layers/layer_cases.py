@@ -78,6 +78,12 @@ def _activation(cls: type[nn.Module]) -> Made:
     return cls(), (torch.randn(6, 32),)
 
 
+def _patches(cls: type[nn.Conv2d | nn.Conv3d], dimensions: int) -> Made:
+    """With pixels behind the last patch."""
+    patch = (2, 4, 3)[-dimensions:]
+    return _random(cls(3, 16, patch, patch), deviation=0.2), (torch.randn(2, 3, *(2 * length + 1 for length in patch)),)
+
+
 def _experts(cls: type[nn.Module]) -> Made:
     """With experts of which one gets no token."""
     config = AutoConfig.for_model(EXPERTS[cls], hidden_size=32, intermediate_size=64, moe_intermediate_size=64)
@@ -139,6 +145,7 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_activation, NewGELUActivation)],
     "QuickGELU": [partial(_activation, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
+    "PatchEmbedding": [partial(_patches, nn.Conv2d, 2), partial(_patches, nn.Conv3d, 3)],
     "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],
     **{layer: [partial(_router, layer)] for layer in ROUTERS.layers},
     **{

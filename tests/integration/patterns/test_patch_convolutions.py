@@ -1,0 +1,118 @@
+"""Convolutions that cut pictures into patches: swapped by what they are, in models of transformers and of others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPVisionConfig, CLIPVisionModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.catalogue import PATCHES
+from tests.support.agreement import TOLERANCE
+
+pytestmark = pytest.mark.usefixtures("registered")
+# kernels are no patches where their windows overlap or leave gaps; for others something else stands against it
+OTHERS = {
+    "one point": (nn.Conv2d(3, 8, 1), "its patches are single points"),
+    "padding": (nn.Conv2d(3, 8, 4, 4, padding=1), "it pads by (1, 1)"),
+    "groups": (nn.Conv2d(4, 8, 4, 4, groups=2), "it has groups or gaps"),
+    "gaps": (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), dilation=(1, 2, 1)), "it has groups or gaps"),
+}
+
+
+def assert_agrees(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def convolutions(call) -> int:
+    softnpu.reset_counters()
+    call()
+    return sum(number for name, number in softnpu.counters().items() if "conv" in name)
+
+
+def clip() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = CLIPVisionModel(CLIPVisionConfig(image_size=20, patch_size=8, **sizes))
+    return model, {"pixel_values": torch.randn(2, 3, 20, 20)}
+
+
+def qwen2_vl() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 8,
+    }
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).model.visual
+    return model, {"hidden_states": torch.randn(16, 3 * 2 * 4 * 4), "grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+@pytest.mark.parametrize("make", [clip, qwen2_vl])
+def test_a_tower_trains_without_a_convolution_as_it_does_with_one(make) -> None:
+    model, inputs = make()
+    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
+    (row,) = (row for row in kernels_ext_npu.report(ours) if row.kind == PATCHES.name)
+    assert row.swapped
+
+    def step(of: nn.Module, device: str) -> torch.Tensor:
+        output = of(**{name: value.to(device) for name, value in inputs.items()})
+        output = output.last_hidden_state
+        output.square().mean().backward()
+        return output
+
+    found: list[torch.Tensor] = []
+    assert convolutions(lambda: found.append(step(ours, "npu"))) == 0
+    assert_agrees(found[0], step(model, "cpu"))
+    weights = dict(model.named_parameters())
+    for name, weight in ours.named_parameters():
+        if "patch_embed" in name:
+            assert_agrees(weight.grad, weights[name].grad)
+    kernels_ext_npu.restore(ours)
+    assert convolutions(lambda: step(ours, "npu")) > 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_embedding_of_patches_keeps_its_forward_and_says_why(name) -> None:
+    conv, reason = OTHERS[name]
+    model = kernels_ext_npu.kernelize(nn.Sequential(copy.deepcopy(conv)).to("npu"))
+    (row,) = kernels_ext_npu.report(model)
+    assert (row.swapped, row.reason, row.is_candidate) == (False, reason, False)
+
+
+def test_convolutions_whose_windows_overlap_are_nothing_to_report() -> None:
+    model = kernels_ext_npu.kernelize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, 2, 1)).to("npu"))
+    assert not list(kernels_ext_npu.report(model))
+
+
+@pytest.mark.parametrize("change", [{"padding": (1, 1)}, {"stride": (2, 2)}, {"dilation": (2, 2)}], ids=str)
+def test_what_is_changed_after_the_swap_counts_in_the_next_call(change) -> None:
+    conv = nn.Conv2d(3, 8, 4, 4)
+    ours = kernels_ext_npu.kernelize(nn.Sequential(copy.deepcopy(conv)).to("npu"))
+    for name, value in change.items():
+        for each in (conv, ours[0]):
+            setattr(each, name, value)
+    x = torch.randn(2, 3, 16, 16)
+    assert_agrees(ours(x.npu()), conv(x))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 3, 8), (2, 4, 8, 8), (8, 8)], ids=str)
+def test_wrong_shapes_raise_what_a_convolution_raises(shape) -> None:
+    ours = kernels_ext_npu.kernelize(nn.Sequential(nn.Conv2d(3, 8, 4, 4)).to("npu"))
+    with pytest.raises(RuntimeError, match=r"(?i)input"):
+        ours(torch.randn(shape).npu())
+
+
+def test_it_is_one_graph_when_compiled() -> None:
+    conv = nn.Conv2d(3, 8, 4, 4)
+    ours = kernels_ext_npu.kernelize(nn.Sequential(copy.deepcopy(conv)).to("npu"))
+    x = torch.randn(2, 3, 16, 16)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    assert_agrees(compiled(x.npu()), conv(x))

@@ -1,4 +1,4 @@
-"""Linear layers, and those with adapters of low rank, one by one and several of one input."""
+"""Linear layers, those with adapters of low rank, one by one and several of one input, and those of patches."""
 
 from __future__ import annotations
 
@@ -70,4 +70,15 @@ def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
     ]
 
 
-FUNCTIONS = tuple(function for at, leading in LEADING.items() for function in _functions(at, leading))
+def _patches(convolution: Callable[..., Tensor], patch: tuple[int, ...]) -> Function:
+    """With pixels behind the last patch."""
+    tensors = drawn((2, 3, *(2 * length + 1 for length in patch)), (OUTPUTS, 3, *patch), (OUTPUTS,))
+    exact = partial(convolution, stride=patch)
+    return _function("patch_embedding", lambda f, *t: f(*t), exact, tensors, f"{len(patch)}-dimensional")
+
+
+FUNCTIONS = (
+    *(function for at, leading in LEADING.items() for function in _functions(at, leading)),
+    _patches(F.conv2d, (4, 3)),
+    _patches(F.conv3d, (2, 4, 4)),
+)

@@ -139,10 +139,16 @@ def bias_gradient(grad: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
 def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Compute ``a[r]ᵀ @ b[r]`` of the rows of each group: of ``[M, K]`` and ``[M, N]`` ``[E, K, N]``.
 
-    The operator wants a transposed view of contiguous rows, and contiguous rows.
+    torch.compile traces neither a host that waits, nor an operator that returns what it writes to, nor groups that are
+    summed over: torch_npu's meta kernel refuses those up to the releases for CANN 8.5, whose operators take them.
     """
+    return (_sum_operator if torch.compiler.is_compiling() else _summed)(a, b, counts)
+
+
+def _summed(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Compute :func:`sum_over_rows`: the operator wants a transposed view of contiguous rows, and contiguous rows."""
     if not _SUMS_GROUPS:
-        return (_sum_operator if torch.compiler.is_compiling() else _added_to_zeros)(a, b, counts)
+        return _added_to_zeros(a, b, counts)
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [a.contiguous().t()],
         [b.contiguous()],
@@ -172,10 +178,9 @@ def _added_to_zeros(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     return total.view(groups, inner, outer).to(a.dtype)
 
 
-# torch.compile traces no operator that returns what it writes to, and no host that waits
 @torch.library.custom_op(f"{__name__.partition('.')[0]}::sum_over_rows", mutates_args=())
 def _sum_operator(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    return _added_to_zeros(a, b, counts)
+    return _summed(a, b, counts)
 
 
 @_sum_operator.register_fake

@@ -1,6 +1,6 @@
 """Generate for many prompts at once: sequences join and leave a batch while it runs, with keys and values in pages."""
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 import kernels_ext_npu
 
@@ -18,6 +18,12 @@ prompts = [
     tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
     for question in QUESTIONS
 ]
-outputs = model.generate_batch(prompts, generation_config=GenerationConfig(max_new_tokens=32, do_sample=False))
+# without numbers the pages take most of the free memory, which is that of the host on the software device
+pages = ContinuousBatchingConfig(page_size=64, num_blocks=64, max_batch_tokens=256)
+outputs = model.generate_batch(
+    prompts,
+    generation_config=GenerationConfig(max_new_tokens=32, do_sample=False),
+    continuous_batching_config=pages,
+)
 for question, name in zip(QUESTIONS, sorted(outputs)):
     print(f"{question} {tokenizer.decode(outputs[name].generated_tokens)}")

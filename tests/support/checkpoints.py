@@ -37,7 +37,8 @@ def save_vision_language(folder: Path) -> None:
     model = zoo.build("gemma3")
     config = model.config
     places = {"<image>": config.image_token_id, "<boi>": config.boi_token_id, "<eoi>": config.eoi_token_id}
-    places |= {word: number for number, word in enumerate(SPECIAL + WORDS) if number not in places.values()}
+    words = SPECIAL + WORDS + [f"v{i}" for i in range(config.text_config.vocab_size - len(SPECIAL + WORDS))]
+    places |= {word: number for number, word in enumerate(words) if number not in places.values()}
     tokenizer = Tokenizer(models.WordLevel(places, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
@@ -50,9 +51,7 @@ def save_vision_language(folder: Path) -> None:
         "{% for message in messages %}{% for part in message['content'] %}"
         "{{ '<boi>' if part['type'] == 'image' else part['text'] }} {% endfor %}{% endfor %}"
     )
-    processor = Gemma3Processor(
-        pictures, wrapped, chat_template=template, image_seq_length=config.mm_tokens_per_image
-    )
+    processor = Gemma3Processor(pictures, wrapped, chat_template=template, image_seq_length=config.mm_tokens_per_image)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     processor.save_pretrained(folder)

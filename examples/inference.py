@@ -1,4 +1,4 @@
-"""Generate text with a model whose kernels are swapped in while it is loaded."""
+"""Generate the answer of a chat model."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

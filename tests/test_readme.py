@@ -179,7 +179,12 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    "page",
+    sorted(
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/*.md", "examples/*.md", ".github/*.md")
+        for path in ROOT.glob(pattern)
+    ),
 )
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / page).read_text()):

@@ -82,7 +82,7 @@ def test_the_wheel_holds_both_packages_and_every_variant(wheel: Path) -> None:
         for path, data in build.render(repository, names(ROOT)).items()
     }
     assert {"kernels_ext_npu/cli/__init__.py", "softnpu/ascendcl.c", "softnpu/formulas/norm.py"} <= held.keys()
-    assert "kernels_ext_npu/troubleshooting.md" in held
+    assert {"kernels_ext_npu/troubleshooting.md", "kernels_ext_npu/py.typed", "softnpu/py.typed"} <= held.keys()
     assert {name.partition("/")[0] for name in held} == {
         "kernels_ext_npu",
         "softnpu",

@@ -127,6 +127,13 @@ def test_the_example_with_a_model_runs(run_python, tmp_path: Path) -> None:
     assert_all_swapped(run_python(f"import softnpu\n{code}").stdout, NORMS, MLPS, ROTARY, TABLES)
 
 
+def test_the_example_with_a_function_gives_the_norm(run_python) -> None:
+    """In bfloat16, whose step is 2^-8."""
+    (code,) = [code for code in blocks("README.md", "python") if "kernels_ext_npu.load" in code]
+    check = "print(((y - torch.nn.functional.rms_norm(x.float(), (4096,), eps=1e-6)).norm() / y.norm()).item())"
+    assert float(run_python(f"import softnpu\n{code}{check}").stdout) < 2**-8
+
+
 def test_the_examples_of_the_cards_run(run_forks, tmp_path: Path) -> None:
     examples = [example(card, tmp_path) for card in CARDS]
     models = ", ".join(f"transformers.models.{model}.modeling_{model}" for _, model in examples)
@@ -172,7 +179,12 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    "page",
+    sorted(
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/*.md", "examples/*.md", ".github/*.md")
+        for path in ROOT.glob(pattern)
+    ),
 )
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / page).read_text()):

@@ -60,14 +60,13 @@ WAY = (
     ),
     Step(
         "experts",
-        "A mixture that would take transformers' default takes the kernel, by the name of an implementation in its "
-        "config.",
+        "A mixture of experts without an explicit implementation uses the kernel, by the name of one in its config.",
         ("swaps.experts:apply", "swaps.experts.implementation:npu_grouped_mm"),
     ),
     Step(
         "loss",
         "The head of a language model hands its loss hidden states: the logits of a training step are not computed, "
-        "unless somebody still holds the output when the loss runs backward.",
+        "unless the output still exists when the loss runs backward.",
         ("swaps.loss.lm_head_loss:apply", "swaps.loss.deferred_logits:DeferredLogits"),
     ),
     Step(
@@ -83,7 +82,7 @@ WAY = (
     ),
     Step(
         "sums and norms",
-        "Where one token is decoded, the sum behind attention and MLP is one launch with the norm behind it.",
+        "During decoding, the residual sums behind attention and MLP are fused with the norms that follow.",
         ("swaps.add_norm_fusion:apply", "matching.residual_norm_scan:sums_of"),
     ),
     Step(

@@ -1,4 +1,4 @@
-"""The recipes, as they stand on the page, one after the other on the software device.
+"""The scripts of the page on recipes, and its lines for frameworks, one after the other on the software device.
 
 The name of their model is a folder here, a tiny random checkpoint, and their files of data lie beside it: not a word of
 them is changed. What they compute is compared with the same script without kernels on the CPU, in bfloat16 as they are
@@ -21,9 +21,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints, pages
 
+EXAMPLES = pages.DOCS.parent / "examples"
 ENGLISH, CHINESE = (pages.read(pages.DOCS / name) for name in ("recipes.md", "recipes.zh.md"))
 TRAINING = ["Trainer", "TRL", "LoRA"]
 RECIPES = ["Inference", *TRAINING]
+# the sections of the page that have a script
+SCRIPTS = {
+    "Inference": "inference.py",
+    "Trainer": "trainer.py",
+    "TRL": "trl_sft.py",
+    "LoRA": "lora.py",
+    "Qwen3.5": "packed_qwen3_5.py",
+}
 MODEL, LINEAR_MODEL = "Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-0.8B"
 PACKED = "DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)"
 FUSED = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul"}
@@ -57,6 +66,10 @@ for folder in sys.argv[1:]:
     runpy.run_path("recipe.py", run_name="__main__")
     kernels_ext_npu.unregister()
 """
+
+
+def script(name: str) -> str:
+    return (EXAMPLES / SCRIPTS[name]).read_text()
 
 
 def replaced(text: str, *pairs: tuple[str, str]) -> str:
@@ -104,11 +117,11 @@ def padded(script: str) -> str:
 
 def linear_scripts() -> dict[str, str]:
     """The recipe of Qwen3.5 as it is, in float32, and of all weights."""
-    script = ENGLISH.code("Qwen3.5")
+    packed = script("Qwen3.5")
     return {
-        "Qwen3.5": script,
-        "Qwen3.5 in float32": in_float32(script),
-        "Qwen3.5, all weights": all_weights(script),
+        "Qwen3.5": packed,
+        "Qwen3.5 in float32": in_float32(packed),
+        "Qwen3.5, all weights": all_weights(packed),
     }
 
 
@@ -178,14 +191,14 @@ def both_precisions(scripts: dict[str, str]) -> dict[str, str]:
 @pytest.fixture
 def expected(together) -> Evidence:
     """What the scripts do without kernels on the CPU."""
-    plain = both_precisions({name: without_kernels(ENGLISH.code(name)) for name in RECIPES})
+    plain = both_precisions({name: without_kernels(script(name)) for name in RECIPES})
     return together("plain", plain | {name: padded(script) for name, script in linear_scripts().items()})
 
 
 @pytest.fixture
 def recipes(together) -> Evidence:
     """What they do as they are."""
-    return together("recipes", both_precisions({name: ENGLISH.code(name) for name in RECIPES}) | linear_scripts())
+    return together("recipes", both_precisions({name: script(name) for name in RECIPES}) | linear_scripts())
 
 
 def assert_swapped(found: dict[str, Any]) -> None:
@@ -256,8 +269,8 @@ def test_qwen35_trains_on_packed_rows_as_the_cpu_does_on_padded_ones(recipes, ex
 # ---- what the page says besides -------------------------------------------------------------------------------------
 def test_everywhere_takes_a_model_that_somebody_else_loads_and_adapts(workshop, expected) -> None:
     """The two lines for frameworks, before the recipe of LoRA without its own."""
-    script = in_float32(ENGLISH.code("LoRA"))
-    theirs = "".join(line for line in script.splitlines(True) if "kernels_ext_npu" not in line)
+    recipe = in_float32(script("LoRA"))
+    theirs = "".join(line for line in recipe.splitlines(True) if "kernels_ext_npu" not in line)
     (found,) = workshop.run(workshop.folder("plugin", ENGLISH.code("ms-swift") + theirs))
     assert_swapped(found)
     assert_same(found, expected["LoRA in float32"], 1e-5)
@@ -346,4 +359,10 @@ def test_both_languages_have_the_same_code_and_sections() -> None:
         (b.heading, b.language, b.text) for b in ENGLISH.blocks
     ]
     assert len(CHINESE.headings) == len(ENGLISH.headings)
-    assert len(ENGLISH.blocks) == 16
+    assert len(ENGLISH.blocks) == 11
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_section_links_its_script(name: str) -> None:
+    section = (pages.DOCS / "recipes.md").read_text().split(f"\n## {name}\n")[1].split("\n## ")[0]
+    assert f"(../examples/{SCRIPTS[name]})" in section

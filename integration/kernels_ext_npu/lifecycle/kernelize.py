@@ -8,6 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.binding import lazy_swap, registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, computes_on
+from kernels_ext_npu.binding.models import check_is_module
 from kernels_ext_npu.lifecycle import pipeline
 from kernels_ext_npu.lifecycle.register import register
 from kernels_ext_npu.swaps.sequence import SWAPS
@@ -48,11 +49,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         >>> softnpu.counters()["npu_rms_norm"]
         3
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"kernelize: {model!r} is a {type(model).__name__}, and a loaded model is needed: "
-            "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
-        )
+    check_is_module("kernelize", model)
     devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with assume_npu_if_meta(model) as without_weights:
         if "npu" not in devices and not without_weights:
@@ -74,6 +71,9 @@ def restore(model: Model) -> Model:
     Returns:
         The model itself.
 
+    Raises:
+        TypeError: it is no module, such as the name of a model.
+
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
         >>> import kernels_ext_npu
@@ -84,6 +84,7 @@ def restore(model: Model) -> Model:
         >>> kernels_ext_npu.report(model).summary()
         '0 of 3 norms, 0 of 1 gated MLPs, 0 of 1 rotary calls, 0 of 1 rotary tables, 0 of 1 attention, 0 of 1 heads'
     """
+    check_is_module("restore", model)
     if not use_kernels_flag.is_noted(model):  # a part of a model, which looks at all of its parts again
         registration.restored.update(model.modules())
     for module in model.modules():

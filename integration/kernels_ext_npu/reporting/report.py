@@ -19,6 +19,7 @@ from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta
+from kernels_ext_npu.binding.models import check_is_module
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
 from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.reporting import release_limits
@@ -129,6 +130,9 @@ def report(model: nn.Module) -> Report:
     Norms, gated MLPs, experts, routers, attention, rotary functions and tables, and heads of
     language models, each module and call by itself; linear layers apart from them, in ``report(model).projections``.
 
+    Raises:
+        TypeError: it is no module, such as the name of a model.
+
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
         >>> import kernels_ext_npu
@@ -146,6 +150,7 @@ def report(model: nn.Module) -> Report:
         model.layers.0.self_attn -> npu_flash_attention
         lm_head -> linear_cross_entropy
     """
+    check_is_module("report", model)
     with assume_npu_if_meta(model):
         others = itertools.chain.from_iterable(swap.rows(model) for swap in SWAPS if swap is not LINEAR)
         found = [[_passed_by(row, model) for row in part] for part in (others, LINEAR.rows(model))]

@@ -83,7 +83,7 @@ def remark(model: nn.Module) -> str | None:
         return None
     counted = Counter(type(m).__name__ for m in model.modules() if m in registration.current.sums)
     found = ", ".join(f"{count} × {name}" for name, count in counted.items())
-    return f"sums in one launch with the norm behind them, where one token is decoded: {found}" if found else None
+    return f"fused add and norm during decoding: {found}" if found else None
 
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:

@@ -109,11 +109,11 @@ def test_logits_are_those_on_the_cpu(name: str) -> None:
 
 def test_it_is_reported_and_undone() -> None:
     model = kernels_ext_npu.kernelize(qwen3().to("npu"))
-    assert "sums in one launch with the norm behind them" in " ".join(str(kernels_ext_npu.report(model)).split())
+    assert "fused add and norm during decoding" in " ".join(str(kernels_ext_npu.report(model)).split())
     expected, counted = step(model)
     assert counted[LAUNCH] == 5
     kernels_ext_npu.restore(model)
-    assert "sums in one launch" not in str(kernels_ext_npu.report(model))
+    assert "fused add and norm" not in str(kernels_ext_npu.report(model))
     found, counted = step(model)
     assert LAUNCH not in counted
     assert_equal(found, expected)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from kernels_ext_npu.binding.models import check_is_module
 from kernels_ext_npu.swaps.experts import saving
 from kernels_ext_npu.swaps.experts.serving import served
 
@@ -25,6 +26,7 @@ def transpose_experts(model: Model) -> Model:
         The model itself.
 
     Raises:
+        TypeError: it is no module, such as the name of a model.
         ValueError: no experts of the model are served by the kernel, or a weight cannot be moved.
 
     Example:
@@ -40,6 +42,7 @@ def transpose_experts(model: Model) -> Model:
         >>> weight.shape, weight.stride()
         (torch.Size([4, 32, 16]), (512, 1, 32))
     """
+    check_is_module("transpose_experts", model)
     found = served(model)
     if not found:
         raise ValueError(

@@ -1,0 +1,41 @@
+"""Train a model with transformers' Trainer.
+
+`train.jsonl` has lines like {"text": "..."}.
+"""
+
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+import kernels_ext_npu
+
+MODEL = "Qwen/Qwen3-0.6B"
+
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")
+data = load_dataset("json", data_files="train.jsonl", split="train")
+data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=data.column_names)
+trainer = Trainer(
+    model=model,
+    args=TrainingArguments(
+        "output",
+        bf16=True,
+        gradient_checkpointing=True,
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        learning_rate=1e-4,
+        logging_steps=1,
+    ),
+    train_dataset=data,
+    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+)
+kernels_ext_npu.kernelize(trainer.model)
+print(kernels_ext_npu.report(trainer.model))
+
+trainer.train()
+trainer.save_model()

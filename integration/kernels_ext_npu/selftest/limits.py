@@ -148,7 +148,7 @@ def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) 
     operator = getattr(torch.ops.npu, name)
     out = operator(q, k, v, 1, "TND", None, None, mask, scale, 1.0, before, 0, 0, None, ends, ends, 4)[0]
     exact = [leaf.double().requires_grad_(trains) for leaf in leaves]
-    expected = packed(*exact, [3, 4], [3, 4], scale, causal=True, window=(before, 0))
+    expected = packed(exact[0], exact[1], exact[2], [3, 4], [3, 4], scale, causal=True, window=(before, 0))
     if trains:
         out.backward(grad.to("npu"))
         expected.backward(grad.double())

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from kernels_ext_npu.selftest.cases import Function, at_limits
+from kernels_ext_npu.selftest.cases import Function, Shapes, at_limits
 
 HIDDEN, EPS, LIMIT = 32, 1e-6, 0.75
 # npu_rms_norm takes two to eight dimensions; rows of one element and of no power of two, as models have them
@@ -28,7 +28,7 @@ ROWS = {
 # two values less their mean are one and minus one; the gradient of a bias is a sum that is close to zero
 NOT_OF_LAYERS = ("two elements a row", "70,000 rows")
 # npu_swiglu_backward takes halves of whole blocks of 64 bytes: 16 values of float32, 32 of narrower dtypes
-UNITS = {
+UNITS: dict[str, Shapes] = {
     "": [(6, 2 * HIDDEN)],
     "half a block in float32": [(6, 16)],
     "a block in float32": [(6, 32)],
@@ -37,7 +37,12 @@ UNITS = {
     "a row of 16,384": [(2, 16384)],
     "eight dimensions": [(1, 2, 1, 2, 1, 2, 1, 2 * HIDDEN)],
 }
-VALUES = {"": [(6, HIDDEN)], "one value": [(1,)], "eight dimensions": [(2,) * 8], "nine dimensions": [(2,) * 9]}
+VALUES: dict[str, Shapes] = {
+    "": [(6, HIDDEN)],
+    "one value": [(1,)],
+    "eight dimensions": [(2,) * 8],
+    "nine dimensions": [(2,) * 9],
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 import warnings
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
@@ -73,7 +75,7 @@ def _check_cann() -> None:
         from torch_npu.utils.collect_env import get_cann_version
     except Exception as error:  # the runtime libraries of CANN are missing, or torch is not a CPU build
         raise UnsupportedEnvironmentError(
-            f"torch_npu cannot be imported: {str(error).splitlines()[0]}\nOn a machine with an Ascend device run "
+            f"torch_npu cannot be imported: {first_line(error)}\nOn a machine with an Ascend device run "
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` before Python; without one put `import softnpu` on "
             "the first line of the program."
         ) from error
@@ -97,6 +99,18 @@ def refuse_cann(found: str) -> str | None:
         "$ASCEND_HOME_PATH: run `source /usr/local/Ascend/ascend-toolkit/set_env.sh` (from CANN 8.5 on "
         "/usr/local/Ascend/cann/set_env.sh) before Python."
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or the name of its class."""
+    return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Ask whether one of the known names was meant, in capital letters or not; nothing where none is near."""
+    by_name = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_name, n=1)
+    return f"did you mean {by_name[near[0]]}? " if near else ""
 
 
 def installed(name: str) -> str | None:

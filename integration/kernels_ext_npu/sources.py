@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.environment import meant
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -65,9 +65,9 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
     by_name = {name.lower(): name for name in REPOSITORIES}
     name = kernel.lower().removeprefix(f"{ORGANISATION}/")
     if name not in by_name:
-        near = difflib.get_close_matches(name, by_name, n=1)
-        hint = f"did you mean {by_name[near[0]]}? " if near else ""
-        raise ValueError(f"there is no kernel {kernel!r}: {hint}there are {', '.join(REPOSITORIES)}")
+        raise ValueError(
+            f"there is no kernel {kernel!r}: {meant(name, REPOSITORIES)}there are {', '.join(REPOSITORIES)}"
+        )
     check(source, [by_name[name]])
     return load_package(source, by_name[name])
 
@@ -92,11 +92,9 @@ def check(source: str | Path, repositories: Collection[str]) -> None:
         return
     folder = root(source)
     missing = [f"{name}/build" for name in sorted(repositories) if not (folder / name / "build").is_dir()]
-    near = difflib.get_close_matches(str(source).lower(), ("bundled", "hub"), n=1)
     if missing:
-        wrong = (
-            f'did you mean "{near[0]}"?' if near and not folder.exists() else f"{folder} has no {', '.join(missing)}."
-        )
+        near = "" if folder.exists() else meant(str(source), ('"bundled"', '"hub"'))
+        wrong = near.rstrip() or f"{folder} has no {', '.join(missing)}."
         raise FileNotFoundError(
             f'source={str(source)!r}: {wrong} A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from kernels_ext_npu.catalogue import CATALOGUE
-from kernels_ext_npu.environment import RefusedError
+from kernels_ext_npu.environment import RefusedError, meant
 
 KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
 REPEATS = 50  # of a call, on a card
@@ -31,10 +30,7 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool
 
 def unknown(option: str, name: str, known: Iterable[str]) -> RefusedError:
     """Make the refusal of a name that is unknown."""
-    by_name = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_name, n=1)
-    hint = f"did you mean {by_name[near[0]]}? " if near else ""
-    return RefusedError(f"{option} {name}: {hint}there are {', '.join(by_name.values())}")
+    return RefusedError(f"{option} {name}: {meant(name, known)}there are {', '.join(known)}")
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:

@@ -7,13 +7,13 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
+from kernels_ext_npu.environment import installed
 from kernels_ext_npu.matching.function_scan import Use, uses
 
 ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
@@ -66,10 +66,7 @@ class LlamaFactory(Provider):
     def __init__(self) -> None:
         if importlib.util.find_spec("llamafactory") is None:
             raise ImportError("not installed")
-        try:
-            self.version = version("llamafactory")
-        except PackageNotFoundError:  # a folder on the path
-            self.version = "of unknown version"
+        self.version = installed("llamafactory") or "of unknown version"  # a folder on the path
         try:
             with redirect_stdout(sys.stderr):  # its log
                 self._apply = importlib.import_module(LLAMA_FACTORY_INTERFACE).apply_kernel

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from kernels_ext_npu.benchmarking.shrunk_models import SEED, Model
-from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.measuring.costs import tensors
 from kernels_ext_npu.reporting.report import report
 
 SEQUENCES = 32  # in decoding
@@ -77,21 +78,8 @@ class Call:
 
     def arguments(self, dtype: torch.dtype) -> tuple[tuple, dict[str, Any], list[Tensor]]:
         """Make fresh arguments in a dtype: args, kwargs, and those of their tensors that take a gradient."""
-        leaves: list[Tensor] = []
-
-        def fresh(value: Any) -> Any:
-            if isinstance(value, Cache):
-                return _copy_of_cache(value, dtype)
-            if not isinstance(value, Tensor):
-                return value
-            tensor = value.detach()
-            if not value.requires_grad:
-                return _cast(tensor, dtype).clone()
-            leaves.append(_cast(tensor, dtype).requires_grad_())
-            return leaves[-1]
-
-        args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_cache)
-        return args, kwargs, leaves
+        args, kwargs = _copied((self.args, self.kwargs), dtype)
+        return args, kwargs, [tensor for tensor in _given(args, kwargs) if tensor.requires_grad]
 
     def outputs(self, result: Any) -> list[Tensor]:
         """Return the tensors that a call gave.
@@ -102,12 +90,11 @@ class Call:
             result = result.get("loss", result.get("logits"))
         if self.kernel == REPOSITORIES[IMPLEMENTATION] and isinstance(result, tuple):
             result = result[0]
-        return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        return tensors(result)
 
     def shapes(self) -> list[list[int]]:
         """Return the shapes of the tensors that it is given; a cache counts for none."""
-        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_cache)
-        return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
+        return [list(tensor.shape) for tensor in _given(self.args, self.kwargs)]
 
 
 def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[str]) -> list[Call]:
@@ -133,34 +120,26 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
 
 @contextmanager
 def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
-    calls = [call for call in calls_of(model) if call.kernel in kernels]
-    hooks, patches = [], Patches()
+    """Keep the calls of a model while the context is open, each as it is about to be made."""
 
-    def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
-        args, kwargs = tree_map(_kept, (args, kwargs), is_leaf=_is_cache)
-        keep(Call(call.kernel, call.name, call.path, call.use, args, kwargs))
+    def before_module(call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        args, kwargs = _copied((args, kwargs))
+        keep(replace(call, args=args, kwargs=kwargs))
 
-    for call in calls:
-        if call.use is None:
-            before = lambda module, args, kwargs, call=call: record_arguments(call, args, kwargs)  # noqa: E731
-            hooks.append(model.get_submodule(call.path).register_forward_pre_hook(before, with_kwargs=True))
-        else:
-            listening = _listening(call, call.use.function, record_arguments)
-            patches.attribute(sys.modules[call.use.file], call.use.name, listening)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        patches.undo()
-
-
-def _listening(call: Call, original: Callable, listen: Callable) -> Callable:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        listen(call, args, kwargs)
+    def function(call: Call, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        before_module(call, model, args, kwargs)
         return original(*args, **kwargs)
 
-    return function
+    with ExitStack() as ends:
+        for call in [call for call in calls_of(model) if call.kernel in kernels]:
+            if call.use is None:
+                before = partial(before_module, call)
+                module = model.get_submodule(call.path)
+                ends.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            else:
+                listening = partial(function, call, call.use.function)
+                ends.enter_context(patch.object(sys.modules[call.use.file], call.use.name, listening))
+        yield
 
 
 def calls_of(model: PreTrainedModel) -> Iterator[Call]:
@@ -184,24 +163,30 @@ def _is_cache(value: Any) -> bool:
     return isinstance(value, Cache)
 
 
-def _kept(value: Any) -> Any:
-    """Return an argument as it was: the call, and what comes after it, change no state and keep no graph."""
-    if isinstance(value, Cache):
-        return _copy_of_cache(value)
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_() if value.requires_grad else value.detach().clone()
+def _given(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among arguments, without those in caches."""
+    return [value for value in tree_leaves((args, kwargs), is_leaf=_is_cache) if isinstance(value, Tensor)]
 
 
-def _copy_of_cache(cache: Cache, dtype: torch.dtype | None = None) -> Cache:
-    """Copy a cache with its tensors: layers replace theirs when they grow, or write into them."""
-    fresh = copy.copy(cache)
-    fresh.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in fresh.layers:
-        for name, value in vars(layer).items():
-            if isinstance(value, Tensor):
-                setattr(layer, name, _cast(value, dtype or value.dtype).clone())
-    return fresh
+def _copied(given: Any, dtype: torch.dtype | None = None) -> Any:
+    """Copy arguments, in another dtype or theirs: the call, and what comes after it, change no state and keep no graph.
+
+    A cache is copied with its tensors: layers replace theirs when they grow, or write into them.
+    """
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Cache):
+            fresh = copy.copy(value)
+            fresh.layers = [copy.copy(layer) for layer in value.layers]
+            for layer in fresh.layers:
+                vars(layer).update({name: copied(held) for name, held in vars(layer).items()})
+            return fresh
+        if not isinstance(value, Tensor):
+            return value
+        tensor = _cast(value.detach(), dtype or value.dtype)
+        return tensor.requires_grad_() if value.requires_grad else tensor.clone()
+
+    return tree_map(copied, given, is_leaf=_is_cache)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

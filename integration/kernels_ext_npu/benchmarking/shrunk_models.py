@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.benchmarking.options import unknown
 from kernels_ext_npu.catalogue import ROUTERS
-from kernels_ext_npu.environment import RefusedError
+from kernels_ext_npu.environment import RefusedError, first_line
 from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.reporting.report import report
 
@@ -61,8 +62,9 @@ class Model:
             with torch.device("npu"):
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
-            raise RefusedError(f"{self.name}: no model for text can be built of its config: {reason}") from error
+            raise RefusedError(
+                f"{self.name}: no model for text can be built of its config: {first_line(error)}"
+            ) from error
         model.config.architectures = [type(model).__name__]  # as in a checkpoint
         with torch.no_grad():
             for parameter in model.parameters():
@@ -108,12 +110,14 @@ def _reduce(config: Any, shrink: int) -> PretrainedConfig:
     config.pad_token_id = None
     if shrink == 1:
         return config
-    for name in WIDTHS:
-        _divide(config, name, lambda size: -(-size // (64 * shrink)) * 64)
-    for name in HEADS:
-        _divide(config, name, lambda heads: max(1, heads // shrink))
-    for name in EXPERTS:
-        _divide(config, name, lambda experts: min(experts, max(4 * _choices(config), experts // shrink)))
+    divisions: dict[str, Callable[[int], int]] = {
+        **dict.fromkeys(WIDTHS, lambda size: -(-size // (64 * shrink)) * 64),
+        **dict.fromkeys(HEADS, lambda heads: max(1, heads // shrink)),
+        **dict.fromkeys(EXPERTS, lambda experts: min(experts, max(4 * _choices(config), experts // shrink))),
+    }
+    for name, value in config.to_dict().items():
+        if name in divisions and isinstance(value, int):
+            setattr(config, name, divisions[name](value))
     return config
 
 
@@ -136,12 +140,6 @@ def _keep_layers(config: Any) -> None:
     if dense:
         config.first_k_dense_replace = sum(i < dense for i in first)
     config.num_hidden_layers = len(first)
-
-
-def _divide(config: Any, name: str, divided: Any) -> None:
-    value = config.to_dict().get(name)
-    if isinstance(value, int):
-        setattr(config, name, divided(value))
 
 
 def _choices(config: Any) -> int:

@@ -78,7 +78,17 @@ def find(model_types: Iterable[str]) -> list[Folder]:
 
 def parts(folder: Folder) -> tuple[str, ...]:
     """Return the model types of other folders that its models are made of, unless a config names others."""
-    found = dict.fromkeys(part for model_type in folder.model_types for part in _parts(model_type))
+    found: dict[str, None] = {}
+    for model_type in folder.model_types:
+        config_class = CONFIG_MAPPING[model_type]
+        names = [name for name, declared in config_class.sub_configs.items() if declared is AutoConfig]
+        try:
+            config = config_class() if names else None
+        except Exception:  # there are configs that cannot be made without arguments
+            found[UNNAMED] = None
+            continue
+        made = (getattr(getattr(config, name, None), "model_type", "") for name in names)
+        found |= dict.fromkeys(part for part in made if part in CONFIG_MAPPING_NAMES)
     return tuple(part for part in found if part not in folder.model_types)
 
 
@@ -90,20 +100,6 @@ def load(file: str) -> ModuleType | str:
         return f"needs {error.name}, which is not installed"
     except Exception as error:  # whatever the packages that it needs come up with
         return f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _parts(model_type: str) -> Iterator[str]:
-    config_class = CONFIG_MAPPING[model_type]
-    names = [name for name, declared in config_class.sub_configs.items() if declared is AutoConfig]
-    try:
-        config = config_class() if names else None
-    except Exception:  # there are configs that cannot be made without arguments
-        yield UNNAMED
-        return
-    for name in names:
-        part: str = getattr(getattr(config, name, None), "model_type", "")
-        if part in CONFIG_MAPPING_NAMES:
-            yield part
 
 
 def _made_in(types: list[str]) -> str | None:

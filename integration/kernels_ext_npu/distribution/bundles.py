@@ -20,6 +20,7 @@ from kernels_ext_npu.distribution import bundle_archive
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
 from kernels_ext_npu.distribution.variants import contents, is_bytecode, left_out
 from kernels_ext_npu.distribution.verification import verify_build
+from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.sources import ORGANISATION
 
 
@@ -132,8 +133,7 @@ def _from_hub(name: str) -> KernelRepository:
             folder, problems = published.download(api, repo_id, commit, Path(cache))
             files = contents(folder)
     except Exception as error:  # whatever the Hub's client makes of a missing repository or network
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BundleError(f"{repo_id} cannot be downloaded from {api.endpoint}: {reason}") from error
+        raise BundleError(f"{repo_id} cannot be downloaded from {api.endpoint}: {first_line(error)}") from error
     _refuse([f"{repo_id}: {problem}" for problem in problems])
     return KernelRepository(name, sources.VERSION, files, commit)
 

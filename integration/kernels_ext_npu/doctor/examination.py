@@ -99,11 +99,12 @@ def observe(source: str) -> Observations:
             later["use"] = pool.submit(run, probes.swapped_and_compared, USE, source=None if dead else source)
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
         if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
-            later["autoload"] = pool.submit(run, probes.plain_torch, AUTOLOAD, _without_softnpu())
+            later["autoload"] = pool.submit(run, probes.imports, AUTOLOAD, _without_softnpu(), names=["torch"])
         for name, future in later.items():
             setattr(seen, name, future.result())
     if seen.use is None or not seen.use.passed(probes.TRANSFORMERS):
-        seen.imports = run(probes.transformers_and_kernels, TRANSFORMERS)
+        quiet = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch_npu is told by itself
+        seen.imports = run(probes.imports, TRANSFORMERS, quiet, names=["kernels", "transformers"])
     return seen
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+LOOK = "Look at the error."
 NO_CANN = "libhccl.so: cannot open shared object file"
 # name of a module -> name of its package
 PACKAGES = {"yaml": "pyyaml", "torch_npu": "--no-deps torch_npu", "PIL": "pillow", "attr": "attrs"}
@@ -92,9 +93,7 @@ def explain(errors: Iterable[str]) -> Known | None:
     return None
 
 
-def explained(
-    errors: tuple[str, ...], otherwise: str = "Look at the error.", commands: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def explained(errors: tuple[str, ...], otherwise: str = LOOK, commands: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return what a finding says of an error: details, advice, commands, and where to read more.
 
     Args:

@@ -39,6 +39,11 @@ class Outcome:
         """The failure in a line: what caused it, without what was made of it."""
         return self.errors[-1].splitlines()[0] if self.errors else self.failure
 
+    def problem(self, said: str, otherwise: str = findings.LOOK, commands: tuple[str, ...] = ()) -> Finding:
+        """Make a finding of its failure: what is known of the errors, what to do otherwise, and what it printed."""
+        facts = {"failure": self.failure, "errors": self.errors, "output": self.output}
+        return problem(said, **findings.explained(self.errors, otherwise, commands), facts=facts)
+
     def passed(self, step: str) -> bool:
         """Tell whether a step was completed."""
         return self.failure is None or step in self.facts.get("passed", ())

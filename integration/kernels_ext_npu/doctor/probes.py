@@ -10,13 +10,14 @@ import os
 import subprocess
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.distribution.bundle_archive import BundleError
-from kernels_ext_npu.environment import RefusedError
+from kernels_ext_npu.environment import RefusedError, first_line
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.machine.processes import say
 
@@ -84,20 +85,11 @@ def torch_npu_alone() -> None:
     say(names=[torch_npu.npu.get_device_name(index) for index in range(count)])
 
 
-def plain_torch() -> None:
-    """Import torch, as a program without softnpu does first."""
-    say(step=TORCH)
-    import torch  # noqa: F401
-
-
-def transformers_and_kernels() -> None:
-    """Import kernels and transformers, where the device could not be tried."""
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    say(step=KERNELS)
-    import kernels  # noqa: F401
-
-    say(step=TRANSFORMERS)
-    import transformers  # noqa: F401  its parts ask for torch_npu, which is told by itself
+def imports(names: list[str]) -> None:
+    """Import packages, a step each, as a program without softnpu does."""
+    for name in names:
+        say(step=f"import {name}")
+        import_module(name)
 
 
 # ---- what a user does ------------------------------------------------------------------------------------------------
@@ -217,7 +209,7 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
         try:
             snapshot = _offline(f"{sources.ORGANISATION}/{name}", folder)
         except Exception as error:  # whatever the Hub's client makes of what it finds
-            return {"state": "incomplete", "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            return {"state": "incomplete", "reason": f"{type(error).__name__}: {first_line(error)}"}
         found = _verified([entry for target in targets.find(snapshot) for entry in target.verify()], name, machine)
         return {"state": "damaged" if found["problems"] else "complete", "commit": snapshot.name} | found
     except (OSError, ValueError, RefusedError) as error:
@@ -266,7 +258,7 @@ def versions_and_publisher(timeout: float) -> None:
         overview = api.get_organization_overview(sources.ORGANISATION)
         say(trusted=bool(getattr(overview, "trustedKernelPublisher", False)))
     except Exception as error:  # kernels takes every failure of this question for a no
-        say(trusted=None, untold=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        say(trusted=None, untold=f"{type(error).__name__}: {first_line(error)}")
     if quiet:  # kernels names itself with an empty user agent then, which no request survives
         say(step=HEADERS)
         from kernels.hf_hub import _get_hf_api

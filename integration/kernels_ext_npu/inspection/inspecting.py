@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.inspection import remarks as remark
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
@@ -82,13 +83,14 @@ class Inspection:
         """The original, and the model with all kernels."""
         return self.variants[0], self.variants[-1]
 
-    def products(self, phase: str) -> float | None:
-        """Return the least seconds of the products and attention of a phase, of the one of the ends that has fewer.
+    def of_products(self, phase: str, counts: Counts) -> float | None:
+        """Return how many times its products and attention a phase takes, those of the one of the ends with fewer.
 
-        A product more than needed counts against who computes it. None where the phase was not counted.
+        A product more than needed counts against who computes it. None where there is none, or none was counted.
         """
         counted = [whole(v) if phase == "whole_step" else v.counts[phase] for v in self.ends]
-        return min((counts.products for counts in counted if counts is not None), default=None)
+        products = min((counts.products for counts in counted if counts is not None), default=None)
+        return counts.estimate / products if products else None
 
 
 def inspect(
@@ -184,7 +186,7 @@ def _build(subject: Subject, dtype: torch.dtype, values: KnownValues, soc: Soc) 
             return build(subject, dtype)
     except Exception as error:  # sizes that do not fit together, say
         raise CannotInspectError(
-            f"{subject.name}: no {subject.model_class.__name__} can be built of it: {remark.first_line(error)}"
+            f"{subject.name}: no {subject.model_class.__name__} can be built of it: {first_line(error)}"
         ) from error
 
 
@@ -223,7 +225,7 @@ def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remar
     except Exception as error:  # of a model's own code, with inputs that it was not made for
         remarks.append(
             f"{what}: not counted, since {remark.culprit(model, error)} ended in {type(error).__name__}: "
-            f"{remark.first_line(error)}"
+            f"{first_line(error)}"
         )
     model.zero_grad(set_to_none=True)
     return None

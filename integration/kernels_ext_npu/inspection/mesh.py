@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DistributedConfig, PreTrainedModel
 
-from kernels_ext_npu.inspection.remarks import first_line
-from kernels_ext_npu.inspection.replacing import replaced
+from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.inspection.subject import CannotInspectError
 
 AXES = ("tp", "fsdp", "efsdp", "ep")
@@ -96,7 +96,7 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
         sys.excepthook = hook  # torch's names a rank
 
 
-def _unseen_propagation() -> AbstractContextManager[None]:
+def _unseen_propagation() -> AbstractContextManager:
     """Hide the calls on fake tensors by which DTensor finds the shape of a result that is new to it.
 
     They are none of the model's.
@@ -107,7 +107,7 @@ def _unseen_propagation() -> AbstractContextManager[None]:
             return before(*args)
 
     before = ShardingPropagator._propagate_tensor_meta_non_cached
-    return replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
 
 def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:

@@ -115,11 +115,12 @@ def _draw_pairs(axes: Axes, rows: Sequence[tuple[str, float, float]], in_one: bo
     longest = max((value for _, *pair in rows for value in pair), default=0) or 1
     for place, (_, *pair) in zip(range(len(rows), 0, -1), rows):
         for shift, value, colour in zip((0.2, -0.2), pair, (BEFORE, AFTER)):
-            axes.barh(place + shift, value, 0.4, color=colour)
+            bar = axes.barh(place + shift, value, 0.4, color=colour)
             if not in_one:
-                _label(axes, _number(value), value, place + shift)
+                axes.bar_label(bar, [_number(value)], padding=5, fontsize=_SMALL)
         if in_one:
-            _label(axes, " → ".join(map(_number, pair)), max(pair), place)
+            said, end = " → ".join(map(_number, pair)), (max(pair), place)
+            axes.annotate(said, end, (5, 0), textcoords="offset points", va="center", fontsize=_SMALL)
     axes.set_xlim(0, (1.5 if in_one else 1.35) * longest)
     axes.set_yticks(range(len(rows), 0, -1), [row[0] for row in rows], fontsize=_SMALL)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -129,10 +130,6 @@ def _draw_pairs(axes: Axes, rows: Sequence[tuple[str, float, float]], in_one: bo
     axes.grid(axis="x", color="#e6e8ec")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _label(axes: Axes, text: str, end: float, height: float) -> None:
-    axes.annotate(text, (end, height), (5, 0), textcoords="offset points", va="center", fontsize=_SMALL)
 
 
 def _draw_operators(axes: Axes, what: str, before: Counter[str], after: Counter[str], unit: float) -> None:

@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
-from kernels_ext_npu.inspection.replacing import replaced
 from kernels_ext_npu.measuring.products import is_unknown
 
 _WORTH_IT = 0.01  # of all parameters
@@ -27,7 +27,7 @@ def idle(model: nn.Module, remarks: list[str]) -> Iterator[None]:
         return original(module, *args, **kwargs)
 
     # no hook, nor another __call__: kernels step aside for those that watch all modules
-    with replaced(nn.Module, "_call_impl", noted):
+    with patch.object(nn.Module, "_call_impl", noted):
         yield
     if model in called:
         remarks += [f"not counted, since these inputs do not reach it: {part}" for part in _idle(model, called)]
@@ -39,11 +39,6 @@ def culprit(model: nn.Module, error: BaseException) -> str:
     frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     found = [paths[owner] for owner in frames if isinstance(owner, nn.Module) and owner in paths]
     return (found[-1] if found else "") or type(model).__name__
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or the name of its class."""
-    return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
 
 
 def unknown_products(operators: Iterable[str]) -> list[str]:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -21,10 +22,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.environment import RefusedError
+from kernels_ext_npu.environment import RefusedError, first_line
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
-from kernels_ext_npu.inspection.remarks import first_line
-from kernels_ext_npu.inspection.replacing import replaced
 
 # the classes of a configuration, the whole model before its parts
 _MAPPINGS = (
@@ -107,7 +106,7 @@ def adapt(model: PreTrainedModel, rank: int, dropout: float = 0.0) -> str:
         return module  # it was made where it belongs, and fake tensors cannot be moved
 
     try:
-        with torch.device("npu"), replaced(nn.Module, "to", stay):
+        with torch.device("npu"), patch.object(nn.Module, "to", stay):
             wanted = LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear")
             inject_adapter_in_model(wanted, model)
     except ValueError as error:

@@ -43,7 +43,7 @@ class Cost(TorchDispatchMode):
 
     def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
         """Count a call, and return the bytes that it moves; None if it is no launch."""
-        given = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        given = tensors(result)
         name = operator._schema.name.partition("::")[2]
         moves = operator.namespace != "prim" and name not in NO_LAUNCHES and not _is_view(operator)
         if not moves or not (given or _writes(operator)):
@@ -54,9 +54,14 @@ class Cost(TorchDispatchMode):
         return moved
 
 
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Return all tensors in some values, however they are nested."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def bytes_of(values: Any) -> int:
     """Return the bytes of all tensors in some values."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(values))
 
 
 def _unread(name: str, args: tuple, given: list[torch.Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.comparing import Difference, Results
 
 Arguments = Callable[[], tuple[Tensor, ...]]
+Shapes = Sequence[tuple[int, ...]]
 
 
 class _Titled:
@@ -68,6 +69,13 @@ class Layer(_Titled):
 
 
 Case = Function | Layer
+
+
+def at_limits(
+    repository: str, name: str, call: Callable[..., Any], exact: Callable[..., Any], shapes: Mapping[str, Shapes]
+) -> list[Function]:
+    """Make a case of a function for each of some shapes of its arguments, by the limit that they are at."""
+    return [Function(repository, name, call, exact, drawn(*given), at) for at, given in shapes.items()]
 
 
 def drawn(*shapes: tuple[int, ...]) -> Arguments:

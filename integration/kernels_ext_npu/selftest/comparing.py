@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
+from kernels_ext_npu.measuring.costs import tensors
 from kernels_ext_npu.measuring.distance import distances, worst
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,10 +81,10 @@ def rounded(arguments: Any, dtype: torch.dtype) -> Any:
 def results(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ()) -> Results:
     """Return what a call returns, and the gradients of its arguments and of parameters."""
     leaves = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), tuple(arguments))
-    parameters = [*(leaf for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor)), *parameters]
+    parameters = [*tensors(leaves), *parameters]
     for parameter in parameters:
         parameter.grad = None
-    outputs = [output for output in tree_leaves(call(*leaves)) if isinstance(output, Tensor)]
+    outputs = tensors(call(*leaves))
     trained = [output for output in outputs if output.requires_grad]
     ramps = [torch.linspace(-1, 1, output.numel()).view(output.shape).to(output) for output in trained]
     torch.autograd.backward(trained, ramps)
@@ -93,8 +94,7 @@ def results(call: Callable, arguments: tuple, parameters: Iterable[Tensor] = ())
     outputs = [output.detach() for output in outputs]
     if any(parameter.device.type == "npu" for parameter in parameters):
         with torch.no_grad():
-            again = call(*(tree_map_only(Tensor, torch.detach, leaf) for leaf in leaves))
-        outputs += [output for output in tree_leaves(again) if isinstance(output, Tensor)]
+            outputs += tensors(call(*tree_map_only(Tensor, torch.detach, leaves)))
     return Results(outputs, gradients)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch_npu import npu
 
 from kernels_ext_npu.machine.cann_releases import Release, release_of
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.comparing import Results
+from kernels_ext_npu.selftest.functions.attention import packed
+from kernels_ext_npu.selftest.functions.rotary import rotated
 
 OLDEST, NEVER = (0, 0), (99, 0)
 DTYPE = torch.float16
@@ -59,11 +60,6 @@ def _draw(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
 def _tables(*shape: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin whose halves are the same."""
     angles = _draw(*shape[:-1], shape[-1] // 2, seed=1, dtype=torch.float32)
@@ -75,13 +71,13 @@ def _rotated_together(heads: int) -> Pair:
     table = torch.cat((cos[:, :64], sin[:, :64]), -1)
     positions = torch.zeros(1, dtype=torch.long, device="npu")
     found = torch.ops.npu.npu_mrope(positions, q.to("npu"), k.to("npu"), table.to("npu"), 128)
-    return list(found), [_turned(x.double().view(-1, 128), cos.double(), sin.double()).view(1, -1) for x in (q, k)]
+    return list(found), [rotated(x.double().view(-1, 128), cos.double(), sin.double()).view(1, -1) for x in (q, k)]
 
 
 def _rotated(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
     given = _draw(*shape), *_tables(*table)
     found = torch.ops.npu.npu_rotary_mul(*(t.to("npu") for t in given), "half")
-    return [found], [_turned(*(t.double() for t in given))]
+    return [found], [rotated(*(t.double() for t in given))]
 
 
 def _rotated_back(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
@@ -89,7 +85,7 @@ def _rotated_back(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
     found = torch.ops.npu.npu_rotary_mul_backward(grad.to("npu"), grad.to("npu"), cos.to("npu"), sin.to("npu"), "half")[
         0
     ]
-    return [found], [_turned(grad.double(), cos.double(), -sin.double())]
+    return [found], [rotated(grad.double(), cos.double(), -sin.double())]
 
 
 def _gated(experts: int, writes_scores: bool = False) -> Pair:
@@ -152,14 +148,7 @@ def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) 
     operator = getattr(torch.ops.npu, name)
     out = operator(q, k, v, 1, "TND", None, None, mask, scale, 1.0, before, 0, 0, None, ends, ends, 4)[0]
     exact = [leaf.double().requires_grad_(trains) for leaf in leaves]
-    parts = []
-    for first, last in ((0, 3), (3, 7)):
-        places = torch.arange(last - first)
-        distance = places[:, None] - places
-        seen = (distance >= 0) & (distance <= before)
-        q64, k64, v64 = (t[first:last].transpose(0, 1) for t in exact)
-        parts.append(F.scaled_dot_product_attention(q64, k64, v64, seen, scale=scale))
-    expected = torch.cat([part.transpose(0, 1) for part in parts])
+    expected = packed(exact[0], exact[1], exact[2], [3, 4], [3, 4], scale, causal=True, window=(before, 0))
     if trains:
         out.backward(grad.to("npu"))
         expected.backward(grad.double())

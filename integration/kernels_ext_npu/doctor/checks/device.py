@@ -69,8 +69,7 @@ def _software(seen: Observations) -> Finding:
         details = ("right for development and tests; it says nothing about speed",)
         return ok("no NPU here: the software device is used", details=details)
     said = seen.use.errors[0].splitlines()[0] if seen.software_failed_by_itself else seen.use.cause
-    facts = {"errors": seen.use.errors, "output": seen.use.output}
-    return problem(f"no NPU here, and no software device: {said}", **explained(seen.use.errors), facts=facts)
+    return seen.use.problem(f"no NPU here, and no software device: {said}")
 
 
 def cann(seen: Observations) -> Finding:

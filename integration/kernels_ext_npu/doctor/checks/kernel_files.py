@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from typing import Any
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy
+from kernels_ext_npu.doctor.findings import Finding, Verdict, not_checked, ok, problem, remedy
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations
 from kernels_ext_npu.doctor.probes import COPIES
 
@@ -116,9 +117,8 @@ def _failed(seen: Observations) -> Finding:
     outcome = seen.repositories
     if outcome is None or outcome.failure is None:
         return not_checked("the packages that read them do not work: see above")
-    facts = {"failure": outcome.failure, "errors": outcome.errors, "output": outcome.output}
-    conclude = problem if outcome.step == COPIES else not_checked
-    return conclude(str(outcome.cause), **explained(outcome.errors), facts=facts)
+    verdict = Verdict.PROBLEM if outcome.step == COPIES else Verdict.NOT_CHECKED
+    return replace(outcome.problem(str(outcome.cause)), verdict=verdict)
 
 
 def _first(lines: list[str], count: int = 4) -> tuple[str, ...]:

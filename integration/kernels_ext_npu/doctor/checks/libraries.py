@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from kernels_ext_npu.doctor import installed_packages
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.installed_packages import Package
 from kernels_ext_npu.doctor.observations import STACK, Observations
 from kernels_ext_npu.doctor.probes import KERNELS, TRANSFORMERS
@@ -105,11 +105,8 @@ def _unusable(seen: Observations, package: Package, step: str) -> Finding | None
         if outcome is not None and outcome.failure and outcome.step == step:
             if (missing := seen.missing(outcome)) is not None:
                 return not_checked(f"{package.version}, but {missing} is not installed")
-            return problem(
-                f"{package.version} cannot be imported: {outcome.cause}",
-                **explained(outcome.errors, "Install it again.", (f"pip install --force-reinstall '{wanted}'",)),
-                facts={"errors": outcome.errors, "output": outcome.output},
-            )
+            said = f"{package.version} cannot be imported: {outcome.cause}"
+            return outcome.problem(said, "Install it again.", (f"pip install --force-reinstall '{wanted}'",))
     return None
 
 

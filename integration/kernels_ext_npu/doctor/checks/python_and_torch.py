@@ -43,11 +43,8 @@ def torch(seen: Observations) -> Finding:
             **remedy("another build of torch", again),
         )
     if not seen.torch_works:
-        return problem(
-            f"{package.version} cannot be imported: {outcome.cause}",
-            **explained(outcome.errors, "Install it again.", (again,)),
-            facts={"errors": outcome.errors, "output": outcome.output},
-        )
+        said = f"{package.version} cannot be imported: {outcome.cause}"
+        return outcome.problem(said, "Install it again.", (again,))
     if contradicts or package.trouble:
         said = f"{imported} is imported, but {package.trouble or f'its metadata says {package.version}'}"
         return warning(said, **remedy("two installations of torch", again))

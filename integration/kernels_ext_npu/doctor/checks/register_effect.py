@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
+from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.doctor.probes import DEVICE, KERNELS, SOFTNPU, TORCH_NPU, TRANSFORMERS
 
@@ -24,11 +24,8 @@ def register_takes_effect(seen: Observations) -> Finding:
     if (missing := seen.missing(outcome)) is not None:
         return not_checked(f"{missing} is not installed: see above")
     if outcome.failure:
-        return problem(
-            f"{outcome.step}, {where}: {outcome.cause}",
-            **explained(outcome.errors, HUNG if outcome.hung else "The JSON report (--json) has what was printed."),
-            facts={"failure": outcome.failure, "errors": outcome.errors, "output": outcome.output},
-        )
+        otherwise = HUNG if outcome.hung else "The JSON report (--json) has what was printed."
+        return outcome.problem(f"{outcome.step}, {where}: {outcome.cause}", otherwise)
     if "kept" not in found:
         return not_checked(f"everything else works {where}, but the Hub cannot be reached")
     if not found["agrees"]:

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, bytes_of
+from kernels_ext_npu.measuring.costs import Cost, bytes_of, tensors
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 
@@ -95,10 +94,10 @@ class Counting(Cost):
         elif (moved := self.count(operator, args, kwargs, result)) is not None:
             name = operator._schema.name.partition("::")[2]
             multiplied = flops(operator, args, kwargs, result)
-            dtype = next((leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+            dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
             self._counts.flops[name] += multiplied
             self._counts.seconds[name] += seconds(self.soc, multiplied, dtype, moved)
-        self.memory.add(value for value in tree_leaves(result) if isinstance(value, Tensor))
+        self.memory.add(tensors(result))
         return result
 
     def start(self, *kept: Tensor) -> None:

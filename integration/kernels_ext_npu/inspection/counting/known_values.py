@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.inspection.counting import collectives
-from kernels_ext_npu.inspection.replacing import replaced
+from kernels_ext_npu.measuring.costs import tensors
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
@@ -68,8 +69,9 @@ class KnownValues:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
             return self._sized_by_values(operator, sizing, args, kwargs)
         result = operator(*args, **kwargs)
-        self.waits += _waits(operator, args, kwargs, result)
-        self.copies_in += _copies_in(operator, args, result)
+        waits, copies_in = _crossings(operator, args, kwargs, result)
+        self.waits += waits
+        self.copies_in += copies_in
         if name in _ROUTES:
             self._in_turn(result[1], args[0].shape[-1])
         elif collectives.is_collective(operator):
@@ -78,7 +80,7 @@ class KnownValues:
             self._follow(operator, name, args, kwargs, result)
         return result
 
-    def read_at_once(self) -> AbstractContextManager[None]:
+    def read_at_once(self) -> AbstractContextManager:
         """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
         before = FakeTensor.tolist
 
@@ -90,7 +92,7 @@ class KnownValues:
             with _disable_current_modes():
                 return value.tolist()
 
-        return replaced(FakeTensor, "tolist", tolist)
+        return patch.object(FakeTensor, "tolist", tolist)
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.
@@ -100,7 +102,7 @@ class KnownValues:
         if operator.namespace != "c10d":
             return  # gives new tensors
         exchanges = operator is torch.ops.c10d.alltoall_base_.default and not args[3] and not args[4]
-        for written in _tensors(args[:1] if exchanges else args):
+        for written in tensors(args[:1] if exchanges else args):
             self._forget(written)
         sent = self._value(args[1]) if exchanges else None
         if sent is not None:
@@ -110,13 +112,13 @@ class KnownValues:
 
     def _follow(self, operator: OpOverload, name: str, args: tuple, kwargs: dict, result: Any) -> None:
         """Compute the values of a result where all that it follows from is known."""
-        fakes = _tensors((args, kwargs))
+        fakes = tensors((args, kwargs))
         known = all(self._value(fake) is not None for fake in fakes) or name in _FROM_SHAPE
         drawn = torch.Tag.nondeterministic_seeded in operator.tags or name.startswith("empty")
-        large = any(value.numel() > LARGEST for value in _tensors(result))
+        large = any(value.numel() > LARGEST for value in tensors(result))
         if known and not drawn and not large:
             with suppress(NotImplementedError):  # the CPU has no kernel for the dtype
-                for fake, value in zip(_tensors(result), _tensors(self._compute(operator, args, kwargs))):
+                for fake, value in zip(tensors(result), tensors(self._compute(operator, args, kwargs))):
                     self._values[fake] = value
             return
         for argument, value in zip(operator._schema.arguments, args):
@@ -136,9 +138,9 @@ class KnownValues:
             return operator(*args, **kwargs)
 
     def _sized_by_values(self, operator: OpOverload, sizing: Any, args: tuple, kwargs: dict) -> Any:
-        if any(self._value(fake) is None for fake in _tensors(sizing)):
+        if any(self._value(fake) is None for fake in tensors(sizing)):
             raise UnknownValueError(operator)
-        known = all(self._value(fake) is not None for fake in _tensors((args, kwargs)))
+        known = all(self._value(fake) is not None for fake in tensors((args, kwargs)))
         device = args[0].device
 
         def fake(value: Tensor) -> Tensor:
@@ -171,10 +173,6 @@ class KnownValues:
             del self._values[other]
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
 def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:
     """Return the argument whose values tell how large a result is; None where sizes alone do."""
     if name == "index":  # by a mask, of which torch makes indices
@@ -188,31 +186,26 @@ def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:
     return args[_SIZED_BY[name]]
 
 
-def _waits(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
-    """Return how often the host waits in a call, besides for a value that it reads and a size that values tell."""
+def _crossings(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> tuple[int, bool]:
+    """Return how often the host waits in a call, and whether it copies from the host, which no graph holds.
+
+    Reading a value, and a size that values tell, are counted elsewhere. Making a tensor of numbers copies them.
+    """
     name = operator._schema.name.partition("::")[2]
-    if name == "copy_":
-        return args[0].device.type == "cpu" and args[1].device.type == "npu"
-    if name == "_to_copy":
-        return result.device.type == "cpu" and args[0].device.type == "npu"
+    if name in ("copy_", "_to_copy"):
+        target, source = args[:2] if name == "copy_" else (result, args[0])
+        way = source.device.type, target.device.type
+        return way == ("npu", "cpu"), way == ("cpu", "npu")
+    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+        return 0, args[0].device.type == "npu"
     if name in _MASKED:  # for how many a mask selects
-        return args[0].device.type == "npu" and _has_mask(args[1])
+        return args[0].device.type == "npu" and _has_mask(args[1]), False
     if name == "histc" and args[0].device.type == "npu":  # without a range op-plugin reads both ends of the data
         low, high = [*args[2:], *(kwargs.get(end, 0) for end in ("min", "max")[len(args[2:]) :])]
-        return 2 * (low == high)
-    return 0
-
-
-def _copies_in(operator: OpOverload, args: tuple, result: Any) -> bool:
-    """Tell whether a call copies from the host, as making a tensor of its numbers does: no graph holds that."""
-    name = operator._schema.name.partition("::")[2]
-    if name == "copy_":
-        return args[0].device.type == "npu" and args[1].device.type == "cpu"
-    if name == "lift_fresh":  # of torch.tensor(), behind the copy
-        return args[0].device.type == "npu"
-    return name == "_to_copy" and result.device.type == "npu" and args[0].device.type == "cpu"
+        return 2 * (low == high), False
+    return 0, False
 
 
 def _has_mask(indices: Any) -> bool:
     """Tell whether one of these indices is a mask."""
-    return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(indices) if isinstance(leaf, Tensor))
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors(indices))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from kernels_ext_npu.inspection.replacing import replaced
 
 
 class Memory:
@@ -49,7 +48,7 @@ class Memory:
                 self._follow(storage, storage.nbytes())
         self.peak = max(self.peak, self.current)
 
-    def resized(self) -> AbstractContextManager[None]:
+    def resized(self) -> AbstractContextManager:
         """Follow storages that are given back, and taken again, as FSDP2 does with gathered weights."""
         original = torch.UntypedStorage.resize_
 
@@ -59,7 +58,7 @@ class Memory:
             self._follow(storage, size)
             self.peak = max(self.peak, self.current)
 
-        return replaced(torch.UntypedStorage, "resize_", resize_)
+        return patch.object(torch.UntypedStorage, "resize_", resize_)
 
     def _follow(self, storage, size: int) -> None:
         if storage._cdata not in self._living:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.utils import import_utils
 
@@ -23,7 +23,7 @@ from kernels_ext_npu.inspection.counting.dispatch import Axes, Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
-from kernels_ext_npu.inspection.replacing import replaced
+from kernels_ext_npu.measuring.costs import tensors
 from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
@@ -76,8 +76,7 @@ def count_layers(
 
     def count(one_more: Kind | None = None) -> Counts:
         costs = counting()
-        given = [value for value in inputs.values() if isinstance(value, Tensor)]
-        costs.memory.exclude([*model.parameters(), *model.buffers(), *given])
+        costs.memory.exclude([*model.parameters(), *model.buffers(), *tensors(inputs)])
         hooks = costs.memory.exclude_gradients(model)
         try:
             with _untraced(), costs.values.read_at_once(), costs.memory.resized(), few(kinds, one_more), costs:
@@ -112,7 +111,7 @@ def _training_forward(model: PreTrainedModel, inputs: Inputs, costs: Counting) -
     output = model(**inputs)
     if getattr(output, "loss", None) is not None:
         return output.loss
-    return next(value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad).sum()
+    return next(tensor for tensor in tensors(output) if tensor.requires_grad).sum()
 
 
 def _step(model: PreTrainedModel, inputs: Inputs, costs: Counting) -> None:
@@ -138,8 +137,7 @@ def _decode(is_static: bool, model: PreTrainedModel, inputs: Inputs, costs: Coun
         token, place = ids[:, -1:], torch.full((rows, 1), tokens, device=ids.device)
         if "position_ids" in inspect.signature(model.forward).parameters:
             given["position_ids"] = place  # generate has it from the step before
-        held = [value for layer in cache.layers for value in vars(layer).values()]
-        costs.start(*(value for value in held if isinstance(value, Tensor)))
+        costs.start(*tensors([vars(layer) for layer in cache.layers]))
         model(input_ids=token, **given)
 
 
@@ -183,12 +181,12 @@ def _count_update(
     return costs.counts()
 
 
-def _untraced() -> AbstractContextManager[None]:
+def _untraced() -> AbstractContextManager:
     """Let transformers take fake tensors for real ones.
 
     It takes them for a sign of tracing, and then makes masks that a model at work goes without.
     """
-    return replaced(import_utils, "is_fake_tensor", lambda x: False)
+    return patch.object(import_utils, "is_fake_tensor", lambda x: False)
 
 
 def _make_causal_mask() -> None:

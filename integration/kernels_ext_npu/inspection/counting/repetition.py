@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
+from kernels_ext_npu.measuring.costs import tensors
 from kernels_ext_npu.swaps import add_norm_fusion
 
 _INPUT = object()  # stands for the input in what a layer gives
@@ -181,5 +182,4 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
 
 
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor:
-    named = kwargs.get("hidden_states")
-    return next(value for value in tree_leaves((named, args, kwargs)) if isinstance(value, Tensor))
+    return tensors((kwargs.get("hidden_states"), args, kwargs))[0]

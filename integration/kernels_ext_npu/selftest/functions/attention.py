@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.selftest.cases import Function, drawn
+from kernels_ext_npu.selftest.cases import Function, at_limits, drawn
 
 SCALE = 0.25
 HEADS = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
@@ -117,15 +117,12 @@ FUNCTIONS = (
         lambda q, k, v, s: attention(q, k, v, SCALE, True, (3, 0), sinks=s),
         drawn(*HEADS, (4,)),
     ),
-    *(
-        _function(
-            "flash_attn_func",
-            lambda f, *t: f(*t, causal=True),
-            lambda q, k, v: attention(q, k, v, q.shape[-1] ** -0.5, True),
-            drawn(*shapes),
-            at,
-        )
-        for at, shapes in CAUSAL.items()
+    *at_limits(
+        "FlashAttention",
+        "flash_attn_func",
+        lambda f, *t: f(*t, causal=True),
+        lambda q, k, v: attention(q, k, v, q.shape[-1] ** -0.5, True),
+        CAUSAL,
     ),
     _function(
         "flash_attn_func",

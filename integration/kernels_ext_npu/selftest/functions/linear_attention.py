@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels_ext_npu.selftest.cases import Arguments, Function, drawn
+from kernels_ext_npu.selftest.cases import Shapes, at_limits
 
 LENGTHS = {"": 70, "one token": 1, "63 tokens": 63, "64 tokens": 64, "65 tokens": 65, "129 tokens": 129}
 HEADS, SIZE = 2, 8
@@ -43,9 +43,9 @@ def delta_rule(
     return torch.stack(results, 1), state
 
 
-def _shapes(batch: int, length: int, by_channel: bool) -> Arguments:
+def _shapes(batch: int, length: int, by_channel: bool) -> Shapes:
     heads = (batch, length, HEADS)
-    return drawn(*[(*heads, SIZE)] * 3, (*heads, SIZE) if by_channel else heads, heads)
+    return [*[(*heads, SIZE)] * 3, (*heads, SIZE) if by_channel else heads, heads]
 
 
 def _ruled(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options) -> Tensor:
@@ -85,47 +85,36 @@ def _recurred(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
     return torch.stack(results, 1)
 
 
-_function = partial(Function, "LinearAttention")
+_at_limits = partial(at_limits, "LinearAttention")
 _normed = partial(_ruled, use_qk_l2norm_in_kernel=True)
 _exact = partial(_ruled, delta_rule)
 FUNCTIONS = (
-    *(
-        _function(name, _normed, _exact, _shapes(1, length, by_channel), at)
-        for name, by_channel in (("chunk_gated_delta_rule", False), ("chunk_kda", True))
-        for at, length in LENGTHS.items()
+    *_at_limits("chunk_gated_delta_rule", _normed, _exact, {at: _shapes(1, n, False) for at, n in LENGTHS.items()}),
+    *_at_limits("chunk_kda", _normed, _exact, {at: _shapes(1, n, True) for at, n in LENGTHS.items()}),
+    *_at_limits("fused_recurrent_gated_delta_rule", _normed, _exact, {"": _shapes(3, 1, False)}),
+    *_at_limits("fused_recurrent_kda", _normed, _exact, {"": _shapes(3, 1, True)}),
+    *_at_limits(
+        "causal_conv1d_fn",
+        lambda f, *t: f(*t, "silu"),
+        _convolved,
+        {at: ((2, 8, n), (8, 4), (8,)) for at, n in {"": 9, "one token": 1, "2,049 tokens": 2049}.items()},
     ),
-    *(
-        _function(name, _normed, _exact, _shapes(3, 1, by_channel))
-        for name, by_channel in (("fused_recurrent_gated_delta_rule", False), ("fused_recurrent_kda", True))
-    ),
-    *(
-        _function("causal_conv1d_fn", lambda f, *t: f(*t, "silu"), _convolved, drawn((2, 8, length), (8, 4), (8,)), at)
-        for at, length in {"": 9, "one token": 1, "2,049 tokens": 2049}.items()
-    ),
-    _function(
+    *_at_limits(
         "causal_conv1d_update",
         lambda f, x, s, w, b: f(x, s.clone(), w, b, "silu"),
         _convolved_behind,
-        drawn((2, 8, 1), (2, 8, 4), (8, 4), (8,)),
+        {"": ((2, 8, 1), (2, 8, 4), (8, 4), (8,))},
     ),
-    *(
-        _function(
-            "selective_scan_fn",
-            _scanned,
-            lambda *t: _scanned(_scanned_exactly, *t),
-            drawn((2, 8, length), (2, 8, length), (8, 4), (2, 4, length), (2, 4, length), (8,), (2, 8, length), (8,)),
-            at,
-        )
-        for at, length in LENGTHS.items()
+    *_at_limits(
+        "selective_scan_fn",
+        _scanned,
+        partial(_scanned, _scanned_exactly),
+        {at: ((2, 8, n), (2, 8, n), (8, 4), (2, 4, n), (2, 4, n), (8,), (2, 8, n), (8,)) for at, n in LENGTHS.items()},
     ),
-    *(
-        _function(
-            "linear_recurrence",
-            lambda f, a, b, s: f(a.sigmoid(), b, s)[0],
-            _recurred,
-            drawn((2, length, 8), (2, length, 8), (2, 8)),
-            at,
-        )
-        for at, length in LENGTHS.items()
+    *_at_limits(
+        "linear_recurrence",
+        lambda f, a, b, s: f(a.sigmoid(), b, s)[0],
+        _recurred,
+        {at: ((2, n, 8), (2, n, 8), (2, 8)) for at, n in LENGTHS.items()},
     ),
 )

@@ -41,32 +41,28 @@ def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, FROZEN.to(x)) + SCALE * F.linear(F.linear(x, a), b)
 
 
-_function = partial(Function, "Linear")
+def _both_adapted(*tensors: Tensor) -> list[Tensor]:
+    return [_exactly_adapted(*tensors)] * 2
 
 
 def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
     x = (*leading, INPUTS)
     layer = drawn(x, (OUTPUTS, INPUTS), (OUTPUTS,))
     adapter = drawn(x, (RANK, INPUTS), (OUTPUTS, RANK))
+    function = partial(Function, "Linear", at=at)
+    dropping = partial(_adapted_together, p=NEVER)
     return [
-        _function("linear", lambda f, *t: f(*t), F.linear, layer, at),
-        _function(
+        function("linear", lambda f, *t: f(*t), F.linear, layer),
+        function(
             "linears",
             lambda f, x, w, b: f(x, [w, w], [b, None]),
             lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)),
             layer,
-            at,
         ),
-        _function("lora_linear", _adapted, _exactly_adapted, adapter, at),
-        _function("lora_linears", _adapted_together, lambda *t: [_exactly_adapted(*t)] * 2, adapter, at),
-        _function(
-            "lora_linears",
-            lambda f, x, a, b: _adapted_together(f, x, a, b, NEVER),
-            lambda *t: [_exactly_adapted(*t)] * 2,
-            adapter,
-            f"dropout{at and ', '}{at}",
-        ),
-        _function("lora_pair", _adapted_pair, lambda *t: torch.cat([_exactly_adapted(*t)] * 2, -1), adapter, at),
+        function("lora_linear", _adapted, _exactly_adapted, adapter),
+        function("lora_linears", _adapted_together, _both_adapted, adapter),
+        function("lora_linears", dropping, _both_adapted, adapter, at=f"dropout{at and ', '}{at}"),
+        function("lora_pair", _adapted_pair, lambda *t: torch.cat(_both_adapted(*t), -1), adapter),
     ]
 
 

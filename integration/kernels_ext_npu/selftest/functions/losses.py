@@ -24,31 +24,24 @@ def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     return F.cross_entropy(hidden_states @ weight.mT + bias, labels, reduction="none")
 
 
-_function = partial(Function, "CrossEntropy")
-
-
 def _functions(at: str, words: int) -> list[Function]:
-    chosen = labels(words)
+    chosen, function = labels(words), partial(Function, "CrossEntropy", at=at)
     head = drawn((ROWS, HIDDEN), (words, HIDDEN), (words,))
     of_head = partial(_of_head, labels=chosen)
     return [
-        _function(
+        function(
             "cross_entropy",
             lambda f, x: f(x, chosen.to(x.device), reduction="none"),
             lambda x: F.cross_entropy(x, chosen, reduction="none"),
             drawn((ROWS, words)),
-            at,
         ),
-        _function(
+        function(
             "linear_cross_entropy",
             lambda f, h, w, b: f(h, w, chosen.to(h.device), b, reduction="none"),
             of_head,
             head,
-            at,
         ),
-        _function(
-            "linear_log_probs", lambda f, h, w, b: f(h, w, chosen.to(h.device), b), lambda *t: -of_head(*t), head, at
-        ),
+        function("linear_log_probs", lambda f, h, w, b: f(h, w, chosen.to(h.device), b), lambda *t: -of_head(*t), head),
     ]
 
 

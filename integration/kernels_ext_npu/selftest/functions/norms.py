@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from kernels_ext_npu.selftest.cases import Function, drawn
+from kernels_ext_npu.selftest.cases import Function, Shapes, at_limits
 
 HIDDEN, EPS, LIMIT = 32, 1e-6, 0.75
 # npu_rms_norm takes two to eight dimensions; rows of one element and of no power of two, as models have them
@@ -28,16 +28,21 @@ ROWS = {
 # two values less their mean are one and minus one; the gradient of a bias is a sum that is close to zero
 NOT_OF_LAYERS = ("two elements a row", "70,000 rows")
 # npu_swiglu_backward takes halves of whole blocks of 64 bytes: 16 values of float32, 32 of narrower dtypes
-UNITS = {
-    "": (6, 2 * HIDDEN),
-    "half a block in float32": (6, 16),
-    "a block in float32": (6, 32),
-    "one value beyond a block": (6, 66),
-    "one row": (1, 2 * HIDDEN),
-    "a row of 16,384": (2, 16384),
-    "eight dimensions": (1, 2, 1, 2, 1, 2, 1, 2 * HIDDEN),
+UNITS: dict[str, Shapes] = {
+    "": [(6, 2 * HIDDEN)],
+    "half a block in float32": [(6, 16)],
+    "a block in float32": [(6, 32)],
+    "one value beyond a block": [(6, 66)],
+    "one row": [(1, 2 * HIDDEN)],
+    "a row of 16,384": [(2, 16384)],
+    "eight dimensions": [(1, 2, 1, 2, 1, 2, 1, 2 * HIDDEN)],
 }
-VALUES = {"": (6, HIDDEN), "one value": (1,), "eight dimensions": (2,) * 8, "nine dimensions": (2,) * 9}
+VALUES: dict[str, Shapes] = {
+    "": [(6, HIDDEN)],
+    "one value": [(1,)],
+    "eight dimensions": [(2,) * 8],
+    "nine dimensions": [(2,) * 9],
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -83,39 +88,21 @@ def _norms() -> list[Function]:
         "layer_norm": (lambda f, x, w: f(x, w, None, EPS), layer_norm),
         "add_layer_norm": (lambda f, x, r, w, b: f(x, r, w, b, EPS), lambda x, r, w, b: layer_norm(x + r, w, b)),
     }
-    vectors = {"add_layer_norm": 2}
-
-    def shapes(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [*[shape] * (1 + ("add" in name)), *[shape[-1:]] * vectors.get(name, 1)]
-
-    return [
-        Function("RMSNorm", name, call, exact, drawn(*shapes(name, shape)), at)
-        for name, (call, exact) in calls.items()
-        for at, shape in ROWS.items()
-        if "layer" not in name or at not in NOT_OF_LAYERS
-    ]
+    found = []
+    for name, (call, exact) in calls.items():
+        rows, vectors = 1 + ("add" in name), 1 + (name == "add_layer_norm")
+        at = {each: shape for each, shape in ROWS.items() if "layer" not in name or each not in NOT_OF_LAYERS}
+        shapes = {each: [*[shape] * rows, *[shape[-1:]] * vectors] for each, shape in at.items()}
+        found += at_limits("RMSNorm", name, call, exact, shapes)
+    return found
 
 
-def _units() -> list[Function]:
-    calls: dict[str, tuple[Callable, Callable]] = {
-        "swiglu": (lambda f, x: f(x), gated(F.silu)),
-        "geglu": (lambda f, x: f(x), gated(gelu_tanh)),
-        "clamped_swiglu": (lambda f, x: f(x, limit=LIMIT), clamped_swiglu),
-        "clipped_swiglu": (lambda f, x: f(x), clipped_swiglu),
-    }
-    return [
-        Function("SwiGLU", name, call, exact, drawn(shape), at)
-        for name, (call, exact) in calls.items()
-        for at, shape in UNITS.items()
-    ]
-
-
-def _activations() -> list[Function]:
-    return [
-        Function("Activation", exact.__name__, lambda f, x: f(x), exact, drawn(shape), at)
-        for exact in (gelu_tanh, quick_gelu)
-        for at, shape in VALUES.items()
-    ]
-
-
-FUNCTIONS = (*_norms(), *_units(), *_activations())
+FUNCTIONS = (
+    *_norms(),
+    *at_limits("SwiGLU", "swiglu", lambda f, x: f(x), gated(F.silu), UNITS),
+    *at_limits("SwiGLU", "geglu", lambda f, x: f(x), gated(gelu_tanh), UNITS),
+    *at_limits("SwiGLU", "clamped_swiglu", lambda f, x: f(x, limit=LIMIT), clamped_swiglu, UNITS),
+    *at_limits("SwiGLU", "clipped_swiglu", lambda f, x: f(x), clipped_swiglu, UNITS),
+    *at_limits("Activation", "gelu_tanh", lambda f, x: f(x), gelu_tanh, VALUES),
+    *at_limits("Activation", "quick_gelu", lambda f, x: f(x), quick_gelu, VALUES),
+)

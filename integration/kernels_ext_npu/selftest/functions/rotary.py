@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.selftest.cases import Function, drawn
+from kernels_ext_npu.selftest.cases import at_limits
 
 SECTION = [2, 3, 3]
 # what is rotated, and cos and sin; limits: heads smaller than 896, fewer than 1,000 of the heads, B·N <= 8·S
@@ -48,31 +48,14 @@ def multimodal(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return both_rotated(q, k, cos, sin)
 
 
-_function = partial(Function, "RoPE")
+_at_limits = partial(at_limits, "RoPE")
+_one = {at: (*shapes, shapes[-1]) for at, shapes in ONE.items()}  # cos and sin are of one shape
+_both = {at: (*shapes, shapes[-1]) for at, shapes in BOTH.items()}
+_neighbours = {f"neighbours{', ' * bool(at)}{at}": shapes for at, shapes in _one.items() if "894" not in at}
+_sectioned = {"": ((2, 4, 6, 16), (2, 2, 6, 16), (3, 2, 6, 16), (3, 2, 6, 16))}
 FUNCTIONS = (
-    *(
-        _function("rotary_mul", lambda f, *t: f(*t), rotated, drawn(shape, table, table), at)
-        for at, (shape, table) in ONE.items()
-    ),
-    *(
-        _function(
-            "rotary_mul",
-            lambda f, *t: f(*t, True),
-            rotated_pairs,
-            drawn(shape, table, table),
-            f"neighbours{', ' * bool(at)}{at}",
-        )
-        for at, (shape, table) in ONE.items()
-        if "894" not in at
-    ),
-    *(
-        _function("apply_rotary_pos_emb", lambda f, *t: f(*t), both_rotated, drawn(q, k, table, table), at)
-        for at, (q, k, table) in BOTH.items()
-    ),
-    _function(
-        "apply_multimodal_rotary_pos_emb",
-        lambda f, *t: f(*t, SECTION),
-        multimodal,
-        drawn((2, 4, 6, 16), (2, 2, 6, 16), (3, 2, 6, 16), (3, 2, 6, 16)),
-    ),
+    *_at_limits("rotary_mul", lambda f, *t: f(*t), rotated, _one),
+    *_at_limits("rotary_mul", lambda f, *t: f(*t, True), rotated_pairs, _neighbours),
+    *_at_limits("apply_rotary_pos_emb", lambda f, *t: f(*t), both_rotated, _both),
+    *_at_limits("apply_multimodal_rotary_pos_emb", lambda f, *t: f(*t, SECTION), multimodal, _sectioned),
 )

@@ -52,30 +52,20 @@ def _norm(layer: str) -> Made:
     return module, tuple(torch.randn(4, 6, 32) for _ in range(1 + ("Gated" in layer)))
 
 
-def _layer_norm(cls: type[nn.Module], inputs: int = 1) -> Made:
+def _seeded(cls: type[nn.Module], *arguments: Any, inputs: int = 1) -> Made:
     torch.manual_seed(0)
-    return cls(32).eval(), tuple(torch.randn(2, 5, 32) for _ in range(inputs))
-
-
-def _mlp(cls: type[nn.Module], activation: str) -> Made:
-    torch.manual_seed(0)
-    return cls(32, 64, activation).eval(), (torch.randn(2, 5, 32),)  # nothing is dropped
+    return cls(*arguments).eval(), tuple(torch.randn(2, 5, 32) for _ in range(inputs))  # nothing is dropped
 
 
 def _normed_mlp() -> Made:
     """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
-    module, (x,) = _mlp(mlp_variants.BitNetMLP, "silu")
+    module, (x,) = _seeded(mlp_variants.BitNetMLP, 32, 64, "silu")
     return module, (4 * x,)
 
 
 def _recurrent_unit() -> Made:
     module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
-
-
-def _activation(cls: type[nn.Module]) -> Made:
-    torch.manual_seed(0)
-    return cls(), (torch.randn(6, 32),)
 
 
 def _patches(cls: type[nn.Conv2d | nn.Conv3d], dimensions: int) -> Made:
@@ -135,15 +125,15 @@ MLPS = {
 # layer -> modules that it serves, each with arguments
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
-    "AddLayerNorm": [partial(_layer_norm, BertSelfOutput, 2)],
-    "LayerNorm": [partial(_layer_norm, DebertaLayerNorm)],
-    "LayerNormFloat32": [partial(_layer_norm, CohereLayerNorm), partial(_layer_norm, OlmoLayerNorm)],
-    **{layer: [partial(_mlp, _reference(layer), activation)] for activation, mlps in MLPS.items() for layer in mlps},
-    "DropoutMLP": [partial(_mlp, mlp_variants.T5DenseGatedActDense, "gelu_new")],
+    "AddLayerNorm": [partial(_seeded, BertSelfOutput, 32, inputs=2)],
+    "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
+    "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
+    **{layer: [partial(_seeded, _reference(layer), 32, 64, name)] for name, mlps in MLPS.items() for layer in mlps},
+    "DropoutMLP": [partial(_seeded, mlp_variants.T5DenseGatedActDense, 32, 64, "gelu_new")],
     "NormedMLP": [_normed_mlp],
-    "FastGELU": [partial(_activation, FastGELUActivation)],
-    "NewGELU": [partial(_activation, NewGELUActivation)],
-    "QuickGELU": [partial(_activation, QuickGELUActivation)],
+    "FastGELU": [partial(_seeded, FastGELUActivation)],
+    "NewGELU": [partial(_seeded, NewGELUActivation)],
+    "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
     "PatchEmbedding": [partial(_patches, nn.Conv2d, 2), partial(_patches, nn.Conv3d, 3)],
     "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],

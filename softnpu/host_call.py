@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,22 +25,29 @@ class HostCall:
     tensors. A returned argument is the caller's own tensor again, everything else is copied into a fresh NPU tensor:
     operators whose schema says that they return views stay torch_npu's own. Results are contiguous if they are asked
     to be, as op-plugin allocates them, though torch's meta kernels may report other strides.
+
+    A call that borrows does not keep the bytes of the device alive: somebody else does, until they are no longer used.
     """
 
-    __slots__ = ("borrowed", "contiguous", "device", "name", "originals", "storages")
+    __slots__ = ("borrows", "contiguous", "device", "memory", "name", "of_the_host", "originals")
 
     def __init__(self, name: str, contiguous: bool = False, borrows: bool = False) -> None:
         self.name = name
         self.contiguous = contiguous
-        self.borrowed: list[torch.UntypedStorage] | None = [] if borrows else None  # what it does not keep alive
+        self.borrows = borrows
         self.device: torch.device | None = None
-        self.storages: dict[int, torch.UntypedStorage] = {}  # address on the device -> the same bytes
+        self.memory: dict[int, HostMemory] = {}  # by address on the device
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.of_the_host: torch.Tensor | None = None  # the first argument that no launch can take along
 
     def enter(self, value: Any) -> Any:
         """Turn an argument into what the host's operator takes."""
         if isinstance(value, torch.Tensor):
-            return self.alias(value) if value.device.type == "npu" else value
+            if value.get_device() >= 0:
+                return self.alias(value)
+            if self.of_the_host is None and value.dim():
+                self.of_the_host = value
+            return value
         if isinstance(value, (list, tuple)):
             return [self.enter(item) for item in value]
         if isinstance(value, torch.device) and value.type == "npu":
@@ -48,7 +56,7 @@ class HostCall:
         return value
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a CPU tensor over the bytes of an NPU tensor. It keeps them alive."""
+        """Make a CPU tensor over the bytes of an NPU tensor. It keeps them alive unless the call borrows them."""
         if self.device is None or self.device.index is None:
             self.device = tensor.device
         elif tensor.device != self.device and self.name not in CROSS_DEVICE:
@@ -56,21 +64,16 @@ class HostCall:
         if tensor.layout != torch.strided:
             raise NotImplementedError(f"{self.name}: the software device has no {tensor.layout} form of this operator")
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0:
+        size = storage.nbytes()
+        if size == 0:
             host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         else:
             address = storage.data_ptr()
-            if address not in self.storages:
-                block = (ctypes.c_char * storage.nbytes()).from_address(address)
-                if self.borrowed is None:
-                    block.owner = storage  # type: ignore[attr-defined]  # work that outlives this call needs it
-                else:
-                    self.borrowed.append(storage)
-                self.storages[address] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-            storage_of_host = _enlarged(self.storages[address], tensor)
-            host = torch.empty(0, dtype=tensor.dtype)
-            host.set_(storage_of_host, tensor.storage_offset(), tensor.size(), tensor.stride())
-            _copy_lazy_bits(tensor, host)
+            memory = self.memory.get(address)
+            if memory is None:
+                memory = _borrowed_memory(address, size) if self.borrows else HostMemory(address, size, storage)
+                self.memory[address] = memory
+            host = memory.under(tensor)
         if tensor.requires_grad:
             host.needs_gradient = True  # type: ignore[attr-defined]
         self.originals[id(host)] = host, tensor
@@ -79,7 +82,7 @@ class HostCall:
     def leave(self, value: Any) -> Any:
         """Turn a result of the host's operator into what the device returns."""
         if isinstance(value, torch.Tensor):
-            if value.device.type != "cpu":
+            if not value.is_cpu:
                 return value
             host, original = self.originals.get(id(value), (None, None))
             return original if host is value else self.result(value)
@@ -98,7 +101,8 @@ class HostCall:
         host = host.contiguous() if self.contiguous else host
         fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         if host.numel():
-            HostCall(self.name).alias(fresh).copy_(host)
+            storage = fresh.untyped_storage()
+            _borrowed_memory(storage.data_ptr(), storage.nbytes()).under(fresh).copy_(host)
         return fresh
 
     def write_back(self, host: Any) -> None:
@@ -106,7 +110,7 @@ class HostCall:
         if id(host) not in self.originals:
             return
         original = self.originals[id(host)][1]
-        own_bytes = original.untyped_storage().nbytes() and host.untyped_storage().data_ptr() in self.storages
+        own_bytes = original.untyped_storage().nbytes() and host.untyped_storage().data_ptr() in self.memory
         if own_bytes:
             if original.size() != host.size() or original.stride() != host.stride():
                 _reshape(original, host)
@@ -115,17 +119,17 @@ class HostCall:
             original.resize_(host.size())
             _reshape(original, host)
         if host.numel():
-            call = HostCall(self.name)
+            call = HostCall(self.name, borrows=True)
             target = call.alias(original)
-            if original.untyped_storage().nbytes() and target.untyped_storage().data_ptr() not in call.storages:
+            if original.untyped_storage().nbytes() and target.untyped_storage().data_ptr() not in call.memory:
                 raise RuntimeError(f"{self.name}: the argument that it writes to ends behind its storage")
             target.copy_(host)
 
     def let_go(self) -> list[torch.UntypedStorage]:
         """Let go of the caller's tensors, and return the storages whose bytes are used."""
-        borrowed, self.borrowed = self.borrowed or [], []
+        storages = [original.untyped_storage() for _, original in self.originals.values()]
         self.originals = {key: (host, host) for key, (host, _) in self.originals.items()}
-        return borrowed
+        return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
     def stand_in(self, host: torch.Tensor, strided: bool) -> torch.Tensor:
         """Make memory to write to in place of an argument's, which ``write_back`` copies to the argument."""
@@ -160,20 +164,41 @@ def needs_gradient(host: torch.Tensor) -> bool:
     return getattr(host, "needs_gradient", False)
 
 
-def _enlarged(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage or, if it was shrunk below what the tensor spans, a copy with NaN, or -1, behind its end."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
-    if needed <= storage.nbytes():
-        return storage
-    larger = torch.full((needed,), 255, dtype=torch.uint8)
-    larger[: storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return larger.untyped_storage()
+class HostMemory:
+    """Be the bytes of a storage of the device on the host. The owner, if there is one, lives as long as its tensors."""
+
+    __slots__ = ("_flat", "_storage")
+
+    def __init__(self, address: int, size: int, owner: torch.UntypedStorage | None = None) -> None:
+        block = (ctypes.c_char * size).from_address(address)
+        block.owner = owner  # type: ignore[attr-defined]
+        self._storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+
+    def under(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make a CPU tensor over the bytes of a tensor of the device."""
+        flat = self._flat.get(tensor.dtype)
+        if flat is None:
+            with torch.inference_mode(False):  # it serves all modes
+                flat = self._flat[tensor.dtype] = torch.empty(0, dtype=tensor.dtype).set_(self._storage)
+        try:
+            host = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        except RuntimeError:  # the storage was shrunk below what the tensor spans
+            host = self._enlarged(tensor)
+        # bits that are not in the bytes
+        if tensor.is_conj():
+            torch._C._set_conj(host, True)
+        if tensor.is_neg():
+            torch._C._set_neg(host, True)
+        return host
+
+    def _enlarged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the tensor with NaN, or -1, behind the end of the storage."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+        larger = torch.full(((tensor.storage_offset() + last + 1) * tensor.element_size(),), 255, dtype=torch.uint8)
+        larger[: self._storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(self._storage)
+        return larger.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _copy_lazy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the conjugate and negative bits, which are not in the bytes."""
-    if source.is_conj():
-        torch._C._set_conj(target, True)
-    if source.is_neg():
-        torch._C._set_neg(target, True)
+# Addresses come again and again. An entry says nothing of who uses the bytes: its storage does not own them.
+_borrowed_memory = functools.lru_cache(maxsize=4096)(HostMemory)

@@ -63,6 +63,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     lengths = [(i, a.name) for i, a in arguments if a.name in LENGTHS and name in HOST_ARGUMENTS]
     scalars = next((i for i, a in arguments if a.name == SCALARS and str(a.type) == "Tensor"), None)
     generator_position = next((i for i, a in arguments if a.name == "generator"), None)
+    refuses_host_tensors = name not in HOST_ARGUMENTS  # the device reads no memory of the host, but a scalar's
     waits_for_shape = _waits_for_shape(op, name)
     reads_data = torch.Tag.data_dependent_output in op.tags
 
@@ -71,15 +72,19 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     tensors = set() if takes_numbers else {i for i, a in arguments if str(a.type) == "Tensor"}
 
     def prepare(call: HostCall, args: tuple, kwargs: dict) -> tuple[list, dict]:
-        host_args = _tensors_again(call.enter(args), tensors) if tensors else call.enter(args)
+        host_args = [call.enter(value) for value in args]
         host_kwargs = {key: call.enter(value) for key, value in kwargs.items()}
-        if name not in HOST_ARGUMENTS:
-            _refuse_host_tensors(call, [a for i, a in enumerate(host_args) if i != scalars], host_kwargs)
+        refused = call.of_the_host if refuses_host_tensors and call.originals else None
+        if refused is not None and (scalars is None or refused is not args[scalars]):
+            raise mixed_devices(name, call.device, refused.device)
+        for i in tensors:
+            if i < len(host_args) and isinstance(host_args[i], (int, float, complex)):
+                host_args[i] = torch.tensor(host_args[i])  # torch has wrapped a number, and hands it to Python again
         return host_args, host_kwargs
 
     def run(call: HostCall, args: list, kwargs: dict) -> Any:
         once = functools.partial(_run_random, call, run_host, generator_position) if random else run_host
-        return _run_resizing(call, once, args, kwargs, outputs)
+        return _run_resizing(call, once, args, kwargs, outputs) if outputs else once(*args, **kwargs)
 
     operator = Operator(name, run, is_formula, contiguous, written, outputs, prepare)
 
@@ -101,7 +106,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
         elif name == "copy_":
             _count_copy(*args)
         with _AutoDispatchBelowAutograd():
-            call = HostCall(name, contiguous)
+            call = HostCall(name, contiguous, borrows=True)
             host_args, host_kwargs = prepare(call, args, kwargs)
             result = run(call, host_args, host_kwargs)
             for position, key in written:
@@ -123,13 +128,6 @@ def refusal(operator: str, why: str = UNWRITTEN) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-def _tensors_again(args: list, positions: set[int]) -> list:
-    """Undo what torch does to a number that it has wrapped in a tensor: it hands it to Python as a number."""
-    return [
-        torch.tensor(a) if i in positions and isinstance(a, (int, float, complex)) else a for i, a in enumerate(args)
-    ]
 
 
 def _run_resizing(call: HostCall, run: Callable, args: list, kwargs: dict, outputs: list[str]) -> Any:
@@ -164,16 +162,6 @@ def _run_random(call: HostCall, run: Callable, position: int | None, /, *args: A
     else:
         kwargs = kwargs | {"generator": generator}
     return run(*arguments, **kwargs)
-
-
-def _refuse_host_tensors(call: HostCall, args: list, kwargs: dict) -> None:
-    """Refuse tensors of the CPU: the device reads no memory of the host; only a scalar can be sent along."""
-    if not call.originals:
-        return
-    for value in [*args, *kwargs.values()]:
-        for tensor in value if isinstance(value, list) else [value]:
-            if isinstance(tensor, torch.Tensor) and tensor.dim() and id(tensor) not in call.originals:
-                raise mixed_devices(call.name, call.device, tensor.device)
 
 
 def _devices(args: tuple) -> set[torch.device]:

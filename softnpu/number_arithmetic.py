@@ -28,9 +28,8 @@ def with_numbers(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable
     wide = in_float32(op, run)
 
     def call(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        dtypes = {t.dtype for t in (self, other) if isinstance(t, Tensor)}
-        dtype = dtypes.pop()
-        if dtype not in NARROW or dtypes:
+        dtype = (self if isinstance(self, Tensor) else other).dtype
+        if dtype not in NARROW or (isinstance(other, Tensor) and other.dtype != dtype):
             return run(self, other, *args, **kwargs)
         if name in ("mul", "div"):
             rounded = dtype == torch.float16 and isinstance(other, (int, float))

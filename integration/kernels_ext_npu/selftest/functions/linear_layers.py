@@ -69,8 +69,8 @@ def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
 def _patches(convolution: Callable[..., Tensor], patch: tuple[int, ...]) -> Function:
     """With pixels behind the last patch."""
     tensors = drawn((2, 3, *(2 * length + 1 for length in patch)), (OUTPUTS, 3, *patch), (OUTPUTS,))
-    exact = partial(convolution, stride=patch)
-    return _function("patch_embedding", lambda f, *t: f(*t), exact, tensors, f"{len(patch)}-dimensional")
+    exact, at = partial(convolution, stride=patch), f"{len(patch)} dimensions"
+    return Function("Linear", "patch_embedding", lambda f, *t: f(*t), exact, tensors, at)
 
 
 FUNCTIONS = (

@@ -68,10 +68,10 @@ def _recurrent_unit() -> Made:
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
 
 
-def _patches(cls: type[nn.Conv2d | nn.Conv3d], dimensions: int) -> Made:
+def _patches(conv: nn.Conv2d | nn.Conv3d) -> Made:
     """With pixels behind the last patch."""
-    patch = (2, 4, 3)[-dimensions:]
-    return _random(cls(3, 16, patch, patch), deviation=0.2), (torch.randn(2, 3, *(2 * length + 1 for length in patch)),)
+    sizes = [2 * length + 1 for length in conv.kernel_size]
+    return _random(conv, deviation=0.2), (torch.randn(2, conv.in_channels, *sizes),)
 
 
 def _experts(cls: type[nn.Module]) -> Made:
@@ -135,7 +135,7 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
-    "PatchEmbedding": [partial(_patches, nn.Conv2d, 2), partial(_patches, nn.Conv3d, 3)],
+    "PatchEmbedding": [lambda: _patches(nn.Conv2d(3, 16, (4, 3), (4, 3))), lambda: _patches(nn.Conv3d(3, 16, 4, 4))],
     "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],
     **{layer: [partial(_router, layer)] for layer in ROUTERS.layers},
     **{

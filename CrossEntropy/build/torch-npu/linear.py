@@ -45,7 +45,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         budget: int,
     ) -> Tensor:
         lse, picked, total, kept = [], [], [], []
-        for part in _cut(weight, bias, labels, shard, number):
+        for part in cut(weight, bias, labels, shard, number):
             x = F.linear(hidden_states, part.weight, part.bias)
             found = objective.statistics(x, part.inside)
             lse.append(found[0])
@@ -85,17 +85,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *found, *nothing
         counted = torch.where(labels == objective.ignore_index, 0.0, grad)
         gradient = objective.gradient(counted, lse, picked, words)
-        parts = _cut(weight, bias, labels, shard, number)
+        parts = cut(weight, bias, labels, shard, number)
         logits = [x.data for x in kept] if ctx.are_logits else []  # autograd need not know that they change
         ctx.are_logits = False
-        found = _gradients(hidden_states, zip_longest(parts, logits), gradient, weight, bias, needs)
+        found = gradients_of_head(hidden_states, zip_longest(parts, logits), gradient, weight, bias, needs)
         if shard is not None and found[0] is not None:
             found = shard.total(found[0]), *found[1:]
         d_hidden = None if found[0] is None else found[0].to(hidden_states.dtype)
         return d_hidden, *found[1:], *nothing
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A piece of the vocabulary.
 
     Attributes:
@@ -113,7 +113,8 @@ class _Part(NamedTuple):
     is_inside: Tensor
 
 
-def _cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[_Part]:
+def cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[Part]:
+    """Cut the vocabulary, or the shard of it that a weight is, into pieces."""
     rows = weight.shape[0]
     width = pieces.width_of_words(rows, number)
     first = 0 if shard is None else shard.start
@@ -121,12 +122,12 @@ def _cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | Non
         words = slice(start, min(start + width, rows))
         local = (labels - (first + start)).unsqueeze(-1)
         inside = local.clamp(0, words.stop - start - 1)
-        yield _Part(words, weight[words], None if bias is None else bias[words], inside, local == inside)
+        yield Part(words, weight[words], None if bias is None else bias[words], inside, local == inside)
 
 
-def _gradients(
+def gradients_of_head(
     hidden_states: Tensor,
-    parts: Iterable[tuple[_Part, Tensor | None]],
+    parts: Iterable[tuple[Part, Tensor | None]],
     gradient: Gradient,
     weight: Tensor,
     bias: Tensor | None,

@@ -14,9 +14,7 @@ from .objective import Objective, statistics_dtype
 
 def loss(logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
     """Return the loss of each row ``[N]`` of logits ``[N, V]``, before scale and softcap."""
-    z = logits.to(statistics_dtype(logits.dtype)) * objective.logit_scale
-    if objective.softcap is not None:
-        z = objective.softcap * torch.tanh(z / objective.softcap)
+    z = _scaled(logits, objective)
     counted = labels != objective.ignore_index
     inside = torch.where(counted, labels, 0).clamp(0, z.shape[-1] - 1)
     found = F.cross_entropy(z, inside, reduction="none", label_smoothing=objective.label_smoothing)
@@ -30,3 +28,18 @@ def linear_loss(
 ) -> Tensor:
     """Return the loss of each row ``[N]`` of the head's logits ``hidden_states @ weightᵀ + bias``."""
     return loss(F.linear(hidden_states, weight, bias), labels, objective)
+
+
+def linear_loss_and_entropy(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the entropy ``[N]`` of each row of the head's logits."""
+    logits = F.linear(hidden_states, weight, bias)
+    log_probs = torch.log_softmax(_scaled(logits, objective), -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return loss(logits, labels, objective), torch.where(labels == objective.ignore_index, 0.0, entropy)
+
+
+def _scaled(logits: Tensor, objective: Objective) -> Tensor:
+    z = logits.to(statistics_dtype(logits.dtype)) * objective.logit_scale
+    return z if objective.softcap is None else objective.softcap * torch.tanh(z / objective.softcap)

@@ -1,6 +1,7 @@
 """Cross entropy for Huawei Ascend NPUs: of logits, and of a language model's head without its logits."""
 
-from .functional import cross_entropy, linear_cross_entropy, linear_log_probs
+from .functional import cross_entropy, linear_cross_entropy
+from .log_probs import linear_log_probs, linear_log_probs_and_entropy
 from .shard import Shard
 
-__all__ = ["Shard", "cross_entropy", "linear_cross_entropy", "linear_log_probs"]
+__all__ = ["Shard", "cross_entropy", "linear_cross_entropy", "linear_log_probs", "linear_log_probs_and_entropy"]

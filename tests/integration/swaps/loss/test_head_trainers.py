@@ -137,8 +137,9 @@ def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path, mo
 
     calls = []
     kernel = get_local_kernel(ROOT / "CrossEntropy")
-    take = kernel.linear_log_probs
-    monkeypatch.setattr(kernel, "linear_log_probs", lambda *args, **options: calls.append(1) or take(*args, **options))
+    for taken in ("linear_log_probs", "linear_log_probs_and_entropy"):
+        take = getattr(kernel, taken)
+        monkeypatch.setattr(kernel, taken, lambda *a, take=take, **options: calls.append(1) or take(*a, **options))
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
     recipe = pages.read(pages.DOCS / "recipes.md").code("Log probabilities without logits", before="bfloat16")
     assert kernels_ext_npu.load("CrossEntropy") is kernel

@@ -1,0 +1,95 @@
+"""What the public functions share: checks of their arguments, autocast, and the reduction of what rows have."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
+
+from . import pieces as pieces_of
+from .objective import Objective
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def reduced(
+    rows: Tensor, labels: Tensor, words: int, objective: Objective, reduction: str, num_items: float | Tensor | None
+) -> Tensor:
+    """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN."""
+    counted = labels != objective.ignore_index
+    rows = torch.where(counted & ((labels < 0) | (labels >= words)), math.nan, rows)
+    if reduction == "none":
+        return rows
+    total = rows.sum()
+    if reduction == "sum":
+        return total
+    if num_items is None:
+        return total / counted.sum()
+    if isinstance(num_items, Tensor):
+        num_items = num_items.to(total.device).reshape(())
+    return total / num_items
+
+
+def objective_of(
+    name: str, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float, softcap: float | None
+) -> Objective:
+    """Return the options of a loss, or refuse them."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{name}: label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap must be positive or None, got {softcap}")
+    return Objective(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+
+
+def check_labels(name: str, tokens: Tensor, labels: Tensor) -> None:
+    """Refuse tokens that are not ``[N, ...]`` in floating point, and labels that are not integers ``[N]``."""
+    if not tokens.is_floating_point():
+        raise TypeError(f"{name}: expected floating point, got {tokens.dtype}")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        raise TypeError(f"{name}: labels must be integers, got {labels.dtype}")
+    if tokens.dim() != 2 or labels.shape != tokens.shape[:1]:
+        raise ValueError(f"{name}: expected [N, ...] with labels [N], got {list(tokens.shape)}, {list(labels.shape)}")
+
+
+def check_head(name: str, hidden_states: Tensor, weight: Tensor, pieces: int | None) -> None:
+    """Refuse a weight that does not fit to hidden states ``[N, H]``, and fewer than one piece."""
+    if weight.dim() != 2 or weight.shape[1] != hidden_states.shape[1]:
+        raise ValueError(f"{name}: weight must be [V, {hidden_states.shape[1]}], got {list(weight.shape)}")
+    if pieces is not None and pieces < 1:
+        raise ValueError(f"{name}: pieces must be at least 1, got {pieces}")
+
+
+def check_reduction(name: str, reduction: str, num_items: float | Tensor | None) -> None:
+    """Refuse a reduction that there is not."""
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"{name}: num_items is what reduction='mean' divides by, but reduction is {reduction!r}")
+
+
+def is_frozen(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether the hidden states alone take a gradient."""
+    return hidden_states.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def kept(*tensors: Tensor | None) -> int:
+    """Return how many bytes of logits are kept for a backward: none in a graph, where they cannot be overwritten."""
+    needed = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return pieces_of.KEPT if needed and not torch.compiler.is_compiling() else 0
+
+
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """Return a context in which operators on the device of a tensor cast nothing."""
+    device = tensor.device.type if is_autocast_available(tensor.device.type) else "cpu"
+    return torch.autocast(device, enabled=False)
+
+
+def as_autocast(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast the tensors of a head as autocast casts those of a linear layer."""
+    device = hidden_states.device.type
+    if not is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return hidden_states, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

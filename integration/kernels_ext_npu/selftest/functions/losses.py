@@ -24,6 +24,11 @@ def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     return F.cross_entropy(hidden_states @ weight.mT + bias, labels, reduction="none")
 
 
+def _with_entropy(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = F.log_softmax(hidden_states @ weight.mT + bias, -1)
+    return log_probs.gather(-1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
 def _functions(at: str, words: int) -> list[Function]:
     chosen, function = labels(words), partial(Function, "CrossEntropy", at=at)
     head = drawn((ROWS, HIDDEN), (words, HIDDEN), (words,))
@@ -42,6 +47,12 @@ def _functions(at: str, words: int) -> list[Function]:
             head,
         ),
         function("linear_log_probs", lambda f, h, w, b: f(h, w, chosen.to(h.device), b), lambda *t: -of_head(*t), head),
+        function(
+            "linear_log_probs_and_entropy",
+            lambda f, h, w, b: f(h, w, chosen.to(h.device), b),
+            partial(_with_entropy, labels=chosen),
+            head,
+        ),
     ]
 
 

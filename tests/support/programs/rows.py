@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.binding import forward_binding
-from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, IMPLEMENTATION, NORMS, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, IMPLEMENTATION, NORMS, PATCHES, TABLES
 from kernels_ext_npu.swaps.experts.implementation import npu_grouped_mm
 from tests.support.programs.acts.modes import stays_off_the_hub
 from tests.support.programs.side import Side
@@ -113,7 +113,7 @@ def _function(row: Any, module: nn.Module) -> Any:
 def _arguments(row: Any, module: Any, side: Side, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return what to call a kernel with; None if the model does not call it."""
     takes_more = any(word in row.kernel for word in ("Gated", "Add"))
-    if row.function is not None or row.kind == TABLES.in_models or takes_more:
+    if row.function is not None or row.kind in (TABLES.in_models, PATCHES.in_models) or takes_more:
         return _given(row, module, side, dtype)
     generator = torch.Generator().manual_seed(5)
 

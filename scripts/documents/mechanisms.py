@@ -171,7 +171,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "experts stored the other way around",
-        ("swaps/experts/saving.py", "swaps/experts/transposing.py"),
+        ("swaps/experts/transposing.py",),
         acts=(FORWARD, LORA, TOKEN),
         models=MIXTURES,
         asked_for=True,

@@ -16,19 +16,7 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swaps.protocol import Swapping
 
 # those that multiply with gate and up, each a projection
-WITH_GATE_AND_UP = (
-    "ClampedSwiGLUMLP",
-    "DropoutMLP",
-    "DroppedMLP",
-    "ExactGeGLUMLP",
-    "GeGLUMLP",
-    "GloballyScaledMLP",
-    "NormedMLP",
-    "ScaledSwiGLUMLP",
-    "SwiGLUMLP",
-)
-
-
+WITH_GATE_AND_UP = tuple([layer for layer in MLPS.layers if not layer.startswith("Fused")])
 # those that take gate and up as one tensor, whoever has computed it
 JOINING = ("SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP")
 

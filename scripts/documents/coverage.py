@@ -119,7 +119,7 @@ def page() -> bytes:
         _table(["model types", *kernels], by_type, right=len(kernels)),
         f"{tables.nothing_to_serve(_rows(), quote='`')}\n",
         "## What is not served, and why\n",
-        *map(_unsupported, KINDS),
+        *filter(None, map(_unsupported, KINDS)),
     ]
     return "\n".join(parts).encode()
 
@@ -173,12 +173,12 @@ def _cells(row: Row) -> list[str]:
 
 
 def _unsupported(kind: Kind) -> str:
-    """Return the table of what is not served of a kind, by the codes of the reasons."""
+    """Return the table of what is not served of a kind, by the codes of the reasons; nothing where all is."""
     found = [
         [reason.code, text_of(reason), ", ".join(f"`{name}`" for name in sorted(map(tables.name_of, entries)))]
         for reason, entries in tables.unsupported_by_reason(_rows(), kind).items()
     ]
-    return f"### {kind.name.capitalize()}\n\n{_table(['why', 'reason', 'which'], found, right=0)}"
+    return f"### {kind.name.capitalize()}\n\n{_table(['why', 'reason', 'which'], found, right=0)}" if found else ""
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:

@@ -20,13 +20,14 @@ from rich.table import Table
 from transformers.utils import logging
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import ATTENTION, HEADS
+from kernels_ext_npu.catalogue import ATTENTION, HEADS, PATCHES
 from kernels_ext_npu.demo.model_comparison import IN_GRAPHS, Result, compare, operators, save
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.model_configs import TINY
 from kernels_ext_npu.reporting.report import SHOWN
 
 STEPS = 10
+_COLUMNS = (*(kind for kind in SHOWN if kind is not PATCHES), HEADS)  # all kinds would not fit
 # headings of the table of calls -> what the names of the operators contain
 FUSED = {
     "rms norm": "rms_norm",
@@ -81,7 +82,7 @@ def machine(described: dict[str, Any]) -> Table:
 def swaps(results: dict[str, Result]) -> Table:
     """Make a table of how many of each kind were swapped."""
     found = {row.kind for result in results.values() for row in result.report}
-    kinds = [kind.in_models for kind in (*SHOWN, HEADS) if kind.in_models in found]  # all kinds would not fit
+    kinds = [kind.in_models for kind in _COLUMNS if kind.in_models in found]
     table = _table(["attn" if kind == ATTENTION.in_models else kind for kind in kinds])
     for name, result in results.items():
         rows = [[row.swapped for row in result.report if row.kind == kind] for kind in kinds]

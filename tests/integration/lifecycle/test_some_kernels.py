@@ -16,7 +16,7 @@ NAMES = ", ".join(REPOSITORIES)
 KINDS_OF = {
     repository.name: {kind.in_models for kind in repository.kinds if kind not in (LAYER_NORMS, RECURRENCES)}
     for repository in SERVING
-    if repository.name != "Activation"
+    if repository.name not in ("Activation", "Linear")
 }
 OPERATOR = {
     "RMSNorm": "npu_rms_norm",

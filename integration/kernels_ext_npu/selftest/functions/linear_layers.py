@@ -66,15 +66,15 @@ def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
     ]
 
 
-def _patches(convolution: Callable[..., Tensor], patch: tuple[int, ...]) -> Function:
+def _patches(at: str, convolution: Callable[..., Tensor], patch: tuple[int, ...]) -> Function:
     """With pixels behind the last patch."""
     tensors = drawn((2, 3, *(2 * length + 1 for length in patch)), (OUTPUTS, 3, *patch), (OUTPUTS,))
-    exact, at = partial(convolution, stride=patch), f"{len(patch)} dimensions"
+    exact = partial(convolution, stride=patch)
     return Function("Linear", "patch_embedding", lambda f, *t: f(*t), exact, tensors, at)
 
 
 FUNCTIONS = (
     *(function for at, leading in LEADING.items() for function in _functions(at, leading)),
-    _patches(F.conv2d, (4, 3)),
-    _patches(F.conv3d, (2, 4, 4)),
+    _patches("", F.conv2d, (4, 3)),
+    _patches("three dimensions", F.conv3d, (2, 4, 4)),
 )

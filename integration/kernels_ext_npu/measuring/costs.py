@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import softnpu
+from kernels_ext_npu.measuring.nested import tensors
 from softnpu.counting import STREAM_SYNCS
 
 # allocations, and a note to the allocator
@@ -52,11 +52,6 @@ class Cost(TorchDispatchMode):
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
-
-
-def tensors(values: Any) -> list[torch.Tensor]:
-    """Return all tensors in some values, however they are nested."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_of(values: Any) -> int:

@@ -33,8 +33,8 @@ from kernels_ext_npu.swaps import kernel_mapping, kernel_marks, refusals
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 SHARED = (
-    "Functions are patched process-wide: other models of the same architecture run the same kernels, and restore() "
-    "affects all of them."
+    "Functions are patched process-wide: other models of an architecture run the same kernels, and restore() affects "
+    "all of them."
 )
 
 

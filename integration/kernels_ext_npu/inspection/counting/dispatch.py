@@ -15,7 +15,8 @@ from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, bytes_of, tensors
+from kernels_ext_npu.measuring.costs import Cost, bytes_of
+from kernels_ext_npu.measuring.nested import tensors
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 

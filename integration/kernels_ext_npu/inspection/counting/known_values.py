@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.inspection.counting import collectives
-from kernels_ext_npu.measuring.costs import tensors
+from kernels_ext_npu.measuring.nested import tensors
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has

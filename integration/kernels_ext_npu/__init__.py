@@ -8,18 +8,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.environment import UnsupportedEnvironmentError as UnsupportedEnvironmentError
-    from kernels_ext_npu.lifecycle.kernelize import kernelize as kernelize
-    from kernels_ext_npu.lifecycle.kernelize import restore as restore
-    from kernels_ext_npu.lifecycle.register import register as register
-    from kernels_ext_npu.lifecycle.register import unregister as unregister
-    from kernels_ext_npu.reporting.report import Report as Report
-    from kernels_ext_npu.reporting.report import report as report
-    from kernels_ext_npu.sources import load as load
-    from kernels_ext_npu.swaps.experts.transposing import transpose_experts as transpose_experts
-    from kernels_ext_npu.swaps.protocol import Row as Row
+    from kernels_ext_npu.environment import UnsupportedEnvironmentError
+    from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
+    from kernels_ext_npu.lifecycle.register import register, unregister
+    from kernels_ext_npu.reporting.report import Report, report
+    from kernels_ext_npu.sources import load
+    from kernels_ext_npu.swaps.experts.transposing import transpose_experts
+    from kernels_ext_npu.swaps.protocol import Row
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Report",
+    "Row",
+    "UnsupportedEnvironmentError",
+    "kernelize",
+    "load",
+    "register",
+    "report",
+    "restore",
+    "transpose_experts",
+    "unregister",
+]
 
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
 _MODULES = {
@@ -34,7 +44,6 @@ _MODULES = {
     "transpose_experts": "swaps.experts.transposing",
     "unregister": "lifecycle.register",
 }
-__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

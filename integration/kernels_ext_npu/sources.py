@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,9 +93,11 @@ def check(source: str | Path, repositories: Collection[str]) -> None:
         return
     folder = root(source)
     missing = [f"{name}/build" for name in sorted(repositories) if not (folder / name / "build").is_dir()]
+    near = difflib.get_close_matches(str(source).lower(), ("bundled", "hub"), n=1)
     if missing:
-        near = "" if folder.exists() else meant(str(source), ('"bundled"', '"hub"'))
-        wrong = near.rstrip() or f"{folder} has no {', '.join(missing)}."
+        wrong = (
+            f'did you mean "{near[0]}"?' if near and not folder.exists() else f"{folder} has no {', '.join(missing)}."
+        )
         raise FileNotFoundError(
             f'source={str(source)!r}: {wrong} A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
         )

@@ -122,12 +122,15 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
 def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
     """Keep the calls of a model while the context is open, each as it is about to be made."""
 
-    def before_module(call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
         args, kwargs = _copied((args, kwargs))
         keep(replace(call, args=args, kwargs=kwargs))
 
+    def before_module(call: Call, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        record_arguments(call, args, kwargs)
+
     def function(call: Call, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        before_module(call, model, args, kwargs)
+        record_arguments(call, args, kwargs)
         return original(*args, **kwargs)
 
     with ExitStack() as ends:

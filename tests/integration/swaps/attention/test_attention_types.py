@@ -120,8 +120,11 @@ def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(regis
         assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
 
 
-def compiled(model: PreTrainedModel, batches: list[tuple[str, Inputs, types.Rows]]) -> tuple[list[Tensor], int]:
-    """Compile a model, and return its outputs and of how many graphs it is: a break counts in each frame around it."""
+def compiled(model: PreTrainedModel, batches: list[tuple[str, Inputs, types.Rows]]) -> tuple[list[Tensor], int, int]:
+    """Compile a model, and return its outputs, of how many graphs it is, and how many frames are in none.
+
+    Breaks are not counted: each is one in every frame around it.
+    """
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model.compile(backend="aot_eager")
@@ -130,7 +133,8 @@ def compiled(model: PreTrainedModel, batches: list[tuple[str, Inputs, types.Rows
         for _, inputs, rows in batches:
             found.append(types.kept(types.main_output(model, on_npu(inputs)), rows))
     model._compiled_call_impl = None
-    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    counters = torch._dynamo.utils.counters
+    return found, counters["stats"]["unique_graphs"], counters["frames"]["total"] - counters["frames"]["ok"]
 
 
 # lengths of pictures are read while its graph runs
@@ -157,16 +161,17 @@ def test_compiled_it_gives_what_eager_attention_gives_in_as_many_graphs_as_other
                 continue
             break
         try:
-            _, graphs = compiled(others, batches)
+            _, graphs, uncompiled = compiled(others, batches)
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             pytest.skip(f"it does not compile with {implementation}: {what}")
     model, ours = pair(name)
-    found, own = compiled(ours, batches)
+    found, own_graphs, own_uncompiled = compiled(ours, batches)
     with torch.no_grad():
         for ours_out, (_, inputs, rows) in zip(found, batches):
             assert difference(ours_out, types.kept(types.main_output(model, inputs), rows)) <= FLOAT32
-    assert own <= graphs
+    assert own_graphs <= graphs
+    assert own_uncompiled <= uncompiled
 
 
 # chooses keys by scores that are rounded, so that an error is as large as chance has it

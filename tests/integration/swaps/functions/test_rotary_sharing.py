@@ -70,6 +70,17 @@ def test_copies_and_pickles_call_the_function_of_the_process(registered, name, t
         torch.testing.assert_close(forward(other, name), forward(model, name))
 
 
+def test_what_a_user_puts_under_the_name_of_a_function_is_in_no_copy_and_in_no_pickle(registered, monkeypatch) -> None:
+    model = kernelized("qwen3")
+    held = [module._kernel_funcs for module in model.modules() if hasattr(module, "_kernel_funcs")]
+    monkeypatch.setattr(modeling("qwen3"), "apply_rotary_pos_emb", lambda *args, **kwargs: args)
+    twin = copy.deepcopy(model)
+    assert held == [module._kernel_funcs for module in twin.modules() if hasattr(module, "_kernel_funcs")] != []
+    kernels_ext_npu.kernelize(twin)
+    with pytest.raises(pickle.PicklingError, match="replaced in its file; put it back"):
+        pickle.dumps(model)
+
+
 def test_copies_can_be_pickled_when_kernels_are_not_registered_any_more(registered) -> None:
     model = kernelized("phi3")
     twin = copy.deepcopy(model)

@@ -43,8 +43,9 @@ class Objective:
     softcap: float | None = None
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics."""
-        z = x.to(statistics_dtype(x.dtype), copy=True)
+        """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics: a tensor of its own."""
+        # torch_npu before May 2026 hands back x itself for copy=True in its own dtype (ToKernelNpu.cpp, `_to_copy`)
+        z = x.clone() if x.dtype == statistics_dtype(x.dtype) else x.to(statistics_dtype(x.dtype))
         if self.softcap is not None:
             return z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         return z if self.logit_scale == 1 else z.mul_(self.logit_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -17,16 +18,18 @@ from kernels_ext_npu.patterns.pattern import FunctionPattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
 from tests.support.rotations import exact, results, tensors
-from tests.support.transformers_files import rotary_functions
+from tests.support.transformers_files import code, rotary_functions
 
 PATTERNS = [reference for reference in FUNCTION_PATTERNS if reference.repository == "RoPE"]
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)]
 
 
+@cache
 def served() -> list[tuple[str, Callable, FunctionPattern]]:
-    """The functions of transformers, and the references themselves: one is of earlier releases."""
-    found = [(name, original_function(f), find_function_pattern(f)) for name, f in rotary_functions().items()]
+    """The functions of transformers, of those written alike one, and the references: one is of earlier releases."""
+    differing = {code(original_function(f)): (name, f) for name, f in rotary_functions().items()}
+    found = [(name, original_function(f), find_function_pattern(f)) for name, f in differing.values()]
     own = [(reference.function.__name__, reference.function, reference) for reference in PATTERNS]
     return [(name, function, reference) for name, function, reference in (*found, *own) if reference is not None]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import logging
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from torch import nn
 
@@ -29,6 +32,34 @@ def rotary_functions() -> dict[str, object]:
     found = ((module, *function) for module in modeling_files() for function in functions_of(module))
     files = ((module.__name__.rpartition("modeling_")[2], *function) for module, *function in found)
     return {f"{file}:{name}": function for file, name, function, kind in files if kind is ROTARY}
+
+
+def differing(classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
+    """Return one of all classes that are written alike but for their names and annotations: all compute the same."""
+    return list({code(cls): cls for cls in reversed(list(classes))}.values())[::-1]
+
+
+def code(of: type | Callable) -> str:
+    """Return the code of a function, or of all methods of a class, with that of the functions that it calls by name."""
+    bases = [base for base in getattr(of, "__mro__", ()) if not base.__module__.startswith(("torch", "builtins"))]
+    members = [value for base in bases for value in vars(base).values()]
+    functions = [f for f in members or [of] if isinstance(f, FunctionType)]
+    values = [repr(value) for value in members if isinstance(value, bool | int | float)]
+    called = {name: f.__globals__.get(name) for f in functions for name in f.__code__.co_names}
+    helpers = [f for _, f in sorted(called.items()) if isinstance(f, FunctionType)]
+    return "\n".join([*values, *map(_plain, [*functions, *helpers])])
+
+
+@cache
+def _plain(function: FunctionType) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree.body[0].name = ""
+    for node in ast.walk(tree):
+        for field in {"annotation", "returns"} & set(node._fields):
+            setattr(node, field, None)
+        if isinstance(node, ast.FunctionDef):  # without docstrings
+            node.body = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    return ast.dump(tree)
 
 
 def module_classes() -> Iterator[type[nn.Module]]:

@@ -60,9 +60,9 @@ def layer_of(cls: type[nn.Module]) -> str:
 
 
 def compared(dtype: torch.dtype, normalises: bool) -> list[type[nn.Module]]:
-    """All classes once; in other ways one for each layer, whose others have the same forward."""
+    """All that are written differently; in other ways one for each layer, whose others have the same forward."""
     if dtype is torch.float32 and normalises:
-        return served()
+        return transformers_files.differing(served())
     one = {layer_of(cls): cls for cls in served()}
     return [cls for layer, cls in one.items() if dtype is torch.float32 or layer != NARROW]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Annotated
 
 import typer
@@ -53,17 +54,20 @@ def main(
         typer.echo(f"prove: {error}", err=True)
         raise typer.Exit(2) from error
 
+    lock = Lock()
+
     def run(proof: Proof) -> Outcome:
         outcome = prove(proof, interpreter, folders[proof], ROOT, *(tests or ()))
-        report.announce(outcome, console, default_cache() / "logs")
+        with lock:  # each as it ends: a run of all takes an hour
+            report.announce(outcome, console, default_cache() / "logs")
+            if record:
+                report.write([outcome], ROOT)
         return outcome
 
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = list(pool.map(run, wanted))
     if not tests:  # only those of tests/variants say how far results were from the truth
         console.print(report.table(outcomes))
-    if record:
-        report.write(outcomes, ROOT)
     raise typer.Exit(int(any(outcome.failures for outcome in outcomes)))
 
 

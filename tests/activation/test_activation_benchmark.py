@@ -1,16 +1,15 @@
-"""The benchmark file runs as `kernels benchmark ./Activation` runs it, and each workload agrees with its reference."""
+"""The benchmark file runs as `kernels benchmark ./Activation` runs it, and agrees with transformers' forward."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.support.kernel_benchmarks import KernelBenchmark
 
-from kernels.cli import benchmark
-
-REPOSITORY = Path(__file__).parents[2] / "Activation"
+BENCHMARK = KernelBenchmark("Activation")
 
 
 def test_every_workload_agrees_with_transformers_forward() -> None:
-    (workloads,) = benchmark.discover_benchmark_classes(REPOSITORY / "benchmarks" / "benchmark.py", REPOSITORY)
-    results = benchmark.run_benchmark_class(workloads, 1, 0, str(REPOSITORY), is_local=True, revision="local")[0]
-    assert {"quick_gelu", "gelu_tanh", "training"} <= results.keys()
-    assert all(result.verified for result in results.values())
+    BENCHMARK.assert_verified("quick_gelu", "gelu_tanh", "training")
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    BENCHMARK.assert_notices("quick_gelu")

@@ -1,31 +1,15 @@
-"""The benchmark file runs as `kernels benchmark ./RMSNorm` runs it, and each workload agrees with its reference."""
+"""The benchmark file runs as `kernels benchmark ./RMSNorm` runs it, and agrees with transformers' forward."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.support.kernel_benchmarks import KernelBenchmark
 
-import pytest
-from kernels.cli import benchmark
-
-REPOSITORY = Path(__file__).parents[2] / "RMSNorm"
-(CLASS,) = benchmark.discover_benchmark_classes(REPOSITORY / "benchmarks" / "benchmark.py", REPOSITORY)
-
-
-def run(benchmark_class: type) -> dict:
-    return benchmark.run_benchmark_class(benchmark_class, 1, 0, str(REPOSITORY), is_local=True, revision="local")[0]
+BENCHMARK = KernelBenchmark("RMSNorm")
 
 
 def test_every_workload_agrees_with_transformers_forward() -> None:
-    results = run(CLASS)
-    assert {"hidden_states", "query_heads", "decode", "training", "add"} <= results.keys()
-    assert all(result.verified for result in results.values())
+    BENCHMARK.assert_verified("hidden_states", "query_heads", "decode", "training", "add")
 
 
 def test_a_wrong_result_is_noticed() -> None:
-    class Wrong(CLASS):
-        def benchmark_decode(self) -> None:
-            super().benchmark_decode()
-            self.out = self.out + 0.02
-
-    with pytest.raises(RuntimeError, match="Verification failed for decode"):
-        run(Wrong)
+    BENCHMARK.assert_notices("decode")

@@ -8,14 +8,14 @@ import torch
 from kernels.benchmark import Benchmark
 from torch import Tensor
 
-EPS = 1e-6
+EPS, TOKENS = 1e-6, 4096
 
 
 class RMSNormBenchmark(Benchmark):
     seed = 0
 
     def setup_hidden_states(self) -> None:
-        self._inputs(1, 4096, 4096)
+        self._inputs(1, TOKENS, 4096)
 
     def benchmark_hidden_states(self) -> None:
         self.out = self._wait(self.kernel.rms_norm(self.x, self.weight, EPS))
@@ -24,7 +24,7 @@ class RMSNormBenchmark(Benchmark):
         return self._wait(_transformers(self.x, self.weight))
 
     def setup_query_heads(self) -> None:
-        self._inputs(1, 4096, 32, 128)
+        self._inputs(1, TOKENS, 32, 128)
 
     benchmark_query_heads = benchmark_hidden_states
     verify_query_heads = verify_hidden_states
@@ -37,7 +37,7 @@ class RMSNormBenchmark(Benchmark):
 
     def setup_training(self) -> None:
         """Forward and backward; what is verified is the gradient of the input."""
-        self._inputs(1, 4096, 4096)
+        self._inputs(1, TOKENS, 4096)
         self.grad_output = torch.randn_like(self.x)
         self.x.requires_grad_()
         self.weight.requires_grad_()

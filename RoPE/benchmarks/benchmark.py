@@ -8,12 +8,14 @@ import torch
 from kernels.benchmark import Benchmark
 from torch import Tensor
 
+TOKENS = 4096
+
 
 class RoPEBenchmark(Benchmark):
     seed = 0
 
     def setup_prefill(self) -> None:
-        self._inputs(1, 4096)
+        self._inputs(1, TOKENS)
 
     def benchmark_prefill(self) -> None:
         self.out = self._wait(self.kernel.apply_rotary_pos_emb(self.q, self.k, self.cos, self.sin)[0])
@@ -29,7 +31,7 @@ class RoPEBenchmark(Benchmark):
 
     def setup_training(self) -> None:
         """Forward and backward; what is verified is the gradient of q."""
-        self._inputs(1, 4096)
+        self._inputs(1, TOKENS)
         self.grad_output = _small(self.q.shape, self.device)
         self.q.requires_grad_()
 
@@ -43,8 +45,8 @@ class RoPEBenchmark(Benchmark):
 
     def setup_vision(self) -> None:
         """The vision tower of Qwen2.5-VL: [S, N, D], computed in float32."""
-        self.q = _small((4096, 16, 80), self.device)
-        self.cos, self.sin = (t.unsqueeze(1) for t in _tables(4096, 80, self.device))
+        self.q = _small((TOKENS, 16, 80), self.device)
+        self.cos, self.sin = (t.unsqueeze(1) for t in _tables(TOKENS, 80, self.device))
 
     def benchmark_vision(self) -> None:
         self.out = self._wait(self.kernel.rotary_mul(self.q, self.cos, self.sin))

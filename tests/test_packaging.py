@@ -19,6 +19,7 @@ from kernels_ext_npu import __version__, environment
 from kernels_ext_npu.distribution import bundles
 from kernels_ext_npu.distribution.variants import names, repositories
 from kernels_ext_npu.distribution.verification import verify_build
+from kernels_ext_npu.sources import ORGANISATION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -88,6 +89,11 @@ def test_the_wheel_holds_both_packages_and_every_variant(wheel: Path) -> None:
         "softnpu",
         f"kernels_ext_npu-{__version__}.dist-info",
     }
+
+
+def test_the_wheel_names_the_organisation_of_the_kernels(wheel: Path) -> None:
+    metadata = content(wheel)[f"kernels_ext_npu-{__version__}.dist-info/METADATA"].decode()
+    assert f"\nProject-URL: Hugging Face, https://huggingface.co/{ORGANISATION}\n" in metadata
 
 
 def test_the_source_distribution_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -173,28 +173,6 @@ def assert_all_swapped(output: str, *kinds: Kind, besides: Sequence[str] = ()) -
     assert all(swapped == found != "0" for swapped, found, kind in counts if kind not in besides)
 
 
-def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of a page."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize(
-    "page",
-    sorted(
-        str(path.relative_to(ROOT))
-        for pattern in ("*.md", "docs/*.md", "examples/*.md", ".github/*.md")
-        for path in ROOT.glob(pattern)
-    ),
-)
-def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / page).read_text()):
-        path, _, anchor = target.partition("#")
-        found = (ROOT / page).parent / path if path else ROOT / page
-        assert found.exists(), target
-        assert not anchor or anchor in anchors(found), target
-
-
 def test_every_page_is_reached_from_the_readme() -> None:
     """In both languages, by links."""
     docs = set(ROOT.glob("docs/*.md"))

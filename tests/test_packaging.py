@@ -62,9 +62,10 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, *command: str) -> str:
-    """Outside the project, with the installed package only."""
+    """Outside the project, with the installed package only, behind a proxy that is dead."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ASCEND_", "HF_"))}
     environment |= {"PYTHONPATH": str(site), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
     result = subprocess.run(command, cwd=site.parent, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -48,6 +48,8 @@ CHINESE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.zh.md"),
 ELSEWHERE = {
     "make demo": "tests/integration/demo/test_demo.py runs the command that it calls",
     "make test": "that is what runs this",
+    ".venv/bin/python -m softnpu examples/": "tests/docs/test_example_scripts.py runs them",
+    "python examples/": "tests/docs/test_recipes.py runs them",
     "source /usr/local/Ascend": "needs CANN",
     "kernels-ext-npu benchmark": "tests/integration/benchmarking runs it",
     "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",

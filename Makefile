@@ -10,7 +10,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-slow test-distributed test-variants test-faults benchmark lint build docs reference publish release clean
+.PHONY: help demo test test-slow test-distributed test-variants test-faults benchmark lint build docs site publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
@@ -23,7 +23,7 @@ help:
 	@echo "make lint        ruff, mypy and the order of imports"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make docs        write the generated parts of the documents anew"
-	@echo "make reference   the reference of the public names, from their docstrings, into site/"
+	@echo "make site        all pages in both languages, and a reference of the public names, as HTML into site/html"
 	@echo "make publish     publish the kernel repositories to the Hub [KERNELS=RMSNorm ARGS=--dry-run]"
 	@echo "make release     build the package twice, and try both files in empty environments [PYTHONS=\"python3.10 python3.12\"]"
 	@echo "make clean       remove .venv"
@@ -65,8 +65,9 @@ build: $(READY)
 docs: $(READY)
 	@$(BIN)/python scripts/docs.py
 
-reference: $(READY)
-	@$(BIN)/python scripts/reference.py site
+site: $(READY)
+	@$(BIN)/sphinx-build -qW -c docs -d site/doctrees . site/html
+	@echo "wrote site/html/index.html"
 
 publish: build
 	@for kernel in $(KERNELS); do $(BIN)/python scripts/publish.py $$kernel $(ARGS) || exit; done

@@ -19,6 +19,7 @@ from kernels_ext_npu import __version__, environment
 from kernels_ext_npu.distribution import bundles
 from kernels_ext_npu.distribution.variants import names, repositories
 from kernels_ext_npu.distribution.verification import verify_build
+from kernels_ext_npu.sources import ORGANISATION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,9 +62,10 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, *command: str) -> str:
-    """Outside the project, with the installed package only."""
+    """Outside the project, with the installed package only, behind a proxy that is dead."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ASCEND_", "HF_"))}
     environment |= {"PYTHONPATH": str(site), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
     result = subprocess.run(command, cwd=site.parent, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -88,6 +90,11 @@ def test_the_wheel_holds_both_packages_and_every_variant(wheel: Path) -> None:
         "softnpu",
         f"kernels_ext_npu-{__version__}.dist-info",
     }
+
+
+def test_the_wheel_names_the_organisation_of_the_kernels(wheel: Path) -> None:
+    metadata = content(wheel)[f"kernels_ext_npu-{__version__}.dist-info/METADATA"].decode()
+    assert f"\nProject-URL: Hugging Face, https://huggingface.co/{ORGANISATION}\n" in metadata
 
 
 def test_the_source_distribution_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
             project.
 
     Returns:
-        what ``kernels.get_kernel`` gives: the package, with its functions and ``layers``.
+        The package, with its functions and ``layers``, as ``kernels.get_kernel`` returns it.
 
     Raises:
         ValueError: there is no such kernel.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage, parallel, rent, same_numbers, savings, variants, way
+from documents import DocumentError, coverage, notebook, parallel, rent, same_numbers, savings, variants, way
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
@@ -24,7 +24,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "way": way.table,
 }
 # path -> content
-FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page}
+FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page, notebook.PATH: notebook.run}
 
 _DOCUMENTS = ("*.md", "docs/**/*.md")
 _PART = re.compile(r"^(<!-- ([\w-]+):start\b[^\n]*-->\n)(.*?)^(?=<!-- \2:end -->$)", re.MULTILINE | re.DOTALL)

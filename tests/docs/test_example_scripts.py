@@ -21,8 +21,8 @@ PRINTED = {
     "long_context.py": r"loss (\S+)",
     "continuous_batching.py": r"\? .*",
 }
-# which have a test of their own
-OTHERS = {"kernel_function.py", "trl_grpo.py", "vision_language.py"}
+# which have a test of their own: the notebook in tests/scripts/test_docs.py
+OTHERS = {"kernel_function.py", "quick_start.ipynb", "trl_grpo.py", "vision_language.py"}
 ARGUMENTS = {"long_context.py": ["128"]}
 TRAINED = """
 import json, pathlib, kernels_ext_npu, softnpu
@@ -98,6 +98,6 @@ def test_the_kernels_as_functions_agree_with_float64_and_have_gradients(run_pyth
 
 
 def test_the_list_of_examples_names_each_and_each_has_a_test() -> None:
-    scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    listed = set(re.findall(r"^\| \[`(\w+\.py)`\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
-    assert listed == scripts == {*SCRIPTS.values(), *PRINTED, *OTHERS}
+    examples = {path.name for suffix in ("py", "ipynb") for path in EXAMPLES.glob(f"*.{suffix}")}
+    listed = set(re.findall(r"^\| \[`(\w+\.\w+)`\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert listed == examples == {*SCRIPTS.values(), *PRINTED, *OTHERS}

@@ -39,11 +39,13 @@ def assert_up_to_date() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.software  # the notebook counts
 @counted
 def test_the_documents_are_what_make_docs_writes() -> None:
     assert_up_to_date()
 
 
+@pytest.mark.software  # the notebook counts
 @counted
 def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in INSPECTED:

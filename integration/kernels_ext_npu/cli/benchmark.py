@@ -9,7 +9,7 @@ import typer
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.benchmarking import options
-from kernels_ext_npu.cli.terminal import AsJson, check_file, console, print_json, say, take_device
+from kernels_ext_npu.cli.terminal import AsJson, check_file, console, print_json, say, take_device, write_file
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.model_configs import PUBLISHED
 
@@ -94,7 +94,7 @@ def benchmark(
             if report is not None:  # each time: what comes next may end the process
                 head = {"machine": machine, "method": note} | sizes
                 head["models"] = [{"name": one.name} | one.sizes() for one in models]
-                report.write_text(results_layout.report(head, results))
+                write_file("--report", report, results_layout.report(head, results))
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(kernels)}"
         raise RefusedError(next((str(result.refused) for result in results), nothing))

@@ -20,25 +20,20 @@ def bundle(
 
     Ends with 1 and every reason if it refuses; then nothing was written.
     """
-    from kernels_ext_npu.distribution.bundle_archive import BundleError
-
     if (output is None) == (install is None):
         raise typer.BadParameter("give either --output or --install")
     from kernels_ext_npu.distribution import bundles
 
-    try:
-        if output is not None:
-            for made in bundles.write(output, source):
-                typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {len(made.files)} files")
-            digest = hashlib.sha256(output.read_bytes()).hexdigest()
-            typer.echo(f"wrote {output}, {output.stat().st_size} bytes, sha256 {digest}")
-        elif install is not None:
-            for place in bundles.install(install):
-                made = place.repository
-                changes = {made.commit: "was there already", None: "is new"}
-                change = changes.get(place.before, f"in place of {place.before}, whose files stay in the cache")
-                typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {change}")
-            typer.echo(f"installed in {bundles.cache_folder()}")
-            typer.echo("Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks which versions there are.")
-    except OSError as error:
-        raise BundleError(str(error)) from error
+    if output is not None:
+        for made in bundles.write(output, source):
+            typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {len(made.files)} files")
+        digest = hashlib.sha256(output.read_bytes()).hexdigest()
+        typer.echo(f"wrote {output}, {output.stat().st_size} bytes, sha256 {digest}")
+    elif install is not None:
+        for place in bundles.install(install):
+            made = place.repository
+            changes = {made.commit: "was there already", None: "is new"}
+            change = changes.get(place.before, f"in place of {place.before}, whose files stay in the cache")
+            typer.echo(f"{ORGANISATION}/{made.name} v{made.version}, commit {made.commit}: {change}")
+        typer.echo(f"installed in {bundles.cache_folder()}")
+        typer.echo("Set HF_HUB_OFFLINE=1 before Python starts: without it kernels asks which versions there are.")

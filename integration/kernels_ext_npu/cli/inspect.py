@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -71,8 +70,6 @@ def inspect(
     is sharded by transformers as for so many ranks, and one of them is counted, with its collectives. Ends with 2 where
     that cannot be.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if dtype not in _DTYPES:
         raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
     if cann and not re.match(r"\d\.\d(\.|$)", cann):

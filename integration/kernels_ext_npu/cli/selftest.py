@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.terminal import AsJson, check_file, console, progress
+from kernels_ext_npu.cli.terminal import AsJson, check_file, console, progress, write_file
 
 
 def selftest(
@@ -55,7 +55,7 @@ def selftest(
     shown = console(stderr=as_json)
     result_report.show(shown, outcome)
     if output is not None:
-        output.write_text(result_report.to_text(outcome))
+        write_file("--output", output, result_report.to_text(outcome))
         shown.print(f"Wrote {output}: it can be attached to an issue as it is.", highlight=False)
     if as_json:
         typer.echo(result_report.to_text(outcome), nl=False)

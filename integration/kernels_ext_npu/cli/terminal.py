@@ -138,6 +138,8 @@ def take_device(needed: bool) -> None:
     Raises:
         RefusedError: it cannot be imported; the message says why.
     """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what these warn of is none of a reader's business here
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         import softnpu  # noqa: F401
     except ImportError as error:
@@ -153,15 +155,25 @@ def check_file(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    there, parent = path.exists(), path.absolute().parent
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        missing = "" if parent.is_dir() else f": there is no folder {parent}"
-        raise RefusedError(f"{option} {path} cannot be written: {error.strerror}{missing}") from error
+    there = path.exists()
+    write_file(option, path, "", mode="a")
     if not there:
         path.unlink()
+
+
+def write_file(option: str, path: Path, text: str, mode: str = "w") -> None:
+    """Write a file that an option names.
+
+    Raises:
+        RefusedError: it cannot be written.
+    """
+    try:
+        with path.open(mode) as file:
+            file.write(text)
+    except OSError as error:
+        parent = path.absolute().parent
+        missing = "" if parent.is_dir() else f": there is no folder {parent}"
+        raise RefusedError(f"{option} {path} cannot be written: {error.strerror}{missing}") from error
 
 
 def check_picture(path: Path | None) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
-
-# transformers, torch_npu and its C++ report what is none of a reader's business here
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import softnpu  # isort: skip  before torch
 

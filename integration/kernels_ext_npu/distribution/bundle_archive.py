@@ -79,7 +79,10 @@ def unpack(archive: Path) -> list[KernelRepository]:
         raise BundleError(f"{archive}: there is no such file")
     if archive.stat().st_size > LARGEST:
         raise BundleError(f"{archive}: {archive.stat().st_size} bytes, and a bundle has at most {LARGEST}")
-    data = archive.read_bytes()
+    try:
+        data = archive.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{archive} cannot be read: {error.strerror}") from error
     try:
         with zipfile.ZipFile(BytesIO(data)) as opened:
             problems = _not_plain(opened.infolist(), len(data))

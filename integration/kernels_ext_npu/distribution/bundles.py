@@ -31,8 +31,7 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
         source: "bundled" for the copies in this package, "hub" for what is published, or the path of a clone.
 
     Raises:
-        BundleError: the source holds no kernels, or others than their metadata says.
-        OSError: the file cannot be written.
+        BundleError: the source holds no kernels, or others than their metadata says, or the file cannot be written.
     """
     if source == "hub":
         repositories = [_from_hub(name) for name in catalogue.REPOSITORIES]
@@ -46,7 +45,10 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
     content = bundle_archive.pack(repositories)
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise BundleError(f"{output} is a folder, or lies in one that does not exist")
-    _write(output, content, output.absolute().parent)
+    try:
+        _write(output, content, output.absolute().parent)
+    except OSError as error:
+        raise BundleError(f"{output} cannot be written: {error.strerror}") from error
     return repositories
 
 
@@ -54,13 +56,19 @@ def install(archive: Path) -> list[Place]:
     """Check a bundle, and put its repositories into the cache that `kernels` reads.
 
     Raises:
-        BundleError: the bundle is damaged, unsafe or not for this release, or the cache holds something that differs.
-        OSError: a file cannot be written.
+        BundleError: the bundle is damaged, unsafe or not for this release, or the cache holds something that differs
+            or cannot be written.
     """
     cache = cache_folder()
     repositories = bundle_archive.unpack(archive)
     _refuse([f"{archive}: {problem}" for problem in _problems(repositories)])
-    return put_into_cache(repositories, cache)
+    try:
+        return put_into_cache(repositories, cache)
+    except OSError as error:
+        raise BundleError(
+            f"{cache} cannot be written: {error.strerror}. Set HF_HOME to a folder that you may write to, here and "
+            "where the kernels are loaded."
+        ) from error
 
 
 def _refuse(problems: list[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx2
 from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
 from kernels_ext_npu.distribution import published
@@ -77,6 +78,11 @@ def verify_published(repo_id: str, version: int) -> tuple[str, list[Verified]]:
                 f"{api.endpoint} cannot be asked: {error}. Without internet set HF_HUB_OFFLINE=1, which looks into the "
                 "cache, or give a path."
             ) from error
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status < 500:
+                raise
+            raise ConnectionError(f"{api.endpoint} answers {status}: it is overloaded or down. Try again.") from error
         if not (snapshot / "build").is_dir():
             raise LookupError(f"{repo_id} has no variants on v{version}")
         found = verify_build(snapshot / "build")

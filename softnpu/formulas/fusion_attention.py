@@ -56,7 +56,7 @@ def npu_fusion_attention_grad(
         pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink,
         (seed, offset), prefix,
     )
-    *gradients, dsink = attention.backward(query, key, value, dy, attention_in)
+    *gradients, dsink = attention.backward(query, key, value, dy, attention_in, softmax_max, softmax_sum)
     return *gradients, unwritten(pse), torch.empty(0) if dsink is None else dsink
 
 
@@ -99,7 +99,7 @@ def npu_fusion_attention_grad_v3(
         pre_tockens, next_tockens, inner_precise, _ends(actual_seq_qlen), _ends(actual_seq_kvlen), sparse_mode,
         softmax_layout, sink, random, prefix,
     )
-    *gradients, dsink = attention.backward(query, key, value, dy, attention_in)
+    *gradients, dsink = attention.backward(query, key, value, dy, attention_in, softmax_max, softmax_sum)
     dpse = query.new_empty(0) if pse is None else unwritten(pse)
     return *gradients, dpse, torch.empty(()) if dsink is None else dsink
 

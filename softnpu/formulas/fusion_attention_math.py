@@ -75,8 +75,22 @@ class Attention:
         out, maximum, total = (join(list(column), q.shape[2]) for column in zip(*parts))
         return from_bnsd(self.layout, out), self._statistics(maximum), self._statistics(total)
 
-    def backward(self, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, out: Tensor | None) -> tuple:
-        """Compute the gradients of query, key, value and sink; the softmax is computed again."""
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dy: Tensor,
+        out: Tensor | None,
+        maximum: Tensor | None,
+        total: Tensor | None,
+    ) -> tuple:
+        """Compute the gradients of query, key, value and sink from the result and the statistics of its rows.
+
+        These may be of more keys than are given: a ring of devices calls this for the keys of each, with the result
+        and the statistics of all (torch_npu 2.13.0, distributed/tensor/experimental/_context_parallel). Without
+        statistics they are those of the keys that are given.
+        """
         q, k, v = self._enter(query, key, value)
         if self.layout == "TND":
             self._require_packed_gradient(query)
@@ -84,7 +98,8 @@ class Attention:
             given = "nothing" if out is None else describe(out)
             raise RuntimeError(f"{self.operator}: attention_in must have the shape of dy {describe(dy)}, got {given}")
         dy, out = (like_query(self.layout, self.head_num, t) for t in (dy, out))
-        parts = [self._gradients(i, *tensors) for i, tensors in enumerate(self._sequences(q, k, v, dy, out))]
+        saved = () if maximum is None or total is None else (self._column(maximum, q), self._column(total, q))
+        parts = [self._gradients(i, *tensors) for i, tensors in enumerate(self._sequences(q, k, v, dy, out, *saved))]
         dq, dk, dv, dsink = zip(*parts)
         lengths = q.shape[2], k.shape[2], v.shape[2]
         gradients = [from_bnsd(self.layout, join(list(d), n)) for d, n in zip((dq, dk, dv), lengths)]
@@ -188,6 +203,18 @@ class Attention:
             return column[0].transpose(0, 1).contiguous()
         return column[0].contiguous().view(t, n, STATISTICS)
 
+    def _column(self, statistics: Tensor, q: Tensor) -> Tensor:
+        """Undo `_statistics`, for a query [B, N, S, D]."""
+        batch, n, t = q.shape[:3]
+        shape = (t, n, STATISTICS) if self.layout == "TND" else (batch, n, t, STATISTICS)
+        rule = f"softmax_max and softmax_sum must be float32 {list(shape)}, got {describe(statistics)}"
+        require(statistics.shape == shape and statistics.dtype == float32, self.operator, rule)
+        if self.layout != "TND":
+            return statistics[..., :1]
+        if self.softmax_layout == "TND":
+            return statistics[..., :1].transpose(0, 1).unsqueeze(0)
+        return statistics.reshape(1, n, t, STATISTICS)[..., :1]
+
     # ---- one sequence, [B, N, S, D] -------------------------------------------------------------------------------
     def _softmax(self, i: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return exp(score - maximum), the maximum and the sum of every row. The sink is one more score of the row."""
@@ -229,12 +256,15 @@ class Attention:
         out = (self._drop(weights, i).to(q.dtype).float() @ v.float()) / total
         return out.to(q.dtype), maximum, total
 
-    def _gradients(self, i: int, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, out: Tensor) -> tuple:
+    def _gradients(self, i: int, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, out: Tensor, *saved: Tensor) -> tuple:
         if q.shape[2] == 0:
             return q, torch.zeros_like(k), torch.zeros_like(v), torch.zeros(q.shape[1])
         heads = (k.shape[1], q.shape[1] // k.shape[1])
         k, v = (t.repeat_interleave(heads[1], 1) for t in (k, v))
         weights, maximum, total = self._softmax(i, q, k)
+        if saved:
+            highest, (maximum, total) = maximum, saved
+            weights = weights * torch.exp((highest - maximum).masked_fill(highest == -torch.inf, 0.0))
         p, dy, out = weights / total, dy.float(), out.float()
         dv = self._drop(p, i).to(q.dtype).float().mT @ dy
         inner = (dy * out).sum(-1, keepdim=True)

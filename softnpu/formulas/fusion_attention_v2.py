@@ -65,7 +65,7 @@ def npu_fusion_attention_grad_v2(
         (seed, offset), prefix, pse_type, _shift(operator, q_start_idx, kv_start_idx),
     )
     q, k = _joined(operator, input_layout, query, key, value, query_rope, key_rope)
-    dq, dk, dv, dsink = attention.backward(q, k, value, dy, attention_in)
+    dq, dk, dv, dsink = attention.backward(q, k, value, dy, attention_in, softmax_max, softmax_sum)
     dq_rope = dk_rope = None
     if query_rope is not None:
         sizes = [query.shape[-1], query_rope.shape[-1]]

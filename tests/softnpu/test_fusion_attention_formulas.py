@@ -145,6 +145,31 @@ def test_sequences_of_several_lengths_in_one_tensor() -> None:
     check(out, inputs, torch.cat(parts), leaves, 2e-6)
 
 
+@pytest.mark.parametrize("layout", ["BNSD", "TND"])
+def test_gradients_of_parts_of_the_keys_add_up_with_the_statistics_of_all(layout) -> None:
+    """As in a ring of devices: each launch gets the result and the statistics of the whole rows."""
+    q, k, v = drawn(b=1)
+    expected = exact(*(leaves := [t.double().requires_grad_() for t in (q, k, v)]))
+    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    expected.backward(grad.double())
+    q, k, v, grad = (t.npu() if layout == "BNSD" else t[0].transpose(0, 1).contiguous().npu() for t in (q, k, v, grad))
+    along = layout.index("S" if layout == "BNSD" else "T")
+
+    def lengths(key: torch.Tensor) -> dict[str, list[int]]:
+        return {"actual_seq_qlen": [5], "actual_seq_kvlen": [key.shape[along]]} if layout == "TND" else {}
+
+    out, maximum, total, *_ = torch_npu.npu_fusion_attention(q, k, v, 4, layout, scale=SCALE, **lengths(k))
+    saved = {"softmax_max": maximum, "softmax_sum": total, "attention_in": out, "scale_value": SCALE}
+    parts = [
+        torch_npu.npu_fusion_attention_grad(q, *kv, grad, 4, layout, **saved, **lengths(kv[0]))[:3]
+        for kv in zip(k.split(4, along), v.split(4, along))
+    ]
+    found = parts[0][0] + parts[1][0], *(torch.cat(halves, along) for halves in list(zip(*parts))[1:])
+    for tensor, leaf in zip(found, leaves):
+        tensor = tensor.cpu().double() if layout == "BNSD" else tensor.cpu().double().transpose(0, 1)[None]
+        torch.testing.assert_close(tensor, leaf.grad, rtol=0, atol=4 * TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize(("masked", "causal", "gqa"), product(["none", "bool", "row"], [False, True], [False, True]))
 def test_scaled_dot_product_attention_is_one_launch(masked, causal, gqa) -> None:
     if masked != "none" and causal:

@@ -17,11 +17,18 @@ class NamedImplementation:
         name: of the implementation.
         repository: of the kernel that it calls.
         attribute: of configs, the name of theirs, as transformers reads it.
+        other_name: a second one, for who takes names of a certain form only.
     """
 
     name: str
     repository: str
     attribute: str
+    other_name: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it has in transformers' table and in configs."""
+        return (self.name,) if self.other_name is None else (self.name, self.other_name)
 
     @property
     def field(self) -> str:
@@ -38,13 +45,19 @@ class NamedImplementation:
 
     def is_named_by(self, config: Any) -> bool:
         """Tell whether a config names it."""
-        return self.named_in(config) == self.name
+        return self.named_in(config) in self.names
 
-    def set_in(self, config: Any, before: str | None) -> None:
-        """Let a config name it until unregister() or `take_out`, and then again what it named before."""
+    def set_in(self, config: Any, before: str | None, name: str | None = None) -> None:
+        """Let a config name it until unregister() or `take_out`, and then again what it named before.
+
+        Args:
+            config: of a model, or of a part of one.
+            before: what it named.
+            name: by which it names it.
+        """
         assert registration.current is not None
-        setattr(config, self.field, self.name)
-        registration.current.patches.note(config, self.field, before, self.name)
+        setattr(config, self.field, name or self.name)
+        registration.current.patches.note(config, self.field, before, name or self.name)
 
     def take_out(self, config: Any, default: str) -> None:
         """Let a config that names it name again what it did before.
@@ -59,5 +72,9 @@ class NamedImplementation:
             setattr(config, self.field, default)
 
 
-NPU_FLASH_ATTENTION = NamedImplementation(IMPLEMENTATION, "FlashAttention", "_attn_implementation")
+# accelerate takes names of its own for sp_attn_implementation, and such that have a slash and "flash-attn" in them:
+# accelerate 1.15.0, utils/dataclasses.py, DeepSpeedSequenceParallelConfig
+NPU_FLASH_ATTENTION = NamedImplementation(
+    IMPLEMENTATION, "FlashAttention", "_attn_implementation", "kernels-ext-npu/flash-attn"
+)
 NPU_GROUPED_MM = NamedImplementation("npu_grouped_mm", "FusedMoE", "_experts_implementation")

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -30,8 +36,9 @@ def install(registration: Registration) -> None:
         return
     patches, is_registered = registration.patches, NPU_FLASH_ATTENTION.is_registered
     table, mask_table = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    patches.item(table, NPU_FLASH_ATTENTION.name, calls.npu_flash_attention)
-    patches.item(mask_table, NPU_FLASH_ATTENTION.name, calls.npu_flash_attention_mask)
+    for name in NPU_FLASH_ATTENTION.names:
+        patches.item(table, name, calls.npu_flash_attention)
+        patches.item(mask_table, name, calls.npu_flash_attention_mask)
     if table["sdpa"] is sdpa_attention_forward and mask_table["sdpa"] is sdpa_mask:
         ours = functools.partial(calls.stand_in, sdpa_attention_forward)
         patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
@@ -45,6 +52,8 @@ def install(registration: Registration) -> None:
     patches.method(PreTrainedModel, "__call__", calls.call_model, calls.reads_no_positions)
     preprocess = calls.preprocess_standing_in(masking_utils._preprocess_mask_arguments)
     patches.attribute(masking_utils, "_preprocess_mask_arguments", preprocess)
+    importing = functools.partial(names.answer_import, modeling_flash_attention_utils.lazy_import_flash_attention)
+    patches.attribute(modeling_flash_attention_utils, "lazy_import_flash_attention", importing)
     flash_question.answer_files([name for name in sys.modules if name.startswith(flash_question.FILES)], patches)
 
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention import flash_question, serving
+from kernels_ext_npu.swaps.attention import flash_question, serving, split_sequences
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
+_NOT_IN_A_RING = ("position_bias", "s_aux", "softcap", "sliding_window", "cu_seq_lens_q", "indices", "cache")
 
 
 def npu_flash_attention(
@@ -42,13 +42,12 @@ def npu_flash_attention(
         ``[B, S_q, N, D_v]``, and the weights ``[B, N, S_q, S_k]`` where they are asked for, otherwise None.
 
     Raises:
-        ValueError: sequences are split between devices by torch's context parallelism.
+        ValueError: sequences are split between devices, and nobody exchanges keys or heads; or torch's context
+            parallelism does, and more is asked for than it computes.
     """
-    if _splits_sequences():
-        raise ValueError(
-            f"{NPU_FLASH_ATTENTION.name}: context parallelism replaces torch's scaled_dot_product_attention, which is "
-            'not called here: choose attn_implementation="sdpa"'
-        )
+    split_sequences.refuse_part(module, NPU_FLASH_ATTENTION.name)
+    if split_sequences.exchanges_keys():
+        return _in_context_parallel(module, query, key, value, attention_mask, *args, **kwargs)
     result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
@@ -79,6 +78,9 @@ def stand_in(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module that names ``sdpa`` or its own formula, or let that original compute it."""
     is_sdpa = original is sdpa_attention_forward
+    split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager")
+    if is_sdpa and split_sequences.exchanges_keys():
+        return _in_context_parallel(module, query, key, value, attention_mask, *args, **kwargs)
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
     if (
         NPU_FLASH_ATTENTION.is_registered()
@@ -87,7 +89,6 @@ def stand_in(
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
         and (attention_mask is None or _fits(attention_mask, query, key, is_described))
-        and not _splits_sequences()
     ):
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa:
@@ -146,6 +147,7 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
     # tokens can be given without their name, and what follows them could be positions
+    split_sequences.refuse_recurrences(self)
     token = _counts_itself.set(is_known and len(args) <= 1 and kwargs.get("position_ids") is None)
     try:
         return original(self, *args, **kwargs)
@@ -172,31 +174,46 @@ def preprocess_standing_in(original: Callable) -> Callable:
             return original(*given, position_ids, *args, **kwargs)
         is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
         packed = None
-        if position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
+        if position_ids is not None and split_sequences.exchanges_keys():
+            split_sequences.refuse_packed_parts(None if _counts_itself.get() else position_ids)
+        elif split_sequences.are_split():
+            pass  # positions of a part tell nothing of the whole
+        elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
             packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
         return is_done, mask, packed, *sizes
 
     return preprocess
 
 
+def _in_context_parallel(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute attention of sequences that torch's context parallelism splits: causal, or of all keys.
+
+    torch exchanges keys in scaled_dot_product_attention, and torch_npu 2.13 launches for each part of them the operator
+    that the kernel does (torch_npu, distributed/tensor/experimental/_context_parallel/_npu_attention.py).
+    """
+    if not (attention_mask is None or isinstance(attention_mask, Tensor)):
+        attention_mask = attention_mask.original(len(query))
+    given = [name for name in _NOT_IN_A_RING if kwargs.get(name) is not None]
+    if given or attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__}: torch's context_parallel computes causal and full attention, without "
+            f"{', '.join(given) or 'a mask'}: train this model without context parallelism, and do not pad"
+        )
+    return sdpa_attention_forward(module, query, key, value, None, *args, **kwargs)
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
+    split_sequences.refuse_sinks(query, kwargs.get("s_aux"))
+    if kwargs.get("cu_seq_lens_q") is None:
+        kwargs |= split_sequences.lengths_of_whole(module, query, kwargs.get("position_ids"))
     if attention_mask is None and serving.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
     forward = registration.package(NPU_FLASH_ATTENTION.repository).attention_forward
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
-
-
-def _splits_sequences() -> bool:
-    """Tell whether torch's context parallelism is on, whose part of a sequence would not see the others.
-
-    torch and torch_npu exchange keys in what they put into the place of scaled_dot_product_attention for it.
-    """
-    function = F.scaled_dot_product_attention
-    if function is torch._C._nn.scaled_dot_product_attention:
-        return False
-    return ".tensor.experimental." in (getattr(function, "__module__", None) or "")
 
 
 def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool) -> bool:

@@ -54,7 +54,7 @@ def _is_flash_attention(
 ) -> bool:
     """Tell a file whether an implementation is a flash attention: ours is, by any name, to one that gives lengths."""
     requested = canonical_name(requested_attention_implementation)
-    is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested == NPU_FLASH_ATTENTION.name
+    is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested in NPU_FLASH_ATTENTION.names
     stands_in = gives_lengths and config is not None and stands_for(config) and stranger(config) is None
     if version is None and (is_named or stands_in):
         return gives_lengths

@@ -20,7 +20,7 @@ _ON_HUB = f"{sources.ORGANISATION}/{NPU_FLASH_ATTENTION.repository}"
 
 
 def canonical_name(requested: Any) -> Any:
-    """Return what was asked for, with our name wherever it or the repository on the Hub stands.
+    """Return what was asked for, with our name wherever the repository on the Hub stands.
 
     Args:
         requested: a name; a dictionary of names, or of dictionaries, by sub-config; or None.
@@ -29,6 +29,14 @@ def canonical_name(requested: Any) -> Any:
         return {key: canonical_name(value) for key, value in requested.items()}
     is_on_hub = isinstance(requested, str) and requested.partition("@")[0] == _ON_HUB
     return NAME if is_on_hub else requested
+
+
+def answer_import(original: Callable, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Import a flash attention, in place of transformers' ``lazy_import_flash_attention``: ours is in its table.
+
+    DeepSpeed asks for names that have a slash in them: deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py.
+    """
+    return None if implementation in NPU_FLASH_ATTENTION.names else original(implementation, *args, **kwargs)
 
 
 def take_out(model: nn.Module) -> None:
@@ -49,7 +57,8 @@ def check_and_adjust(
     Ours needs no package to be imported for it, and serves those models too that list the flash attentions that they
     get on with: none of these has a build for the NPU.
     """
-    if canonical_name(requested) != NAME:
+    name = canonical_name(requested)
+    if name not in NPU_FLASH_ATTENTION.names:
         return original(self, requested, *args, **kwargs)
     default = original(self, None, *args, **kwargs)
     if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
@@ -59,9 +68,9 @@ def check_and_adjust(
         return default
     _enter_into_tables(type(self), default)
     for config in _tree(self.config):
-        if canonical_name(config._attn_implementation) == NAME:
-            NPU_FLASH_ATTENTION.set_in(config, default)
-    return NAME
+        if (named := canonical_name(config._attn_implementation)) in NPU_FLASH_ATTENTION.names:
+            NPU_FLASH_ATTENTION.set_in(config, default, named)
+    return name
 
 
 def set_implementation(
@@ -74,8 +83,8 @@ def set_implementation(
         original(self, canonical_name(requested), *args, **kwargs)
     finally:
         for config, implementation in before.values():
-            if NPU_FLASH_ATTENTION.is_named_by(config) and implementation != NAME:
-                NPU_FLASH_ATTENTION.set_in(config, implementation)
+            if NPU_FLASH_ATTENTION.is_named_by(config) and implementation not in NPU_FLASH_ATTENTION.names:
+                NPU_FLASH_ATTENTION.set_in(config, implementation, config._attn_implementation)
 
 
 def _tree(config: Any) -> Iterator[PreTrainedConfig]:
@@ -95,4 +104,5 @@ def _enter_into_tables(cls: type, default: str) -> None:
     assert registration.current is not None
     for name, table in vars(sys.modules[cls.__module__]).items():
         if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and NAME not in table and "eager" in table:
-            registration.current.patches.item(table, NAME, table.get(default, table["eager"]))
+            for ours in NPU_FLASH_ATTENTION.names:
+                registration.current.patches.item(table, ours, table.get(default, table["eager"]))

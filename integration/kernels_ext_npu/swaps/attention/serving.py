@@ -98,8 +98,8 @@ def describes_masks(config: Any) -> bool:
 def stranger(config: PreTrainedConfig) -> str | None:
     """Return what somebody has put into our place where a config names ``sdpa``, which may call ours; else None."""
     function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    is_ours = getattr(getattr(function, "func", None), "__module__", "").startswith(f"{__package__}.")  # of a partial
-    if config._attn_implementation != "sdpa" or is_ours:
+    function = getattr(function, "func", function)  # of a partial, as ours is
+    if config._attn_implementation != "sdpa" or function.__module__.startswith(f"{__package__}."):
         return None
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention
 from transformers import (
     AutoModelForCausalLM,
     EsmcConfig,
@@ -26,7 +23,6 @@ from transformers.models.sam2 import modeling_sam2
 
 import kernels_ext_npu
 import softnpu
-from tests.support.attention_models import ids, pair
 from tests.support.zoo import randomise
 
 NAME = "npu_flash_attention"
@@ -126,26 +122,6 @@ def test_a_bias_of_sam_2_is_added_and_goes_to_no_other_implementation(registered
         found = module.to("npu")(q.npu(), k.npu(), v.npu(), attention_similarity=bias.npu())[0]
     assert "Falling back" not in caplog.text
     assert_equal(found, expected)
-
-
-# ---- parts of sequences ----------------------------------------------------------------------------------------------
-@contextmanager
-def context_parallel() -> Iterator[None]:
-    """Do to attention what torch's context_parallel() does, without devices to split sequences between."""
-    _attention._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=None)
-    try:
-        yield
-    finally:
-        _attention._disable_context_parallel_dispatcher_impl()
-
-
-def test_context_parallelism_is_refused(registered) -> None:
-    """A part of a sequence would see itself only; with sdpa torch exchanges the keys."""
-    _, model = pair("qwen3")
-    expected = model(ids(1).npu(), use_cache=False).logits
-    with context_parallel(), pytest.raises(ValueError, match="context parallelism replaces torch's scaled_dot_product"):
-        model(ids(1).npu(), use_cache=False)
-    assert torch.equal(model(ids(1).npu(), use_cache=False).logits, expected)
 
 
 def test_unregister_gives_files_their_question_back(registered) -> None:

@@ -1,0 +1,224 @@
+"""Sequences that somebody has split between devices: who does, and what then has to be the whole sequence.
+
+Attention of a part sees that part only, unless keys or heads are exchanged around it. torch's context parallelism does
+so in the place of ``scaled_dot_product_attention``, frameworks do in entries of transformers' table, in whose place
+ours would compute without a word. Convolutions and recurrences begin anew in every part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kernels_ext_npu.catalogue import LINEAR_ATTENTION
+from kernels_ext_npu.matching.function_scan import uses
+
+_TORCH = "torch's context_parallel"
+
+
+@dataclass(frozen=True)
+class _Framework:
+    """One that splits sequences.
+
+    Attributes:
+        name: of the framework.
+        module: the module that knows into how many parts.
+        parts: reads that from the module.
+        wraps: whether it gathers heads in entries of transformers' table, which ours may then be inside of.
+        advice: what to name, so that it gathers them.
+    """
+
+    name: str
+    module: str
+    parts: Callable[[ModuleType], int | None]
+    wraps: bool
+    advice: str
+
+
+def _ulysses(module: ModuleType) -> int:
+    return module.get_ulysses_sequence_parallel_world_size()
+
+
+_FLASH = 'choose attn_implementation="flash_attention_2"'
+_FRAMEWORKS = (
+    _Framework(
+        "ms-swift",
+        "swift.sequence_parallel.sequence_parallel",
+        lambda module: module.sequence_parallel.world_size,
+        True,
+        "choose --attn_impl sdpa or flash_attention_2",
+    ),
+    _Framework(
+        "DeepSpeed",
+        "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        lambda module: module._SEQUENCE_PARALLEL_GROUP and module.get_sequence_parallel_world_size(),
+        True,
+        "name the same in attn_implementation and sp_attn_implementation (core_attn_implementation)",
+    ),
+    _Framework("verl", "verl.utils.ulysses", _ulysses, False, _FLASH),
+    _Framework(
+        "LLaMA-Factory",
+        "llamafactory.v1.plugins.model_plugins.parallelization.ulysses",
+        _ulysses,
+        False,
+        _FLASH,
+    ),
+)
+
+
+def exchanges_keys() -> bool:
+    """Tell whether torch's context parallelism is on.
+
+    torch and torch_npu exchange keys in what they put into the place of scaled_dot_product_attention for it.
+    """
+    function = F.scaled_dot_product_attention
+    if function is torch._C._nn.scaled_dot_product_attention:
+        return False
+    return ".tensor.experimental." in (getattr(function, "__module__", None) or "")
+
+
+def are_split() -> bool:
+    """Tell whether each device has a part of every sequence."""
+    return exchanges_keys() or _framework() is not None
+
+
+def refuse_part(module: nn.Module, name: str) -> None:
+    """Raise if a module that attends to what stands before a token gets a part of each sequence, without the others.
+
+    Args:
+        module: whose attention is to be computed; one that is not causal, as of images, gets them whole.
+        name: of the implementation that it calls, in messages.
+
+    Raises:
+        ValueError: nobody exchanges keys or heads around it; the message says what to choose.
+    """
+    framework = _framework()
+    if not getattr(module, "is_causal", True):
+        return
+    if name == "eager" and exchanges_keys():
+        raise ValueError(
+            f"{name}: {_TORCH} exchanges keys in torch's scaled_dot_product_attention, which is not called here, and "
+            'each device would see its own part only: choose attn_implementation="sdpa", or train without context '
+            "parallelism"
+        )
+    if framework is None:
+        return
+    function: Any = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)  # type: ignore[union-attr]
+    place = getattr(getattr(function, "func", function), "__module__", "") or ""
+    if not (framework.wraps and place.partition(".")[0] == framework.module.partition(".")[0]):
+        raise ValueError(
+            f"{name}: {framework.name} splits sequences between devices, and gathers nothing around this attention, of "
+            f"which each would see its own part only: {framework.advice}"
+        )
+
+
+def refuse_recurrences(model: nn.Module) -> None:
+    """Raise if a model has convolutions or recurrences along sequences that are split, which nobody has replaced.
+
+    Raises:
+        ValueError: it has.
+    """
+    if not are_split():
+        return
+    for module in model.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        if forward.__module__.startswith("transformers.") and any(
+            use.kind is LINEAR_ATTENTION for use in uses(type(module))
+        ):
+            raise ValueError(
+                f"{type(module).__name__}: {_who()} splits sequences between devices, and its convolution and "
+                "recurrence would begin anew in the part of each: train this model without sequence or context "
+                "parallelism"
+            )
+
+
+def refuse_packed_parts(positions: Tensor | None) -> None:
+    """Raise if positions of a part are not those of one sequence, which torch's context parallelism has to get.
+
+    Its head and its tail are two runs of positions, where it balances the load.
+
+    Args:
+        positions: ``[B, S]``, of the part; None if nobody gave any.
+
+    Raises:
+        ValueError: they are those of several sequences, or the model counts from zero in each part.
+    """
+    if positions is None:
+        raise ValueError(
+            f"{_TORCH} splits sequences between devices, and positions would begin at zero on each: give the model "
+            "position_ids, and split them as a buffer"
+        )
+    steps = torch.diff(positions, dim=-1)
+    middle = positions.shape[-1] // 2 - 1
+    runs_on = steps == 1
+    if positions.shape[-1] % 2 == 0:
+        runs_on[..., middle] |= steps[..., middle] > 0
+    if not bool(runs_on.all()):
+        raise ValueError(
+            f"{_TORCH} splits sequences between devices, and takes one sequence a row: these position_ids are of "
+            "several, packed one behind the other. Do not pack"
+        )
+
+
+def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
+    """Raise if a framework has gathered some of the heads, and sinks are those of all.
+
+    Args:
+        query: ``[B, N, S, D]``.
+        sinks: ``[N]``, or None.
+
+    Raises:
+        ValueError: there are more sinks than heads.
+    """
+    framework = _framework()
+    if framework is not None and sinks is not None and len(sinks) != query.shape[1]:
+        raise ValueError(
+            f"{framework.name} splits {len(sinks)} heads between devices, and not their sinks: train this model "
+            "without sequence parallelism"
+        )
+
+
+def lengths_of_whole(module: nn.Module, query: Tensor, positions: Any) -> dict[str, Tensor]:
+    """Return the lengths of packed sequences that a framework has gathered, as arguments of attention.
+
+    Masks are of no use there: a model makes them of the positions of its own part, or none. As transformers' flash
+    attentions do, a batch of one row is looked at. The host waits for it in each layer.
+
+    Args:
+        module: whose attention it is.
+        query: ``[B, N, S, D]``, of the whole sequences.
+        positions: ``[B, S]``, of the whole sequences.
+    """
+    if torch.compiler.is_compiling() or _framework() is None or not getattr(module, "is_causal", True):
+        return {}
+    if not isinstance(positions, Tensor) or positions.shape != (1, query.shape[2]):
+        return {}
+    begins = (torch.diff(positions[0].cpu()) != 1).nonzero().flatten() + 1
+    if not len(begins):
+        return {}
+    ends = torch.tensor([0, *begins.tolist(), query.shape[2]], dtype=torch.int32)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def _who() -> str:
+    framework = _framework()
+    return _TORCH if framework is None else framework.name
+
+
+@torch.compiler.assume_constant_result
+def _framework() -> _Framework | None:
+    """Return the framework that splits sequences now."""
+    for framework in _FRAMEWORKS:
+        module = sys.modules.get(framework.module)
+        if module is not None and (framework.parts(module) or 1) > 1:
+            return framework
+    return None

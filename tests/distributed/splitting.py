@@ -1,0 +1,114 @@
+"""A step of training with sequences that somebody splits between devices. Runs in the processes.
+
+The rows of `models.tokens`, or the same packed into one sequence: either way loss and gradients are those of
+`models.train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import kernels_ext_npu
+from tests.distributed import models
+from tests.distributed.models import LENGTH, ROWS, Tensors
+
+Enter = Callable[[PreTrainedModel, str, Tensor], bool]
+
+
+def step(framework: str, folder: Path, attention: str | None, packed: bool = False, told: bool = True) -> Tensors:
+    """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
+
+    Args:
+        framework: who splits.
+        folder: of the checkpoint.
+        attention: the implementation that the model names.
+        packed: whether the rows are one sequence.
+        told: whether the model is given positions.
+    """
+    kernels_ext_npu.register(everywhere=True)
+    try:
+        model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
+        ids, labels, positions = _batch(packed)
+        given = {"position_ids": positions} if told else {}
+        given |= {"labels": ids, "num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
+        if framework == "torch":
+            mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))
+            with context_parallel(mesh, buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 1]):
+                loss = model(ids, shift_labels=labels, **given).loss
+                loss.backward()
+        else:
+            splits_itself = FRAMEWORKS[framework](model, attention or "sdpa", positions)
+            part = labels.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+            if not splits_itself:
+                ids, positions = (
+                    t.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for t in (ids, positions)
+                )
+                given |= {"position_ids": positions, "labels": ids}
+            loss = model(input_ids=ids, shift_labels=part, **given).loss
+            loss.backward()
+        found = {"loss": loss.detach()} | {f"gradient {path}": p.grad for path, p in model.named_parameters()}
+        for tensor in found.values():
+            dist.all_reduce(tensor)
+        return {name: tensor.cpu() for name, tensor in found.items()}
+    finally:
+        kernels_ext_npu.unregister()
+
+
+def error_of_step(*args: Any, **kwargs: Any) -> str:
+    """Return what a step says that is refused; empty where none is."""
+    try:
+        step(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _batch(packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    ids = models.tokens(0)
+    labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    shape = (1, -1) if packed else (ROWS, LENGTH)
+    return tuple(tensor.reshape(shape).contiguous().npu() for tensor in (ids, labels, positions))
+
+
+# ---- frameworks: each returns whether it splits what the model is given --------------------------------------------
+def _ms_swift(model: PreTrainedModel, attention: str, positions: Tensor) -> bool:
+    from swift.sequence_parallel import sequence_parallel
+
+    model.model_info = SimpleNamespace(is_moe_model=False)  # as its loader notes
+    model.model_meta = SimpleNamespace(model_arch=SimpleNamespace(language_model=None))
+    is_packed = len(positions) == 1
+    sequence_parallel.prepare(dist.get_world_size(), model, SimpleNamespace(pad_token_id=0), padding_free=is_packed)
+    sequence_parallel.extra_kwargs["text_position_ids"] = positions.clone()
+    return True
+
+
+def _deepspeed(model: PreTrainedModel, attention: str, positions: Tensor) -> bool:
+    from deepspeed import comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    comm.init_distributed(dist_backend="hccl", dist_init_required=False)
+    UlyssesSPAttentionHF.register_with_transformers(model, attention, dist.get_world_size(), len(positions))
+    return False
+
+
+def _verl(model: PreTrainedModel, attention: str, positions: Tensor) -> bool:
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+    from verl.utils import ulysses
+
+    ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    apply_monkey_patch(model, ulysses_sp_size=dist.get_world_size())
+    return False
+
+
+FRAMEWORKS: dict[str, Enter] = {"swift": _ms_swift, "deepspeed": _deepspeed, "verl": _verl}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -20,7 +21,9 @@ from transformers import (
     PreTrainedModel,
     SamConfig,
     SamModel,
+    modeling_flash_attention_utils,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
@@ -29,7 +32,10 @@ from tests.support.attention_models import MODELS, ids, on_npu, pair
 
 NAME = "npu_flash_attention"
 ON_HUB = "kernels-ext-npu/FlashAttention"
-NAMES = [NAME, ON_HUB, f"{ON_HUB}@v1", f"{ON_HUB}@main"]
+FOR_ACCELERATE = "kernels-ext-npu/flash-attn"
+# what may be asked for, and what configs name then
+IN_CONFIG = {NAME: NAME, ON_HUB: NAME, f"{ON_HUB}@v1": NAME, f"{ON_HUB}@main": NAME, FOR_ACCELERATE: FOR_ACCELERATE}
+NAMES = list(IN_CONFIG)
 LAUNCH = "npu_fusion_attention_v3"
 # with a window, with two kinds of masks, with sinks, with heads of values that are smaller
 SERVED = ["qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"]
@@ -193,7 +199,7 @@ def test_it_can_be_named_wherever_an_implementation_is_named(registered, saved, 
     changed = AutoModelForCausalLM.from_pretrained(saved, device_map="npu", attn_implementation="eager")
     changed.set_attn_implementation(named)
     for model in (loaded, made, by_config, changed):
-        assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation == IN_CONFIG[named]
         assert launches(model) == 2
     loaded.save_pretrained(saved)
     assert "flash" not in (saved / "config.json").read_text()
@@ -209,10 +215,18 @@ def test_it_can_be_named_for_a_part_of_a_model(registered, tmp_path, named) -> N
     for model in (loaded, changed):
         config = model.config
         assert config._attn_implementation == config.text_config._attn_implementation == "sdpa"
-        assert config.vision_config._attn_implementation == model.model.visual.config._attn_implementation == NAME
+        vision = config.vision_config._attn_implementation, model.model.visual.config._attn_implementation
+        assert vision == (IN_CONFIG[named],) * 2
         assert {row.class_name for row in rows(model)} == {"Qwen2_5_VLVisionAttention"}
         kernels_ext_npu.restore(model)
         assert config.vision_config._attn_implementation == "sdpa"
+
+
+def test_accelerate_takes_a_name_of_it_for_sequence_parallelism(registered) -> None:
+    """DeepSpeed looks it up in transformers' table, after an import of what has a slash in it."""
+    assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=FOR_ACCELERATE)
+    assert modeling_flash_attention_utils.lazy_import_flash_attention(FOR_ACCELERATE) is None
+    assert ALL_ATTENTION_FUNCTIONS[FOR_ACCELERATE] is ALL_ATTENTION_FUNCTIONS[NAME]
 
 
 @pytest.mark.parametrize("register", [None, {"kernels": ["RMSNorm"]}])

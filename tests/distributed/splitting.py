@@ -25,7 +25,7 @@ from tests.distributed.models import LENGTH, ROWS, Tensors
 Enter = Callable[[PreTrainedModel, str, Tensor], bool]
 
 
-def step(framework: str, folder: Path, attention: str | None, packed: bool = False, told: bool = True) -> Tensors:
+def step(framework: str, folder: Path, attention: str | None, packed: bool = False, withheld: str = "") -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
 
     Args:
@@ -33,28 +33,25 @@ def step(framework: str, folder: Path, attention: str | None, packed: bool = Fal
         folder: of the checkpoint.
         attention: the implementation that the model names.
         packed: whether the rows are one sequence.
-        told: whether the model is given positions.
+        withheld: what torch's context parallelism needs and the model is not given.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
         model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
         ids, labels, positions = _batch(packed)
-        given = {"position_ids": positions} if told else {}
-        given |= {"labels": ids, "num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
+        given = {"position_ids": positions, "labels": ids, "shift_labels": labels}
+        given |= {"num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
+        given.pop(withheld, None)
         if framework == "torch":
             mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))
             with context_parallel(mesh, buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 1]):
-                loss = model(ids, shift_labels=labels, **given).loss
+                loss = model(ids, **given).loss
                 loss.backward()
         else:
             splits_itself = FRAMEWORKS[framework](model, attention or "sdpa", positions)
-            part = labels.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-            if not splits_itself:
-                ids, positions = (
-                    t.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for t in (ids, positions)
-                )
-                given |= {"position_ids": positions, "labels": ids}
-            loss = model(input_ids=ids, shift_labels=part, **given).loss
+            own = ["shift_labels"] if splits_itself else ["shift_labels", "labels", "position_ids"]
+            given |= {name: given[name].chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for name in own}
+            loss = model(input_ids=ids if splits_itself else given["labels"], **given).loss
             loss.backward()
         found = {"loss": loss.detach()} | {f"gradient {path}": p.grad for path, p in model.named_parameters()}
         for tensor in found.values():

@@ -45,7 +45,13 @@ def test_context_parallelism(model, attention, two_ranks, checkpoints, truths) -
         ("gpt-oss", None, {}, "eager: torch's context_parallel exchanges keys in torch's scaled_dot_product_attention"),
         ("Qwen3-Next", None, {}, "Qwen3NextGatedDeltaNet: .* its convolution and recurrence would begin anew"),
         ("Qwen3", None, {"packed": True}, "takes one sequence a row: these position_ids are of several"),
-        ("Qwen3", None, {"told": False}, "give the model position_ids, and split them as a buffer"),
+        (
+            "Qwen3",
+            None,
+            {"withheld": "shift_labels"},
+            "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
+        ),
+        ("Qwen3", None, {"withheld": "position_ids"}, "give the model position_ids, and split them as a buffer"),
     ],
 )
 def test_what_context_parallelism_does_not_compute_is_refused(
@@ -53,6 +59,12 @@ def test_what_context_parallelism_does_not_compute_is_refused(
 ) -> None:
     for error in two_ranks.run(splitting.error_of_step, "torch", checkpoints[model], attention, **options):
         assert re.search(sentence, error), error
+
+
+def test_context_parallelism_over_four_devices(four_ranks, checkpoints, truths) -> None:
+    """With one token to a part of head and tail."""
+    for found in four_ranks.run(splitting.step, "torch", checkpoints["Qwen3"], None):
+        assert_equal(found, truths["Qwen3"])
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

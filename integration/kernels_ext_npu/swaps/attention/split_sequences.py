@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION
@@ -139,6 +141,23 @@ def refuse_recurrences(model: nn.Module) -> None:
                 "recurrence would begin anew in the part of each: train this model without sequence or context "
                 "parallelism"
             )
+
+
+def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Tensor | None) -> None:
+    """Raise if a language model is to shift the labels of parts: the first of each is that of another device's token.
+
+    Frameworks compute their losses themselves.
+
+    Raises:
+        ValueError: torch's context parallelism splits sequences, and nobody gave labels that are shifted.
+    """
+    if labels is None or shifted is not None or not exchanges_keys():
+        return
+    if getattr(model, "loss_function", None) is ForCausalLMLoss:
+        raise ValueError(
+            f"{type(model).__name__}: {_TORCH} splits sequences between devices, and labels would be shifted within "
+            "the part of each: give the model shift_labels, too, and split them as a buffer, with num_items_in_batch"
+        )
 
 
 def refuse_packed_parts(positions: Tensor | None) -> None:

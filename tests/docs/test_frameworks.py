@@ -29,7 +29,7 @@ ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rota
 # norms, gated MLPs and rotation are the framework's; what it has no kernel for is ours
 NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables"
 REST_SWAPPED = "2 of 2 attention, 1 of 1 heads"
-# verl asks for an implementation by name
+# verl asks for an implementation by name; ms-swift wraps it where it splits sequences, and the kernel is inside
 ALL_BUT_ATTENTION = "0 of 2 attention, 1 of 1 heads"
 COUNTERS = """
 import json, pathlib, softnpu
@@ -173,20 +173,30 @@ def test_llama_factorys_own_kernels_stay_and_are_named(llama_factory) -> None:
 def swift(install, run_python, folder: Path) -> Callable[..., str]:
     python = install(SWIFT)
     (folder / "npu_kernels.py").write_text(PAGE.code("ms-swift") + "import atexit\n" + ATEXIT)
+    (folder / "sft.py").write_text(ON_SEVERAL)
 
-    def run(arguments: list[str], output: str, check: bool = True) -> str:
+    def run(arguments: list[str], output: str, check: bool = True, devices: int = 1) -> str:
         further = "--max_steps 2 --logging_steps 1 --torch_dtype float32 --bf16 false --fp16 false --report_to none"
         offline = "--use_hf true --check_model false"
         arguments = [*arguments, *further.split(), *offline.split(), "--output_dir", output]
-        command = ["-m", "softnpu", "-m", "swift.cli.sft", *arguments]
-        result = run_python(
-            None, *command, python=python, directory=folder, check=check, HF_DATASETS_CACHE=str(folder / "datasets")
-        )
+        program, environment = ["swift.cli.sft"], {"HF_DATASETS_CACHE": str(folder / "datasets")}
+        if devices > 1:
+            launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+            program = [*launcher, "sft.py", "--sequence_parallel_size", str(devices)]
+            environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        command = ["-m", "softnpu", "-m", *program, *arguments]
+        result = run_python(None, *command, python=python, directory=folder, check=check, **environment)
         return result.stdout + result.stderr
 
     return run
 
 
+ON_SEVERAL = """
+import softnpu
+import runpy
+
+runpy.run_module("swift.cli.sft", run_name="__main__")
+"""
 ATEXIT = """
 @atexit.register
 def count():
@@ -207,6 +217,16 @@ def test_ms_swift_trains_through_the_kernels_as_without(swift, folder: Path) -> 
     assert "kernels-ext-npu" not in swift(arguments[:place] + arguments[place + 2 :], "without")
     assert len(losses(folder / "with")) == 2
     assert losses(folder / "with") == pytest.approx(losses(folder / "without"), rel=1e-5)
+
+
+def test_ms_swift_splits_sequences_between_devices(swift, folder: Path) -> None:
+    """And has the losses of one device without kernels. float32, AdamW: 1e-5."""
+    arguments = [*command("ms-swift")[2:], "--lora_dropout", "0"]
+    assert_trained_with_kernels(folder, swift(arguments, "split", devices=2), ALL_BUT_ATTENTION)
+    place = arguments.index("--external_plugins")
+    swift(arguments[:place] + arguments[place + 2 :], "whole")
+    assert len(losses(folder / "split")) == 2
+    assert losses(folder / "split") == pytest.approx(losses(folder / "whole"), rel=1e-5)
 
 
 def test_ms_swifts_own_kernels_stay_and_are_named(swift) -> None:

@@ -28,7 +28,10 @@ from kernels_ext_npu.swaps.attention import flash_question, serving, split_seque
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
-_NOT_IN_A_RING = ("position_bias", "s_aux", "softcap", "sliding_window", "cu_seq_lens_q", "indices", "cache")
+# arguments of attention that torch's context parallelism does not compute
+_NOT_IN_A_RING = (
+    "position_bias", "s_aux", "softcap", "sliding_window", "cu_seq_lens_q", "indices", "cache", "output_attentions",
+)  # fmt: skip
 
 
 def npu_flash_attention(
@@ -196,7 +199,7 @@ def _in_context_parallel(
     """
     if not (attention_mask is None or isinstance(attention_mask, Tensor)):
         attention_mask = attention_mask.original(len(query))
-    given = [name for name in _NOT_IN_A_RING if kwargs.get(name) is not None]
+    given = [name for name in _NOT_IN_A_RING if kwargs.get(name) is not None and kwargs[name] is not False]
     if given or attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__}: torch's context_parallel computes causal and full attention, without "

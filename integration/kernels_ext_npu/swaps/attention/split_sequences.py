@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kernels_ext_npu.catalogue import LINEAR_ATTENTION
+from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import uses
+from kernels_ext_npu.matching.lookup import find_pattern
 
 _TORCH = "torch's context_parallel"
 
@@ -132,10 +133,7 @@ def refuse_recurrences(model: nn.Module) -> None:
     if not are_split():
         return
     for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        if forward.__module__.startswith("transformers.") and any(
-            use.kind is LINEAR_ATTENTION for use in uses(type(module))
-        ):
+        if _begins_anew(type(module)):
             raise ValueError(
                 f"{type(module).__name__}: {_who()} splits sequences between devices, and its convolution and "
                 "recurrence would begin anew in the part of each: train this model without sequence or context "
@@ -226,6 +224,16 @@ def lengths_of_whole(module: nn.Module, query: Tensor, positions: Any) -> dict[s
         return {}
     ends = torch.tensor([0, *begins.tolist(), query.shape[2]], dtype=torch.int32)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def _begins_anew(cls: type[nn.Module]) -> bool:
+    """Tell whether transformers' forward of a class carries a state along a sequence."""
+    forward: Any = inspect.unwrap(cls.forward)
+    if not forward.__module__.startswith("transformers."):
+        return False
+    pattern = find_pattern(cls)
+    is_recurrence = pattern is not None and pattern.layers[0] in RECURRENCES.layers
+    return is_recurrence or any(use.kind is LINEAR_ATTENTION for use in uses(cls))
 
 
 def _who() -> str:

@@ -18,11 +18,11 @@ def reduced(
     """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN."""
     counted = labels != objective.ignore_index
     rows = torch.where(counted & ((labels < 0) | (labels >= words)), math.nan, rows)
-    return joined(rows, reduction, counted.sum() if num_items is None else num_items)
+    return over_rows(rows, reduction, counted.sum() if num_items is None else num_items)
 
 
-def joined(rows: Tensor, reduction: str, num_items: float | Tensor) -> Tensor:
-    """Reduce what rows have; ``num_items`` is what a mean divides by."""
+def over_rows(rows: Tensor, reduction: str, num_items: float | Tensor) -> Tensor:
+    """Reduce what rows have: each, their sum, or that divided by ``num_items``."""
     if reduction == "none":
         return rows
     total = rows.sum()

@@ -13,9 +13,9 @@ from .arguments import (
     check_head,
     check_reduction,
     check_rows,
-    joined,
     kept,
     objective_of,
+    over_rows,
     without_autocast,
 )
 from .derivatives import gradients
@@ -206,12 +206,12 @@ def linear_generalized_jsd(
         number, words = pieces or pieces_of.of_tokens(2 * size[0], size[1]), pieces or pieces_of.how_many(*size)
         with without_autocast(hidden_states):
             one = torch.full((), divergence.factor, dtype=statistics_dtype(student[0].dtype), device=weight.device)
-            unit = _mantissa(joined(one, reduction, num_items))
+            unit = _mantissa(over_rows(one, reduction, num_items))
             budget = 0 if pieces else kept(*student)
             rows = LinearDivergence.apply(*student, *teacher, divergence, unit, number, words, budget)
     if counted is not None:
         rows = torch.where(counted, rows, 0.0)
-    rows = joined(rows, reduction, num_items)
+    rows = over_rows(rows, reduction, num_items)
     return rows.view(shape) if reduction == "none" else rows
 
 

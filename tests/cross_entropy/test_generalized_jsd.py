@@ -247,7 +247,8 @@ def test_the_host_does_not_wait(kernel: ModuleType) -> None:
         ({"beta": 1.5}, ValueError, "beta must be between 0 and 1, got 1.5"),
         ({"reduction": "mean"}, ValueError, "none, batchmean, sum"),
         ({"reduction": "sum", "num_items": 3}, ValueError, "num_items"),
-        ({"teacher_softcap": 0.0}, ValueError, "softcap must be positive"),
+        ({"teacher_softcap": 0.0}, ValueError, "teacher: softcap must be positive"),
+        ({"logit_scale": 0.0}, ValueError, "logit_scale must not be zero"),
         ({"pieces": 0}, ValueError, "at least 1"),
     ],
 )

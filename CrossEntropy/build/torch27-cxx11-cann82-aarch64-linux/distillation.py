@@ -179,15 +179,15 @@ def linear_generalized_jsd(
     _check(name, hidden_states, weight, teacher_hidden_states, teacher_weight, labels, pieces)
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
+    if not logit_scale:
+        raise ValueError(f"{name}: logit_scale must not be zero, which leaves nothing to learn")
     check_reduction(name, reduction, num_items, mean="batchmean")
+    teacher_logit_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     divergence = Divergence(
         float(beta),
         objective_of(name, ignore_index, 0.0, 0.0, logit_scale, softcap),
-        objective_of(
-            name, ignore_index, 0.0, 0.0, logit_scale if teacher_logit_scale is None else teacher_logit_scale,
-            teacher_softcap,
-        ),
-    )  # fmt: skip
+        objective_of(f"{name}, teacher", ignore_index, 0.0, 0.0, teacher_logit_scale, teacher_softcap),
+    )
     shape = hidden_states.shape[:-1]
     student = as_autocast(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias)
     given = teacher_hidden_states.reshape(-1, teacher_hidden_states.shape[-1]), teacher_weight, teacher_bias

@@ -155,6 +155,9 @@ FAULTS = (
     _more("CrossEntropy", "rows.py", "its gradient", "d_logits, None", "return {}"),
     _more("CrossEntropy", "linear.py", "the loss of a head", "torch.where(labels == objective", "return {}"),
     _more("CrossEntropy", "linear.py", "its gradient", "found[0].to(hidden_states.dtype)"),
+    _more("CrossEntropy", "distillation.py", "what two heads differ by", "known.divergence.squeeze(-1)", "return {}"),
+    _more("CrossEntropy", "distillation.py", "its gradient", "(slope * factor).to(hidden_states.dtype)", "else {}"),
+    _more("CrossEntropy", "distillation.py", "its gradient for a weight", "torch.cat(found)", "x = {}"),
     _more("Linear", "products.py", "a linear layer", "F.linear(x, weight, bias)", "y = {}\n"),
     Fault(
         "Linear",

@@ -29,7 +29,7 @@ ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rota
 # norms, gated MLPs and rotation are the framework's; what it has no kernel for is ours
 NONE_SWAPPED = "0 of 9 norms, 0 of 2 gated MLPs, 0 of 2 rotary calls, 1 of 1 rotary tables"
 REST_SWAPPED = "2 of 2 attention, 1 of 1 heads"
-# verl asks for an implementation by name; ms-swift wraps it where it splits sequences, and the kernel is inside
+# ms-swift wraps the implementation where it splits sequences, and the kernel is inside
 ALL_BUT_ATTENTION = "0 of 2 attention, 1 of 1 heads"
 COUNTERS = """
 import json, pathlib, softnpu
@@ -250,10 +250,12 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-library = sys.argv[1] if len(sys.argv) > 1 else None
+fused, *libraries = sys.argv[1:]
 model = HFModelConfig(
     path="Qwen/Qwen3-0.6B",
-    external_lib=library,
+    external_lib=libraries[0] if libraries else None,
+    use_fused_kernels=fused == "fused",
+    fused_kernel_options={"impl_backend": "torch"},
     use_remove_padding=False,
     override_config={"attn_implementation": "sdpa"},
 )
@@ -261,7 +263,11 @@ engine = FSDPEngineConfig(use_torch_compile=False, model_dtype="fp32")
 engine = FSDPEngineWithLMHead(model, engine, FSDPOptimizerConfig(lr=1e-3), CheckpointConfig())
 module = engine._build_module().to("npu")  # FSDP itself needs HCCL
 ids = torch.arange(8, 24, device="npu")[None]
-loss = module(input_ids=ids, labels=ids).loss
+if fused == "fused":
+    found = module(input_ids=ids, temperature=0.7, return_dict=True)
+    loss = -(found.log_probs + 0.1 * found.entropy).mean()
+else:
+    loss = module(input_ids=ids, labels=ids).loss
 loss.backward()
 norm = torch.stack([p.grad.norm() for p in module.parameters()]).norm()
 print(json.dumps([loss.item(), norm.item()]))
@@ -271,12 +277,13 @@ print(json.dumps([loss.item(), norm.item()]))
 @pytest.fixture
 def verl(install, run_python, folder: Path) -> Callable[..., tuple[list[float], str]]:
     python = install(VERL)
-    (folder / "verl_kernels.py").write_text(PAGE.code("verl"))
+    (folder / "verl_kernels.py").write_text(PAGE.code("verl", before="the workers find it"))
     (folder / "engine.py").write_text(ENGINE + COUNTERS)
 
-    def run(*libraries: str) -> tuple[list[float], str]:
+    def run(*libraries: str, fused: str = "logits") -> tuple[list[float], str]:
         (folder / "store").unlink(missing_ok=True)
-        result = run_python(None, "-m", "softnpu", "engine.py", *libraries, python=python, directory=folder)
+        arguments = "engine.py", fused, *libraries
+        result = run_python(None, "-m", "softnpu", *arguments, python=python, directory=folder)
         return json.loads(result.stdout.splitlines()[-1]), result.stdout + result.stderr
 
     return run
@@ -286,17 +293,29 @@ def test_verl_builds_models_that_run_through_the_kernels(verl, folder: Path) -> 
     """As it does with its own, to float32 sums in another order through two layers and back: 1e-5."""
     (option,) = [word for word in command("verl") if word.startswith("actor_rollout_ref.model.external_lib=")]
     found, log = verl(option.partition("=")[2])
-    assert_trained_with_kernels(folder, log, ALL_BUT_ATTENTION)
+    assert_trained_with_kernels(folder, log)
     expected, log = verl()
     assert "kernels-ext-npu" not in log
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_verls_log_probabilities_and_entropies_come_from_the_kernel(verl, folder: Path) -> None:
+    """As from its own ``FusedLinearForPPO``, loss and norm of all gradients: 1e-5."""
+    expected, _ = verl(fused="fused")
+    script = PAGE.code("verl", before="the workers find it") + PAGE.code("verl", before="Further lines")
+    called = "cross_entropy.linear_log_probs_and_entropy("
+    assert script.count(called) == 1
+    (folder / "verl_kernels.py").write_text(script.replace(called, f"print('from the kernel') or {called}"))
+    found, log = verl("verl_kernels", fused="fused")
+    assert "from the kernel" in log
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_verls_own_kernels_stay_and_are_named(verl, folder: Path) -> None:
-    script = PAGE.code("verl")
+    script = PAGE.code("verl", before="the workers find it")
     kept = "".join(line for line in script.splitlines(True) if "NPU_PATCHES" not in line)
     (folder / "verl_kernels.py").write_text(kept)
     _, log = verl("verl_kernels")
-    assert f"{NONE_SWAPPED}, {ALL_BUT_ATTENTION}" in " ".join(log.split())
-    assert "replaced its forward" in log
+    assert f"{NONE_SWAPPED}, {REST_SWAPPED}" in " ".join(log.split())
+    assert "library replaced its" in log
     assert "npu_patch.rms_norm" in log  # the names are longer than a column of the report

@@ -36,7 +36,10 @@ def of_rows(rows: int, pieces: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def width_of_words(words: int, pieces: int) -> int:
-    """Return how many words a piece of the vocabulary has; the last one has the rest."""
+def of_words(words: int, pieces: int) -> Iterator[slice]:
+    """Cut the vocabulary into pieces of one width; the last one has the rest."""
     width = max(-(-words // pieces), 1)
-    return width if width < _ALIGNED else -(-width // _ALIGNED) * _ALIGNED
+    if width >= _ALIGNED:
+        width = -(-width // _ALIGNED) * _ALIGNED
+    for start in range(0, words, width):
+        yield slice(start, min(start + width, words))

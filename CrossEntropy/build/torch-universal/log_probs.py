@@ -6,7 +6,16 @@ from torch import Tensor
 
 from . import in_torch
 from . import pieces as pieces_of
-from .arguments import as_autocast, check_head, check_labels, kept, objective_of, reduced, without_autocast
+from .arguments import (
+    as_autocast,
+    check_head,
+    check_labels,
+    check_rows,
+    kept,
+    objective_of,
+    reduced,
+    without_autocast,
+)
 from .distributed import is_distributed
 from .entropy import LinearCrossEntropyWithEntropy
 from .functional import linear_cross_entropy
@@ -50,7 +59,7 @@ def linear_log_probs(
         >>> linear_log_probs(hidden, weight, torch.ones(2, 3, dtype=torch.long, device="npu")).shape
         torch.Size([2, 3])
     """
-    _check_shapes("linear_log_probs", hidden_states, labels)
+    check_rows("linear_log_probs", hidden_states, "labels", labels.shape)
     rows = linear_cross_entropy(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         weight,
@@ -107,7 +116,7 @@ def linear_log_probs_and_entropy(
         >>> (-log_probs.mean() - 0.01 * entropy.mean()).backward()
     """
     name = "linear_log_probs_and_entropy"
-    _check_shapes(name, hidden_states, labels)
+    check_rows(name, hidden_states, "labels", labels.shape)
     shape, hidden_states, labels = labels.shape, hidden_states.reshape(-1, hidden_states.shape[-1]), labels.flatten()
     check_labels(name, hidden_states, labels)
     check_head(name, hidden_states, weight, pieces)
@@ -125,8 +134,3 @@ def linear_log_probs_and_entropy(
             )
     rows = reduced(rows, labels, weight.shape[0], objective, "none", None)
     return -rows.view(shape), entropy.view(shape)
-
-
-def _check_shapes(name: str, hidden_states: Tensor, labels: Tensor) -> None:
-    if labels.shape != hidden_states.shape[:-1]:
-        raise ValueError(f"{name}: labels must be {list(hidden_states.shape[:-1])}, got {list(labels.shape)}")

@@ -5,10 +5,13 @@ It is what torch differentiates twice, transforms and distributes: whatever has 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .divergence import LINEAR_FROM, Divergence
 from .objective import Objective, statistics_dtype
 
 
@@ -38,6 +41,31 @@ def linear_loss_and_entropy(
     log_probs = torch.log_softmax(_scaled(logits, objective), -1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return loss(logits, labels, objective), torch.where(labels == objective.ignore_index, 0.0, entropy)
+
+
+def linear_divergence(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_hidden_states: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    divergence: Divergence,
+) -> Tensor:
+    """Return what the distributions of two heads differ by in each row ``[N]``."""
+    s, t = (
+        torch.log_softmax(_scaled(F.linear(*head), objective), -1)
+        for head, objective in (
+            ((hidden_states, weight, bias), divergence.student),
+            ((teacher_hidden_states, teacher_weight, teacher_bias), divergence.teacher),
+        )
+    )
+    beta = divergence.beta
+    if not divergence.is_mixed:
+        return (t.exp() * (t - s) if beta == 0 else s.exp() * (s - t)).sum(-1)
+    of_student, of_teacher = s + math.log(1 - beta), t + math.log(beta)
+    mixture = of_student + F.softplus(of_teacher - of_student, threshold=LINEAR_FROM)
+    return (beta * t.exp() * (t - mixture) + (1 - beta) * s.exp() * (s - mixture)).sum(-1)
 
 
 def _scaled(logits: Tensor, objective: Objective) -> Tensor:

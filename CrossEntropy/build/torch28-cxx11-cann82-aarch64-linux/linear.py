@@ -115,13 +115,10 @@ class Part(NamedTuple):
 
 def cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None, number: int) -> Iterator[Part]:
     """Cut the vocabulary, or the shard of it that a weight is, into pieces."""
-    rows = weight.shape[0]
-    width = pieces.width_of_words(rows, number)
     first = 0 if shard is None else shard.start
-    for start in range(0, rows, width):
-        words = slice(start, min(start + width, rows))
-        local = (labels - (first + start)).unsqueeze(-1)
-        inside = local.clamp(0, words.stop - start - 1)
+    for words in pieces.of_words(weight.shape[0], number):
+        local = (labels - (first + words.start)).unsqueeze(-1)
+        inside = local.clamp(0, words.stop - words.start - 1)
         yield Part(words, weight[words], None if bias is None else bias[words], inside, local == inside)
 
 

@@ -11,8 +11,6 @@ from torch.amp.autocast_mode import is_autocast_available
 from . import pieces as pieces_of
 from .objective import Objective
 
-_REDUCTIONS = ("none", "mean", "sum")
-
 
 def reduced(
     rows: Tensor, labels: Tensor, words: int, objective: Objective, reduction: str, num_items: float | Tensor | None
@@ -20,13 +18,16 @@ def reduced(
     """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN."""
     counted = labels != objective.ignore_index
     rows = torch.where(counted & ((labels < 0) | (labels >= words)), math.nan, rows)
+    return over_rows(rows, reduction, counted.sum() if num_items is None else num_items)
+
+
+def over_rows(rows: Tensor, reduction: str, num_items: float | Tensor) -> Tensor:
+    """Reduce what rows have: each, their sum, or that divided by ``num_items``."""
     if reduction == "none":
         return rows
     total = rows.sum()
     if reduction == "sum":
         return total
-    if num_items is None:
-        return total / counted.sum()
     if isinstance(num_items, Tensor):
         num_items = num_items.to(total.device).reshape(())
     return total / num_items
@@ -53,20 +54,26 @@ def check_labels(name: str, tokens: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{name}: expected [N, ...] with labels [N], got {list(tokens.shape)}, {list(labels.shape)}")
 
 
-def check_head(name: str, hidden_states: Tensor, weight: Tensor, pieces: int | None) -> None:
+def check_head(name: str, hidden_states: Tensor, weight: Tensor, pieces: int | None, what: str = "weight") -> None:
     """Refuse a weight that does not fit to hidden states ``[N, H]``, and fewer than one piece."""
-    if weight.dim() != 2 or weight.shape[1] != hidden_states.shape[1]:
-        raise ValueError(f"{name}: weight must be [V, {hidden_states.shape[1]}], got {list(weight.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden_states.shape[-1]:
+        raise ValueError(f"{name}: {what} must be [V, {hidden_states.shape[-1]}], got {list(weight.shape)}")
     if pieces is not None and pieces < 1:
         raise ValueError(f"{name}: pieces must be at least 1, got {pieces}")
 
 
-def check_reduction(name: str, reduction: str, num_items: float | Tensor | None) -> None:
-    """Refuse a reduction that there is not."""
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{name}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"{name}: num_items is what reduction='mean' divides by, but reduction is {reduction!r}")
+def check_rows(name: str, hidden_states: Tensor, what: str, shape: torch.Size) -> None:
+    """Refuse what has other rows than hidden states ``[..., H]``."""
+    if shape != hidden_states.shape[:-1]:
+        raise ValueError(f"{name}: {what} must be {list(hidden_states.shape[:-1])}, got {list(shape)}")
+
+
+def check_reduction(name: str, reduction: str, num_items: float | Tensor | None, mean: str = "mean") -> None:
+    """Refuse a reduction that there is not; ``mean`` is the name of that over rows."""
+    if reduction not in ("none", mean, "sum"):
+        raise ValueError(f"{name}: reduction must be one of none, {mean}, sum, got {reduction!r}")
+    if num_items is not None and reduction != mean:
+        raise ValueError(f"{name}: num_items is what reduction={mean!r} divides by, but reduction is {reduction!r}")
 
 
 def is_frozen(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -29,6 +30,13 @@ def _with_entropy(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: T
     return log_probs.gather(-1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
+def _jsd(hidden_states: Tensor, weight: Tensor, bias: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
+    s = F.log_softmax(hidden_states @ weight.mT + bias, -1)
+    t = F.log_softmax((teacher @ teacher_weight.mT).detach(), -1)
+    mixture = torch.logaddexp(s, t) - math.log(2)
+    return (s.exp() * (s - mixture) + t.exp() * (t - mixture)).sum(-1) / 2
+
+
 def _functions(at: str, words: int) -> list[Function]:
     chosen, function = labels(words), partial(Function, "CrossEntropy", at=at)
     head = drawn((ROWS, HIDDEN), (words, HIDDEN), (words,))
@@ -52,6 +60,12 @@ def _functions(at: str, words: int) -> list[Function]:
             lambda f, h, w, b: f(h, w, chosen.to(h.device), b),
             partial(_with_entropy, labels=chosen),
             head,
+        ),
+        function(
+            "linear_generalized_jsd",
+            lambda f, h, w, b, t, v: f(h, w, t, v, None, b, reduction="none"),
+            _jsd,
+            drawn((ROWS, HIDDEN), (words, HIDDEN), (words,), (ROWS, 2 * HIDDEN), (words, 2 * HIDDEN)),
         ),
     ]
 

@@ -1,0 +1,258 @@
+"""linear_generalized_jsd against its formula in float64, and what it promises beside its values."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import softnpu
+from tests.support.losses import logits_of
+
+IGNORED = -100
+BETAS = [0, 0.1, 0.5, 0.9, 1]
+bends = st.fixed_dictionaries(
+    {}, optional={"logit_scale": st.sampled_from([0.25, 3.0, -1.5]), "softcap": st.sampled_from([1.0, 5.0, 30.0])}
+)
+reductions = st.sampled_from(
+    [
+        *({"reduction": name} for name in ("none", "sum", "batchmean")),
+        {"num_items": 7},
+        {"num_items": torch.tensor(2.5)},
+    ]
+)
+
+
+def drawn(tokens: int, words: int, sizes: tuple[int, int] = (8, 5), seed: int = 0, bias: bool = True) -> list[Any]:
+    """Return hidden states, weight and bias of a student, the same of a teacher, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randn(shape, generator=generator) if bias or len(shape) == 2 else None
+        for size in sizes
+        for shape in ((tokens, size), (words, size), (words,))
+    ]
+    ignored = torch.rand(tokens, generator=generator) < 0.3
+    return [*tensors, torch.full((tokens,), words).masked_fill(ignored, IGNORED)]
+
+
+def leaves(tensors: list[Any], dtype: torch.dtype, device: str, wanted: tuple[int, ...] = (0, 1, 2)) -> list[Any]:
+    moved = [None if t is None else t.to(device, dtype if t.is_floating_point() else t.dtype) for t in tensors]
+    return [t.requires_grad_() if t is not None and i in wanted else t for i, t in enumerate(moved)]
+
+
+def expected_of(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
+    """Return the divergence of each row of logits, in the words of arXiv:2306.13649."""
+    s, t = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
+    parts = torch.tensor([1.0 - beta, beta], device=s.device).log()
+    mixture = torch.logaddexp(s + parts[0], t + parts[1])
+    of_teacher, of_student = ((x.exp() * (x - (mixture if 0 < beta < 1 else y))).sum(-1) for x, y in ((t, s), (s, t)))
+    rows = of_teacher if beta == 0 else of_student if beta == 1 else beta * of_teacher + (1 - beta) * of_student
+    return torch.where(labels == IGNORED, 0, rows)
+
+
+def found_of(kernel: ModuleType, own: list[Any], **options: Any) -> Tensor:
+    return kernel.linear_generalized_jsd(own[0], own[1], own[3], own[4], own[6], own[2], own[5], **options)
+
+
+def is_near(found: Tensor, expected: Tensor) -> bool:
+    """Tell whether a result is right to 2^-16 of the largest value, as those of linear_cross_entropy are."""
+    found, expected = found.detach().cpu().double(), expected.detach()
+    return not found.numel() or bool((found - expected).abs().max() <= 2**-16 * (1 + expected.abs().max()))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(0, 9), st.integers(2, 300), st.integers(0, 99), st.booleans(), st.booleans(),
+    st.none() | st.integers(1, 9), bends, bends, reductions,
+)  # fmt: skip
+def test_values_and_gradients(
+    kernel: ModuleType, beta, n, words, seed, bias, is_frozen, pieces, student, teacher, reduction
+) -> None:
+    tensors, wanted = drawn(n, words, seed=seed, bias=bias), (0,) if is_frozen else (0, 1, 2)
+    exact, ours = leaves(tensors, torch.float64, "cpu", wanted), leaves(tensors, torch.float32, "npu", wanted)
+    rows = expected_of(logits_of(*exact[:3], **student), logits_of(*exact[3:6], **teacher), exact[6], beta)
+    count = (exact[6] != IGNORED).sum().clamp(min=1)
+    how = reduction.get("reduction", "batchmean")
+    expected = rows if how == "none" else rows.sum() / (reduction.get("num_items", count) if how == "batchmean" else 1)
+    found = found_of(
+        kernel, ours, beta=beta, pieces=pieces, **student, **reduction,
+        teacher_logit_scale=teacher.get("logit_scale", 1.0), teacher_softcap=teacher.get("softcap"),
+    )  # fmt: skip
+    assert is_near(found, expected)
+    grad = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    expected.backward(grad)
+    found.backward(grad.npu().float())
+    assert all(ours[i] is None or is_near(ours[i].grad, exact[i].grad) for i in wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", BETAS)
+def test_sixteen_bits_are_no_further_from_float64_than_all_logits_in_torch(kernel: ModuleType, beta, dtype) -> None:
+    """The same rounded logits, and gradients rounded as often; what differs is the order of sums in float32: 1%."""
+    tensors = drawn(128, 1000, (64, 32), bias=False)
+    rounded = [t.to(dtype) / (8 if len(t) == 1000 else 1) if t is not None and t.dim() == 2 else t for t in tensors]
+
+    def results(is_ours: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
+        own = leaves(rounded, dtype, device, (0, 1))
+        if is_ours:
+            rows = found_of(kernel, own, beta=beta, logit_scale=1 / 0.7, reduction="none")
+            loss = found_of(kernel, own, beta=beta, logit_scale=1 / 0.7)
+        else:
+            logits = (logits_of(own[i], own[i + 1]) for i in (0, 3))
+            rows = expected_of(*((x if dtype is torch.float64 else x.float()) / 0.7 for x in logits), own[6], beta)
+            loss = rows.sum() / (own[6] != IGNORED).sum()
+        loss.backward()
+        return [tensor.detach().cpu().double() for tensor in (rows, own[0].grad, own[1].grad)]
+
+    exact = results(False, torch.float64, "cpu")
+    for found, torchs, truth in zip(results(True, dtype, "npu"), results(False, dtype, "npu"), exact):
+        assert (found - truth).norm() <= 1.01 * (torchs - truth).norm()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_logits_of_a_thousand_stay_finite(kernel: ModuleType, beta) -> None:
+    """Both are sure of one word in the first row, and of different words in the second."""
+    own = [(torch.eye(4) * 2000 - 1000)[:2].npu().requires_grad_(), torch.eye(4).npu().requires_grad_(), None]
+    teacher = [own[0].detach()[0].repeat(2, 1), own[1].detach(), None]
+    rows = found_of(kernel, [*own, *teacher, None], beta=beta, reduction="none")
+    rows.sum().backward()
+    apart = 2000 if beta in (0, 1) else -sum(part * math.log(part) for part in (beta, 1 - beta))
+    assert rows.tolist() == pytest.approx([0, apart], abs=2**-20)
+    assert all(tensor.grad.isfinite().all() for tensor in own[:2])
+
+
+# logits of two heads, each gradient but that of the bias, and what is not kept of both heads' logits once more
+@pytest.mark.parametrize(("pieces", "again"), [(None, 0), (3, 2)])
+@pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1, 2)])
+def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_counters, wanted, pieces, again) -> None:
+    """A head that is not trained costs three products, and its teacher gets no gradient."""
+    own = leaves(drawn(6, 40), torch.float32, "npu", (*wanted, 3, 4, 5) if wanted else (0, 1, 2))
+    before = products(npu_counters())
+    with torch.set_grad_enabled(bool(wanted)):
+        loss = found_of(kernel, own, pieces=pieces)
+    if wanted:
+        loss.backward()
+    is_trained = 1 in wanted or 2 in wanted
+    expected = 2 + (0 in wanted) + (1 in wanted) + (2 in wanted) + again * is_trained
+    assert products(npu_counters()) - before == (pieces or 2) * expected
+    assert [i for i in range(6) if own[i].grad is not None] == [*wanted]
+
+
+def products(calls: dict[str, int]) -> int:
+    return sum(count for name, count in calls.items() if name.startswith(("mm", "addmm", "linear", "matmul")))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_gradients_that_are_kept_change_no_number(kernel: ModuleType, monkeypatch, kept) -> None:
+    """Of two pieces none, one or both are kept, and all of them for a second backward."""
+    tensors, found = drawn(6, 40), []
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", kept * 3 * 40 * 2)
+    for pieces in (None, 2):
+        own = leaves(tensors, torch.bfloat16, "npu")
+        loss = found_of(kernel, own, pieces=pieces)
+        found += [torch.autograd.grad(loss, own[:3], retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_no_tensor_is_larger_than_a_third_of_a_heads_logits(kernel: ModuleType, is_frozen: bool) -> None:
+    """Of as many words and tokens as a real head has, in 16 bits."""
+    made: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **kwargs or {})
+            made.extend(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            return result
+
+    tokens, words = 4096, 151_936
+    with FakeTensorMode(), Sizes():
+        own = [torch.empty(n, 64, dtype=torch.bfloat16, device="npu") for n in (tokens, words) * 2]
+        for tensor in own[: 1 if is_frozen else 2]:
+            tensor.requires_grad_()
+        kernel.linear_generalized_jsd(*own).backward()
+    assert max(made) <= -(-tokens // 3) * words * 2
+
+
+def test_a_gradient_can_be_differentiated_again_and_transformed(kernel: ModuleType) -> None:
+    """To 2^-16 of float64; torch.func gives the same first derivatives."""
+    tensors, found = drawn(6, 40), []
+    for is_ours, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float32, "npu")):
+        own = leaves(tensors, dtype, device)
+        if is_ours:
+            loss = found_of(kernel, own, beta=0.1, reduction="sum")
+        else:
+            loss = expected_of(logits_of(*own[:3]), logits_of(*own[3:6]), own[6], 0.1).sum()
+        first = torch.autograd.grad(loss, own[:3], create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        found.append([*first, *(leaf.grad for leaf in own[:3])])
+    assert all(is_near(ours, expected) for expected, ours in zip(*found))
+    plain = [tensor.detach() for tensor in own]
+    weight_only = torch.func.grad(lambda w: found_of(kernel, [plain[0], w, *plain[2:]], beta=0.1, reduction="sum"))
+    assert is_near(weight_only(plain[1]), found[0][1])
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, is_frozen: bool) -> None:
+    """The same operators in the same order: exactly. In a graph no gradient is kept, as with pieces."""
+    torch.compiler.reset()
+    compiled, eager = (leaves(drawn(6, 40), torch.float32, "npu", (0,) if is_frozen else range(3)) for _ in range(2))
+    found = torch.compile(lambda own: found_of(kernel, own, beta=0.1), fullgraph=True, backend="aot_eager")(compiled)
+    expected = found_of(kernel, eager, beta=0.1, pieces=2)
+    found.backward()
+    expected.backward()
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager) if b.requires_grad)
+
+
+def test_autocast_casts_both_heads(kernel: ModuleType) -> None:
+    """As with the casts written out: exactly."""
+    own = leaves(drawn(6, 40), torch.float32, "npu")
+    with torch.autocast("npu", torch.bfloat16):
+        loss = found_of(kernel, own)
+    loss.backward()
+    cast = leaves(drawn(6, 40), torch.bfloat16, "npu")
+    expected = found_of(kernel, cast)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(a.grad, b.grad.float()) for a, b in zip(own[:3], cast))
+
+
+def test_the_host_does_not_wait(kernel: ModuleType) -> None:
+    own = leaves(drawn(6, 40), torch.bfloat16, "npu")
+    before = softnpu.counters().get("stream_syncs", 0)
+    found_of(kernel, own, num_items=torch.tensor(5, device="npu")).backward()
+    assert softnpu.counters().get("stream_syncs", 0) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"teacher_weight": torch.ones(41, 5)}, ValueError, "40 words, teacher_weight 41: both heads need the same"),
+        ({"teacher_weight": torch.ones(40, 8)}, ValueError, r"teacher_weight must be \[V, 5\], got \[40, 8\]"),
+        ({"teacher_hidden_states": torch.ones(5, 5)}, ValueError, r"rows of teacher_hidden_states must be \[6\]"),
+        ({"labels": torch.ones(2, 3)}, ValueError, r"labels must be \[6\]"),
+        ({"teacher_hidden_states": torch.ones(6, 5).long()}, TypeError, "floating point"),
+        ({"beta": 1.5}, ValueError, "beta must be between 0 and 1, got 1.5"),
+        ({"reduction": "mean"}, ValueError, "none, batchmean, sum"),
+        ({"reduction": "sum", "num_items": 3}, ValueError, "num_items"),
+        ({"teacher_softcap": 0.0}, ValueError, "teacher: softcap must be positive"),
+        ({"logit_scale": 0.0}, ValueError, "logit_scale must not be zero"),
+        ({"pieces": 0}, ValueError, "at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kernel: ModuleType, change, error, message) -> None:
+    names = ("hidden_states", "weight", "bias", "teacher_hidden_states", "teacher_weight", "teacher_bias", "labels")
+    with pytest.raises(error, match=message):
+        kernel.linear_generalized_jsd(**{**dict(zip(names, drawn(6, 40))), **change})

@@ -8,7 +8,8 @@ import torch
 from kernels.benchmark import Benchmark
 from torch import Tensor
 
-EPS, TOKENS = 1e-6, 4096
+EPS = 1e-6
+TOKENS = 4096
 
 
 class RMSNormBenchmark(Benchmark):

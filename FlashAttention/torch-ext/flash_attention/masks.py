@@ -58,12 +58,12 @@ def attention_mask(
         return attention_mask
     kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
 
-    # distances are said with the last query at the last key; where a static cache is, only the device knows
-    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     compiling = torch.compiler.is_compiling()
     pattern = None if compiling else _recognised(mask_function)
-    if not at_the_end and pattern != Pattern(FULL):
-        pattern = None
+    if pattern not in (None, Pattern(FULL)):  # a graph is not to be of these lengths alone
+        # distances are said with the last query at the last key; where a static cache is, only the device knows
+        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+            pattern = None
 
     def make() -> Tensor:
         if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):

@@ -6,7 +6,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function
 
 import softnpu
 from tests.support.attention_models import BATCHES, NAME, on_npu, pair
@@ -39,6 +42,23 @@ def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, name: str, 
     expected.sum().backward()
     assert torch.equal(found, expected)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager))
+
+
+def test_a_graph_of_a_mask_serves_any_number_of_queries(kernel: ModuleType) -> None:
+    """Among as many keys, too: then a length is no constant of the graph."""
+    torch.compiler.reset()
+    padding, graphs = torch.tensor([[1] * 7, [1] * 4 + [0] * 3], device="npu").bool(), CompileCounter()
+
+    def of_queries(x: Tensor) -> Tensor:
+        return kernel.attention_mask(
+            2, x.shape[1], 7, mask_function=bidirectional_mask_function, attention_mask=padding
+        ).clone()
+
+    compiled = torch.compile(of_queries, fullgraph=True, backend=graphs, dynamic=True)
+    for queries in (5, 3, 7):
+        found = compiled(torch.ones(2, queries, device="npu"))
+        assert torch.equal(found, padding[:, None, None].expand(-1, -1, queries, -1))
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,10 @@ def rows(model: nn.Module) -> dict[str, Row]:
 
 def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Logits, gradients, tokens of prefill and decode, on the CPU."""
-    inputs = {key: value.to(model.device) for key, value in inputs.items()}
+    dtype = next(model.parameters()).dtype
+    inputs = {
+        key: value.to(model.device, dtype if value.is_floating_point() else None) for key, value in inputs.items()
+    }
     logits = model(**inputs).logits
     logits.square().mean().backward()
     gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
@@ -83,7 +86,10 @@ def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tor
 
 @pytest.mark.parametrize("name", [*DELTA_RULES, *CONVOLUTIONS, *SCANS])
 def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
-    """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left."""
+    """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left.
+
+    Both are rounded: where they differ by more than one may, the model in float64 tells whose errors these are.
+    """
     model = kernelized(name)
     inputs = zoo.inputs(name, model)
     found = outcome(model, inputs)
@@ -92,8 +98,9 @@ def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     original = zoo.build(name)
     expected = outcome(original, inputs)
     assert not any(row.swapped for row in rows(original).values())
-    for ours, theirs in zip(found[:2], expected[:2]):
-        assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+    if any((ours - theirs).norm() > TOLERANCE * theirs.norm() for ours, theirs in zip(found[:2], expected[:2])):
+        for ours, theirs, exact in zip(found, expected, outcome(zoo.build(name).double(), inputs)[:2]):
+            assert (ours - exact).norm() <= (theirs - exact).norm() <= TOLERANCE * exact.norm()
     assert torch.equal(found[2], expected[2])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .chunks import CHUNK
-from .gates import Decays, Gates
+from .gates import Decays, Gates, dots
 from .transforms import is_transformed
 
 
@@ -52,12 +52,12 @@ class _Halving(NamedTuple):
 def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
     """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i, and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i; both ``[M, C, C]``."""
     of_keys, of_queries = (key.new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
-    of_queries.diagonal(dim1=-2, dim2=-1).copy_((query * key).sum(-1))
+    of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
     for halving in _halvings(gates):
         near = _rows(halving.first(key) * halving.earlier).transpose(-1, -2)
         for x, found in ((key, of_keys), (query, of_queries)):
             product = torch.bmm(_rows(halving.second(x) * halving.later), near).view(halving.between(found).shape)
-            halving.between(found).add_(product * halving.pairs)
+            halving.between(found).addcmul_(product, halving.pairs)
     return of_keys, of_queries
 
 
@@ -113,7 +113,7 @@ def decay_gradients(
     key: Tensor,
     beta: Tensor,
     decays: Decays,
-    grads: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
     of_states: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add to gradients what comes from the state before a chunk, and from that behind it.
@@ -123,19 +123,20 @@ def decay_gradients(
         key: ``[M, C, K]``.
         beta: ``[M, C, 1]``.
         decays: of the chunks.
-        grads: the gradients of query and key so far, ``[M, C, K]``.
-        of_states: the gradients of eQ, of -eK and of βlK, likewise.
+        grads: the gradients of query, key and sums of gates so far.
+        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, K]``.
 
     Returns:
-        The gradients of query and key; that of the sums of gates before a token, and that of the sums behind it divided
-        by -β, ``[M, C, K]``.
+        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
+        ``[M, C, K]``.
     """
     lead, trail, _ = decays
     of_query, of_key, of_trailed = of_states
-    carried = torch.addcmul(of_query * query, of_key, key, value=-1).mul_(lead)
+    carried = torch.addcmul(of_query * query, of_key, key, value=-1)
     trailed = of_trailed * trail
     grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), trailed, beta)
-    return torch.addcmul(grads[0], of_query, lead), grad_key, carried, trailed.mul_(key)
+    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
+    return grad_query, grad_key, grad_sums, trailed.mul_(key)
 
 
 def _halvings(gates: Gates) -> Iterator[_Halving]:

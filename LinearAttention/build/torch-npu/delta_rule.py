@@ -120,7 +120,7 @@ def _bytes_of_a_chunk(tokens: Tokens) -> int:
     """Estimate what the backward holds at most for a chunk of all rows and heads: counted on fake tensors."""
     batch, _, heads, value = tokens.value.shape
     key = tokens.key.shape[-1]
-    of_token = (48 if tokens.g.shape[-1] > 1 else 16) * key + 8 * value + 8 * CHUNK
+    of_token = (24 if tokens.g.shape[-1] > 1 else 12) * key + 8 * value + 8 * CHUNK
     return 4 * batch * heads * (CHUNK * of_token + 3 * key * value + 3 * key * key)
 
 

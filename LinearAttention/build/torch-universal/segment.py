@@ -190,15 +190,14 @@ def backward(
     pairs = torch.addcmul(pairs, grad_keys, found.keys, value=-1)
     pairs.diagonal(dim1=-2, dim2=-1).zero_()
     given = pairs.sum(-2).unsqueeze(-1)
-    *inside, sums = kind.product_gradients(chunks.query, chunks.key, chunks.gates, beta, grad_keys, grad_queries)
+    query, key, sums = kind.product_gradients(chunks.query, chunks.key, chunks.gates, beta, grad_keys, grad_queries)
     if sums is None:
         sums = torch.bmm(pairs, beta) - beta * given
-    query, key, carried, kept = kind.decay_gradients(
-        chunks.query, chunks.key, beta, chunks.decays, tuple(inside), of_states
-    )
+    inside = query, key, sums
+    query, key, sums, kept = kind.decay_gradients(chunks.query, chunks.key, beta, chunks.decays, inside, of_states)
     grad_beta = given + alone + kept.sum(-1, keepdim=True)
     kept = kept * beta
-    sums = sums + carried - kept
+    sums = sums - kept
     of_whole = chunks.decays.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
     sums[:, -1:] += kept.sum(1, keepdim=True) + of_whole
     return query, key, grad_new, grad_beta, sums, grads.last

@@ -51,7 +51,7 @@ def decay_gradients(
     key: Tensor,
     beta: Tensor,
     decays: Decays,
-    grads: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
     of_states: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add to gradients what comes from the state before a chunk, and from that behind it.
@@ -61,19 +61,19 @@ def decay_gradients(
         key: ``[M, C, D]``.
         beta: ``[M, C, 1]``.
         decays: of the chunks.
-        grads: the gradients of query and key so far, ``[M, C, D]``.
-        of_states: the gradients of eQ, of -eK and of βlK, likewise.
+        grads: the gradients of query, key and sums of gates so far.
+        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, D]``.
 
     Returns:
-        The gradients of query and key; that of the sums of gates before a token, and that of the sums behind it divided
-        by -β, ``[M, C, 1]``.
+        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
+        ``[M, C, 1]``.
     """
     lead, trail, _ = decays
     of_query, of_key, of_trailed = of_states
-    carried = lead * (dots(of_query, query) - dots(of_key, key))
-    kept = trail * dots(of_trailed, key)
+    carried = dots(of_query, query) - dots(of_key, key)
     grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), of_trailed, trail * beta)
-    return torch.addcmul(grads[0], of_query, lead), grad_key, carried, kept
+    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
+    return grad_query, grad_key, grad_sums, trail * dots(of_trailed, key)
 
 
 def _between(gates: Gates) -> Tensor:

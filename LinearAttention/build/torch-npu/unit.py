@@ -1,4 +1,7 @@
-"""Keys and queries of length one, each with its scale."""
+"""Keys and queries of length one, each with its scale.
+
+``x / sqrt(Σ x² + 1e-6) * scale`` is an RMS norm whose weight is ``scale / sqrt(D)``: ``Σ x²`` is D times the mean.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +14,40 @@ _EPS = 1e-6  # of fla's l2norm, and transformers'
 
 
 def unit(x: Tensor, scale: float) -> Tensor:
-    """Compute ``x / sqrt(Σ x² + 1e-6) * scale`` of the last dimension of ``[..., D]`` in float32.
-
-    That is an RMS norm with a weight, one launch of ``npu_rms_norm`` on the NPU: ``Σ x²`` is D times the mean.
-    """
+    """Compute ``x / sqrt(Σ x² + 1e-6) * scale`` of the last dimension of ``[..., D]`` in float32."""
     if _is_fused(x):
-        return torch.ops.npu.npu_rms_norm(x, _scale_as_weight(x, scale), _EPS / x.shape[-1])[0]
-    return x * unit_factor(x) * scale
+        return torch.ops.npu.npu_rms_norm(x, _weight(x, scale), _EPS / x.shape[-1])[0]
+    return x * (inverse_rms(x) * weight_of(x, scale))
 
 
-def unit_factor(x: Tensor) -> Tensor:
-    """Compute ``1 / sqrt(Σ x² + 1e-6)`` of the last dimension of ``[..., D]``: ``[..., 1]`` in float32."""
-    if is_transformed():  # a norm has no second derivative where it is zero
-        return torch.rsqrt(x.float().square().sum(-1, keepdim=True) + _EPS)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return torch.rsqrt(length.square() + _EPS)
+def weight_of(x: Tensor, scale: float) -> float:
+    """Return what a vector over its root mean square is multiplied with."""
+    return scale * x.shape[-1] ** -0.5
 
 
-def unit_gradient(grad: Tensor, x: Tensor, factor: Tensor, scale: float) -> Tensor:
-    """Compute the gradient of x from that of ``x * factor * scale``, where the factor is that of :func:`unit_factor`.
+def inverse_rms(x: Tensor) -> Tensor:
+    """Compute ``1 / sqrt((Σ x² + 1e-6) / D)`` of the last dimension of ``[..., D]``: ``[..., 1]`` in float32.
 
-    Args:
-        grad: ``[M, C, D]`` in float32.
-        x: likewise.
-        factor: ``[M, C, 1]``.
-        scale: what the unit vectors were multiplied with.
+    On the NPU that is what ``npu_rms_norm`` gives beside its result, which is left: it reads x as it is, where a norm of
+    torch's casts it first (aclnnLinalgVectorNorm, ``dtype``).
     """
+    eps = _EPS / x.shape[-1]
     if _is_fused(x):
-        weight = _scale_as_weight(x, scale)
-        return torch.ops.npu.npu_rms_norm_backward(grad, x, weight, factor * x.shape[-1] ** 0.5)[0]
-    direction, grad = x * factor, grad * scale
-    return factor * torch.addcmul(grad, direction, (direction * grad).sum(-1, keepdim=True), value=-1)
+        return torch.ops.npu.npu_rms_norm(x, x.new_ones(x.shape[-1]), eps)[1]
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
 
 
-def _scale_as_weight(x: Tensor, scale: float) -> Tensor:
-    size = x.shape[-1]
-    return torch.full((size,), scale * size**-0.5, dtype=x.dtype, device=x.device)
+def unit_gradient(grad: Tensor, x: Tensor, inverse: Tensor, scale: float) -> Tensor:
+    """Compute the gradient of x, ``[M, C, D]``, from that of :func:`unit` and what :func:`inverse_rms` gave."""
+    if _is_fused(x):
+        return torch.ops.npu.npu_rms_norm_backward(grad, x, _weight(x, scale), inverse)[0]
+    direction, grad = x * inverse, grad * weight_of(x, scale)
+    return inverse * torch.addcmul(grad, direction, (direction * grad).mean(-1, keepdim=True), value=-1)
+
+
+def _weight(x: Tensor, scale: float) -> Tensor:
+    return torch.full((x.shape[-1],), weight_of(x, scale), dtype=x.dtype, device=x.device)
 
 
 def _is_fused(x: Tensor) -> bool:
-    return x.device.type == "npu" and x.numel() > 0 and not is_transformed()
+    return x.device.type == "npu" and x.dtype is not torch.float64 and x.numel() > 0 and not is_transformed()

@@ -57,7 +57,7 @@ def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
         near = _rows(halving.first(key) * halving.earlier).transpose(-1, -2)
         for x, found in ((key, of_keys), (query, of_queries)):
             product = torch.bmm(_rows(halving.second(x) * halving.later), near).view(halving.between(found).shape)
-            halving.between(found).addcmul_(product, halving.pairs)
+            _own(halving.between(found)).copy_(_own(product))
     return of_keys, of_queries
 
 
@@ -163,6 +163,11 @@ def _halvings(gates: Gates) -> Iterator[_Halving]:
             earlier.mul_(later[:, :, -1:])
             later.mul_(one[:, :, -1:])
         size *= 2
+
+
+def _own(x: Tensor) -> Tensor:
+    """View what second halves have with the first halves before them in ``[M, P, b, P, b]``: ``[M, b, b, P]``."""
+    return x.diagonal(dim1=1, dim2=3)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from .gates import Decays, Gates, decays, dots, gates_of, summed_back
 from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
-from .unit import unit_factor, unit_gradient
+from .unit import inverse_rms, unit_gradient, weight_of
 
 
 class Tokens(NamedTuple):
@@ -68,7 +68,7 @@ class Chunks:
         gates: with G of 1 or K.
         decays: that follow from them.
         rows: rows times heads.
-        factors: what made the length of query and key one, ``[B, T, G, 1]``; empty without that.
+        inverses: of the root mean squares of query and key, ``[B, T, G, 1]``; empty where they keep their lengths.
     """
 
     query: Tensor
@@ -78,7 +78,7 @@ class Chunks:
     gates: Gates
     decays: Decays
     rows: int
-    factors: tuple[Tensor, ...]
+    inverses: tuple[Tensor, ...]
 
     @property
     def kind(self) -> ModuleType:
@@ -90,15 +90,15 @@ def chunks_of(tokens: Tokens, options: RuleOptions, bounds: Bounds | None) -> Ch
     """Bring tokens into chunks."""
     heads = tokens.value.shape[2]
     groups = heads // tokens.key.shape[2]
-    factors: tuple[Tensor, ...] = ()
+    inverses: tuple[Tensor, ...] = ()
     if options.normalised:
-        factors = of_query, of_key = unit_factor(tokens.query), unit_factor(tokens.key)
-        query = to_chunks(tokens.query, groups, of_query * options.scale)
-        key = to_chunks(tokens.key, groups, of_key)
+        inverses = of_query, of_key = inverse_rms(tokens.query), inverse_rms(tokens.key)
+        query = to_chunks(tokens.query, groups, of_query * weight_of(tokens.query, options.scale))
+        key = to_chunks(tokens.key, groups, of_key * weight_of(tokens.key, 1.0))
     else:
         query, key = to_chunks(tokens.query, groups) * options.scale, to_chunks(tokens.key, groups)
     gates, value, beta = gates_of(tokens.g, bounds), to_chunks(tokens.value), to_chunks(tokens.beta.unsqueeze(-1))
-    return Chunks(query, key, value, beta, gates, decays(gates), heads * len(tokens.value), factors)
+    return Chunks(query, key, value, beta, gates, decays(gates), heads * len(tokens.value), inverses)
 
 
 def inner(chunks: Chunks) -> Inner:
@@ -218,7 +218,7 @@ def token_gradients(
     batch, length, heads = tokens.value.shape[:3]
     groups = heads // tokens.key.shape[2]
     if options.normalised:
-        of_query, of_key = (to_chunks(factor, groups) for factor in chunks.factors)
+        of_query, of_key = (to_chunks(each, groups) for each in chunks.inverses)
         query = unit_gradient(query, to_chunks(tokens.query, groups), of_query, options.scale)
         key = unit_gradient(key, to_chunks(tokens.key, groups), of_key, 1.0)
     else:

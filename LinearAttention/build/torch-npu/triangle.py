@@ -12,36 +12,38 @@ _BLOCK = 16  # rows and columns of a tile, of which the device makes its product
 
 
 def inverse(lower: Tensor) -> Tensor:
-    """Compute ``(I + L)⁻¹`` for L, the triangle strictly below the diagonal of ``lower``.
+    """Compute ``(I + L)⁻¹`` for L, a triangle strictly below the diagonal.
 
     The series ``(I - L)(I + L²)(I + L⁴)(I + L⁸)`` ends for blocks of 16 on the diagonal, since these are nilpotent; but
     its terms cancel, with equal keys they are binomials of up to 6435, and one step of Newton's method takes out what
-    that costs. Two blocks are joined then, and two of these: ``-X₂ L₂₁ X₁`` stands between the inverses of both.
+    that costs. Two blocks are joined then, and two of these: ``-X₂ L₂₁ X₁`` stands between the inverses of both, refined
+    once by what ``(I + L₂)`` times it leaves of ``-L₂₁ X₁``.
 
     Args:
-        lower: ``[M, 64, 64]`` in float32; what is not strictly below the diagonal is not looked at.
+        lower: L, ``[M, 64, 64]`` in float32.
 
     Returns:
         ``[M, 64, 64]``.
     """
-    eye = torch.eye(_BLOCK, dtype=lower.dtype, device=lower.device)
-    below = torch.full((_BLOCK, _BLOCK), -1.0, dtype=lower.dtype, device=lower.device).tril(-1)
-    negative = (_on_diagonal(lower, _BLOCK) * below).flatten(0, 1)
-    inverted = _of_blocks(negative, eye)
-    found = torch.zeros_like(lower)
-    _on_diagonal(found, _BLOCK).copy_(inverted.view(len(lower), -1, _BLOCK, _BLOCK))
-    size = _BLOCK
+    found, size = torch.zeros_like(lower), _BLOCK
+    inverted = _of_blocks(_on_diagonal(lower, size).neg().flatten(0, 1))
+    _on_diagonal(found, size).copy_(inverted.view(len(lower), -1, size, size))
     while size < lower.shape[-1]:
-        joined = _on_diagonal(found, 2 * size)
-        between = _on_diagonal(lower, 2 * size)[..., size:, :size].neg().flatten(0, 1)
+        blocks, joined = _on_diagonal(lower, 2 * size), _on_diagonal(found, 2 * size)
+        corner, last = (blocks[..., size:, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
         first, second = (joined[..., n : n + size, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
-        joined[..., size:, :size].copy_(torch.bmm(second, torch.bmm(between, first)).unflatten(0, joined.shape[:2]))
+        wanted = torch.bmm(corner, first)
+        between = torch.bmm(second, wanted)
+        rest = torch.baddbmm(wanted - between, last, between, alpha=-1)
+        between = torch.baddbmm(between, second, rest)
+        joined[..., size:, :size].copy_(between.neg_().unflatten(0, joined.shape[:2]))
         size *= 2
     return found
 
 
-def _of_blocks(negative: Tensor, eye: Tensor) -> Tensor:
+def _of_blocks(negative: Tensor) -> Tensor:
     """Compute ``(I - negative)⁻¹`` of single blocks, ``[M, 16, 16]``."""
+    eye = torch.eye(_BLOCK, dtype=negative.dtype, device=negative.device)
     power, found = negative, negative + eye
     for _ in range(_BLOCK.bit_length() - 2):
         power = torch.bmm(power, power)

@@ -9,10 +9,11 @@ from .gates import Decays, Gates, dots
 
 
 def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """Compute ``kᵢ·kⱼ Γᵢⱼ`` and ``qᵢ·kⱼ Γᵢⱼ`` for j ≤ i, with ``Γᵢⱼ = exp(sumᵢ - sumⱼ)``; both ``[M, C, C]``."""
-    between = _between(gates)
-    turned = key.transpose(-1, -2)
-    return torch.bmm(key, turned) * between, torch.bmm(query, turned) * between
+    """Compute ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ`` for j ≤ i, with ``Γᵢⱼ = exp(sumᵢ - sumⱼ)``: ``[M, C, C]``."""
+    between, turned = _between(gates), key.transpose(-1, -2)
+    of_keys = torch.bmm(key, turned) * between
+    of_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    return of_keys, torch.bmm(query, turned) * between
 
 
 def product_gradients(

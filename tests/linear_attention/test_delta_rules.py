@@ -121,7 +121,8 @@ def test_the_gradient_of_gates_is_as_near_as_that_of_transformers_where_little_i
     q, k, v, g, beta = draw(3, (3, length, 2, 2, 16, 16), by_channel)
     tensors, weights = [q, k, v, g - least, beta], [torch.randn(v.shape), torch.randn(3, 2, 16, 16)]
     options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    found = results_and_gradients(getattr(kernel, FUNCTIONS[by_channel]), [x.npu() for x in tensors], weights, **options)
+    function, on_npu = getattr(kernel, FUNCTIONS[by_channel]), [x.npu() for x in tensors]
+    found = results_and_gradients(function, on_npu, weights, **options)
     known = results_and_gradients(THEIRS[by_channel], tensors, weights, **options)
     exact = truth(tensors, weights, True)[5]
     ours, theirs = ((each[5].cpu().double() - exact).norm() for each in (found, known))

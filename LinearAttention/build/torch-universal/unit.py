@@ -28,8 +28,8 @@ def weight_of(x: Tensor, scale: float) -> float:
 def inverse_rms(x: Tensor) -> Tensor:
     """Compute ``1 / sqrt((Σ x² + 1e-6) / D)`` of the last dimension of ``[..., D]``: ``[..., 1]`` in float32.
 
-    On the NPU that is what ``npu_rms_norm`` gives beside its result, which is left: it reads x as it is, where a norm of
-    torch's casts it first (aclnnLinalgVectorNorm, ``dtype``).
+    On the NPU that is what ``npu_rms_norm`` gives beside its result, which is left: it reads x as it is, where a norm
+    of torch's casts it first (aclnnLinalgVectorNorm, ``dtype``).
     """
     eps = _EPS / x.shape[-1]
     if _is_fused(x):

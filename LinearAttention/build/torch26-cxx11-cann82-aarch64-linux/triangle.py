@@ -16,8 +16,8 @@ def inverse(lower: Tensor) -> Tensor:
 
     The series ``(I - L)(I + L²)(I + L⁴)(I + L⁸)`` ends for blocks of 16 on the diagonal, since these are nilpotent; but
     its terms cancel, with equal keys they are binomials of up to 6435, and one step of Newton's method takes out what
-    that costs. Two blocks are joined then, and two of these: ``-X₂ L₂₁ X₁`` stands between the inverses of both, refined
-    once by what ``(I + L₂)`` times it leaves of ``-L₂₁ X₁``.
+    that costs. Two blocks are joined then, and two of these: ``-X₂ L₂₁ X₁`` stands between the inverses of both,
+    refined once by what ``(I + L₂)`` times it leaves of ``-L₂₁ X₁``.
 
     Args:
         lower: L, ``[M, 64, 64]`` in float32.

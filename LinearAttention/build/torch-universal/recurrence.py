@@ -26,7 +26,7 @@ def step(tokens: Tokens, state: Tensor | None, options: RuleOptions) -> tuple[Te
     groups = heads // tokens.key.shape[2]
     query, key = (_row(x if groups == 1 else x.repeat_interleave(groups, 2)) for x in (tokens.query, tokens.key))
     if options.normalised:
-        query, key = unit(query, options.scale)[0], unit(key, 1.0)[0]
+        query, key = unit(query, options.scale), unit(key, 1.0)
     else:
         query = query * options.scale
     value, beta, decay = _row(tokens.value), _row(tokens.beta.unsqueeze(-1)), _row(tokens.g).exp()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK, PAIR, in_pairs
+from .chunks import CHUNK
 
 
 class Bounds(NamedTuple):
@@ -65,12 +65,11 @@ def bounds(numbers: Tensor, before: Tensor | None) -> Bounds:
         numbers: the sequences of the tokens, ``[B, T]``.
         before: those of the tokens before them, ``[B, 1]``; None where these are the first.
     """
-    missing = -numbers.shape[1] % PAIR
+    missing = -numbers.shape[1] % CHUNK
     numbers = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], 1) if missing else numbers
     first = numbers[:, :1] if before is None else before
     previous = torch.cat([first, numbers[:, CHUNK - 1 : -1 : CHUNK]], 1).t().unsqueeze(-1)
     chunks = numbers.unflatten(1, (-1, CHUNK)).transpose(0, 1)
     same = (chunks.unsqueeze(-1) == chunks.unsqueeze(-2)).tril()
     carried, kept = chunks == previous, chunks == chunks[..., -1:]
-    carried, kept = carried[:, :, None, :, None], kept[:, :, None, :, None]
-    return Bounds(in_pairs(same), in_pairs(carried), in_pairs(kept))
+    return Bounds(same, carried[:, :, None, :, None], kept[:, :, None, :, None])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import segment
-from .chunks import CHUNK, PAIR, from_chunks, in_order, to_chunks
+from .chunks import CHUNK, from_chunks, to_chunks
 from .scan import States
-from .segment import Inner, RuleOptions, Tokens
+from .segment import RuleOptions, Tokens
 from .sequences import Bounds, bounds
 from .transforms import is_transformed
 
@@ -41,7 +41,7 @@ def delta_rule(
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Keeps the tokens as they were given, the states between chunks, and X; of channels' gates two products more."""
+    """Keeps the tokens as they were given, the states between chunks, and what chunks know without a state."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +51,7 @@ class _DeltaRule(torch.autograd.Function):
         out, states, inners = _forward(tokens, state, numbers, options, keep=needed or wants_all)
         if needed:
             kept = [tensor for found in inners for tensor in found]
-            ctx.save_for_backward(*tensors, state, numbers, *(part for around in states for part in around), *kept)
+            ctx.save_for_backward(*tensors, state, numbers, *(around.before for around in states), *kept)
             ctx.options, ctx.segments = options, len(states)
         everywhere = _all_of(states, wants_all)
         ctx.mark_non_differentiable(everywhere)
@@ -63,15 +63,14 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         query, key, value, g, beta, state, numbers, *rest = ctx.saved_tensors
         tokens, options = Tokens(query, key, value, g, beta), ctx.options
-        states = [States(*rest[2 * n : 2 * n + 2]) for n in range(ctx.segments)]
-        kept = rest[2 * ctx.segments :]
+        states, kept = rest[: ctx.segments], rest[ctx.segments :]
         size = len(kept) // ctx.segments
         found: list[tuple[Tensor, ...]] = []
         parts = list(_segments(tokens, numbers))
         for n in range(ctx.segments - 1, -1, -1):
             part, limits = parts[n]
             chunks = segment.chunks_of(part, options, limits)
-            inner = _again(chunks, kept[n * size : (n + 1) * size])
+            inner = segment.Inner(*kept[n * size : (n + 1) * size])
             if grad is None:
                 in_chunks = torch.zeros_like(chunks.value)
             else:
@@ -85,8 +84,8 @@ class _DeltaRule(torch.autograd.Function):
 
 def _forward(
     tokens: Tokens, state: Tensor | None, numbers: Tensor | None, options: RuleOptions, keep: bool
-) -> tuple[Tensor, list[States], list[tuple[Tensor, ...]]]:
-    """Compute the results, the states of every segment or of the last one, and what each is computed again from."""
+) -> tuple[Tensor, list[States], list[segment.Inner]]:
+    """Compute the results, the states of every segment or of the last one, and what each chunk knows without them."""
     results, states, inners = [], [], []
     for part, limits in _segments(tokens, numbers):
         chunks = segment.chunks_of(part, options, limits)
@@ -95,24 +94,17 @@ def _forward(
         results.append(from_chunks(out, *part.value.shape[:2], tokens.query.dtype))
         state = around.last
         if keep:
-            inners.append((inner.inverse,) if chunks.sums.shape[-1] == 1 else tuple(inner))
+            inners.append(inner)
         else:
             states.clear()
         states.append(around)
     return _joined(results), states, inners
 
 
-def _again(chunks: segment.Chunks, kept: list[Tensor]) -> Inner:
-    """Return what chunks know without a state, computed again but for what was kept."""
-    if len(kept) > 1:
-        return Inner(*kept)
-    return Inner(*chunks.gates.products(chunks.query, chunks.key, chunks.sums, chunks.bounds), kept[0])
-
-
 def _segments(tokens: Tokens, numbers: Tensor | None) -> Iterator[tuple[Tokens, Bounds | None]]:
-    """Give the tokens in segments of whole pairs of chunks that stay below the budget, each with the bounds in it."""
+    """Give the tokens in segments of whole chunks that stay below the budget, each with the bounds in it."""
     length = tokens.value.shape[1]
-    step = PAIR * max(1, BUDGET // _bytes_of_a_pair(tokens))
+    step = CHUNK * max(1, BUDGET // _bytes_of_a_chunk(tokens))
     start = 0
     while start < length:  # a range would tie a graph to one length
         part = tokens if step >= length else Tokens(*(x[:, start : start + step] for x in tokens))
@@ -124,19 +116,19 @@ def _segments(tokens: Tokens, numbers: Tensor | None) -> Iterator[tuple[Tokens, 
         start += step
 
 
-def _bytes_of_a_pair(tokens: Tokens) -> int:
-    """Estimate what the backward holds at most for a pair of chunks of all rows and heads: counted on fake tensors."""
+def _bytes_of_a_chunk(tokens: Tokens) -> int:
+    """Estimate what the backward holds at most for a chunk of all rows and heads: counted on fake tensors."""
     batch, _, heads, value = tokens.value.shape
     key = tokens.key.shape[-1]
-    of_token = (48 if tokens.g.shape[-1] > 1 else 16) * key + 8 * value + 8 * CHUNK
-    return 4 * batch * heads * (PAIR * of_token + 6 * key * value + 5 * key * key)
+    of_token = (24 if tokens.g.shape[-1] > 1 else 12) * key + 8 * value + 8 * CHUNK
+    return 4 * batch * heads * (CHUNK * of_token + 3 * key * value + 3 * key * key)
 
 
 def _all_of(states: list[States], wanted: bool) -> Tensor:
     """Return the states before all chunks, in the order of tokens."""
     if not wanted:
         return states[-1].last.new_empty(0)
-    return _joined([in_order(around.before) for around in states], 0)
+    return _joined([around.before for around in states], 0)
 
 
 def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:

@@ -8,36 +8,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 8
+_BLOCK = 16  # rows and columns of a tile, of which the device makes its products
 
 
 def inverse(lower: Tensor) -> Tensor:
-    """Compute ``(I + L)⁻¹`` for L, the triangle strictly below the diagonal of ``lower``.
+    """Compute ``(I + L)⁻¹`` for L, a triangle strictly below the diagonal.
 
-    The series ``(I - L)(I + L²)(I + L⁴)...`` ends, since L is nilpotent, but its terms over a whole chunk cancel: with
-    equal keys they are binomials of up to 1e18. It is taken twice over blocks of 8, where they are 35 at most: for the
-    blocks on the diagonal, and for what these leave, which is nilpotent block by block. One step of Newton's method
-    then takes out what even these have cost.
+    The series ``(I - L)(I + L²)(I + L⁴)(I + L⁸)`` ends for blocks of 16 on the diagonal, since these are nilpotent; but
+    its terms cancel, with equal keys they are binomials of up to 6435, and one step of Newton's method takes out what
+    that costs. Two blocks are joined then, and two of these: ``-X₂ L₂₁ X₁`` stands between the inverses of both,
+    refined once by what ``(I + L₂)`` times it leaves of ``-L₂₁ X₁``.
 
     Args:
-        lower: ``[M, 64, 64]`` in float32; what is not strictly below the diagonal is not looked at.
+        lower: L, ``[M, 64, 64]`` in float32.
 
     Returns:
         ``[M, 64, 64]``.
     """
-    size = lower.shape[-1]
-    eye = torch.eye(size, dtype=lower.dtype, device=lower.device)
-    below = torch.full((size, size), -1.0, dtype=lower.dtype, device=lower.device).tril(-1)
-    blocks = eye[:_BLOCK, :_BLOCK, None].expand(-1, -1, _BLOCK * _BLOCK).unflatten(-1, (_BLOCK, _BLOCK))
-    negative = lower * below
-    inside = negative * blocks.permute(0, 2, 1, 3).reshape(size, size)  # -L on the diagonal blocks
-    square = torch.bmm(inside, inside)
-    diagonal = inside + eye
-    diagonal = torch.baddbmm(diagonal, diagonal, square)
-    diagonal = torch.baddbmm(diagonal, diagonal, torch.bmm(square, square))
-    rest = torch.bmm(diagonal, negative - inside)
-    square = torch.bmm(rest, rest)
-    found = torch.baddbmm(diagonal, torch.bmm(square, square), diagonal)
-    found = torch.baddbmm(found, square, found)
-    found = torch.baddbmm(found, rest, found)
+    found, size = torch.zeros_like(lower), _BLOCK
+    inverted = _of_blocks(_on_diagonal(lower, size).neg().flatten(0, 1))
+    _on_diagonal(found, size).copy_(inverted.view(len(lower), -1, size, size))
+    while size < lower.shape[-1]:
+        blocks, joined = _on_diagonal(lower, 2 * size), _on_diagonal(found, 2 * size)
+        corner, last = (blocks[..., size:, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
+        first, second = (joined[..., n : n + size, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
+        wanted = torch.bmm(corner, first)
+        between = torch.bmm(second, wanted)
+        rest = torch.baddbmm(wanted - between, last, between, alpha=-1)
+        between = torch.baddbmm(between, second, rest)
+        joined[..., size:, :size].copy_(between.neg_().unflatten(0, joined.shape[:2]))
+        size *= 2
+    return found
+
+
+def _of_blocks(negative: Tensor) -> Tensor:
+    """Compute ``(I - negative)⁻¹`` of single blocks, ``[M, 16, 16]``."""
+    eye = torch.eye(_BLOCK, dtype=negative.dtype, device=negative.device)
+    power, found = negative, negative + eye
+    for _ in range(_BLOCK.bit_length() - 2):
+        power = torch.bmm(power, power)
+        found = torch.baddbmm(found, found, power)
     return torch.baddbmm(found, found, torch.baddbmm(eye - found, negative, found))
+
+
+def _on_diagonal(x: Tensor, size: int) -> Tensor:
+    """View the blocks on the diagonal of ``[M, C, C]``: ``[M, C / size, size, size]``."""
+    blocks = x.unflatten(2, (-1, size)).unflatten(1, (-1, size))
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)

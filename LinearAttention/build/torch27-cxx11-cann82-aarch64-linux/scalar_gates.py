@@ -5,46 +5,81 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .sequences import Bounds
+from .gates import Decays, Gates, dots
 
 
-def products(query: Tensor, key: Tensor, sums: Tensor, bounds: Bounds | None) -> tuple[Tensor, Tensor]:
-    """Compute ``kᵢ·kⱼ Γᵢⱼ`` and ``qᵢ·kⱼ Γᵢⱼ`` for j ≤ i, with ``Γᵢⱼ = exp(sumᵢ - sumⱼ)``; both ``[M, C, C]``."""
-    between = _between(sums, bounds)
-    turned = key.transpose(-1, -2)
-    return torch.bmm(key, turned) * between, torch.bmm(query, turned) * between
+def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
+    """Compute ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ`` for j ≤ i, with ``Γᵢⱼ = exp(sumᵢ - sumⱼ)``: ``[M, C, C]``."""
+    between, turned = _between(gates), key.transpose(-1, -2)
+    of_keys = torch.bmm(key, turned) * between
+    of_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    return of_keys, torch.bmm(query, turned) * between
 
 
 def product_gradients(
     query: Tensor,
     key: Tensor,
-    sums: Tensor,
-    bounds: Bounds | None,
+    gates: Gates,
+    beta: Tensor,
     grad_keys: Tensor,
     grad_queries: Tensor,
 ) -> tuple[Tensor, Tensor, None]:
-    """Compute the gradients of :func:`products` for query and key.
-
-    That of the sums is left to the whole chunk. With ``S = exp(sum) S'`` the recurrence of S' knows the gates by
-    ``exp(sum) q`` and ``exp(-sum) v`` alone: the gradient of a sum is that of q times q, less that of v times v.
+    """Compute the gradients of :func:`products` times βⱼ for query and key; that of the sums follows from the pairs.
 
     Args:
         query: ``[M, C, D]``.
         key: ``[M, C, D]``.
-        sums: ``[M, C, 1]``.
-        bounds: of packed sequences.
-        grad_keys: of the first product, zero on and above the diagonal.
+        gates: of tokens.
+        beta: ``[M, C, 1]``.
+        grad_keys: that of the first product, the sign changed; only what is below the diagonal counts.
         grad_queries: of the second product.
     """
-    between = _between(sums, bounds)
+    between = _between(gates) * beta.transpose(-1, -2)
     grad_keys, grad_queries = grad_keys * between, grad_queries * between
-    grad_query = torch.bmm(grad_queries, key)
-    grad_key = torch.bmm(grad_keys + grad_keys.transpose(-1, -2), key)
-    return grad_query, torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query), None
+    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    grad_key = torch.bmm(grad_queries.transpose(-1, -2), query)
+    grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
+    return torch.bmm(grad_queries, key), grad_key, None
 
 
-def _between(sums: Tensor, bounds: Bounds | None) -> Tensor:
+def read(inverse: Tensor, key: Tensor, lead: Tensor) -> Tensor:
+    """Compute ``X (eK)``, ``[M, C, D]``."""
+    return torch.bmm(inverse * lead.transpose(-1, -2), key)
+
+
+def decay_gradients(
+    query: Tensor,
+    key: Tensor,
+    beta: Tensor,
+    decays: Decays,
+    grads: tuple[Tensor, Tensor, Tensor],
+    of_states: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add to gradients what comes from the state before a chunk, and from that behind it.
+
+    Args:
+        query: ``[M, C, D]``.
+        key: ``[M, C, D]``.
+        beta: ``[M, C, 1]``.
+        decays: of the chunks.
+        grads: the gradients of query, key and sums of gates so far.
+        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, D]``.
+
+    Returns:
+        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
+        ``[M, C, 1]``.
+    """
+    lead, trail, _ = decays
+    of_query, of_key, of_trailed = of_states
+    carried = dots(of_query, query) - dots(of_key, key)
+    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), of_trailed, trail * beta)
+    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
+    return grad_query, grad_key, grad_sums, trail * dots(of_trailed, key)
+
+
+def _between(gates: Gates) -> Tensor:
     """Compute Γ, zero above the diagonal and over the bounds of sequences."""
+    _, sums, bounds = gates
     exponents = sums - sums.transpose(-1, -2)
     if bounds is None:
         later = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=sums.device).triu(1)

@@ -1,4 +1,4 @@
-"""A linear recurrence over chunks, two chunks a product."""
+"""A linear recurrence over chunks, a product a chunk."""
 
 from __future__ import annotations
 
@@ -22,40 +22,24 @@ class States(NamedTuple):
     last: Tensor
 
 
-def scan(transitions: Tensor, left: Tensor, right: Tensor, first: Tensor | None, backwards: bool = False) -> States:
-    """Compute ``S ← Tₙ S + (L R)ₙ`` for all chunks n, one after the other, or from the last to the first.
-
-    The chunks are in the order of chunks.py. Both of a pair are joined, all pairs at once:
-    ``T' (T S + B) + B' = (T' T) S + (T' B + B')``. So the recurrence has a product a pair, and what is between the two
-    follows for all pairs at once.
+def scan(removed: Tensor, added: Tensor, first: Tensor | None, backwards: bool = False) -> States:
+    """Compute ``S ← Aₙ - Rₙ S`` for all chunks n, one after the other, or from the last to the first.
 
     Args:
-        transitions: T, ``[N, M, K, K]``.
-        left: L, ``[N * M, K, C]``.
-        right: R, ``[N * M, C, V]``.
+        removed: R, ``[N, M, K, K]``.
+        added: A, ``[N, M, K, V]``.
         first: what it starts with, ``[M, K, V]`` in float32; None for zeros.
         backwards: from the last chunk to the first.
     """
-    chunks, rows = transitions.shape[:2]
-    shape, pairs = (rows, left.shape[-2], right.shape[-1]), chunks // 2
-    one, other = (slice(pairs, None), slice(0, pairs)) if backwards else (slice(0, pairs), slice(pairs, None))
-    added = torch.bmm(left, right).unflatten(0, (chunks, rows))
-    flat, far = transitions[one].flatten(0, 1), transitions[other].flatten(0, 1)
-    joined = torch.bmm(far, flat).unflatten(0, (pairs, rows))
-    behind = torch.baddbmm(added[other].flatten(0, 1), far, added[one].flatten(0, 1)).unflatten(0, (pairs, rows))
-    order = list(range(pairs))[:: -1 if backwards else 1]
-    start = torch.zeros(shape, dtype=right.dtype, device=right.device) if first is None else first
+    order = list(range(added.shape[0]))[:: -1 if backwards else 1]
+    start = torch.zeros(added.shape[1:], dtype=added.dtype, device=added.device) if first is None else first
     if torch.compiler.is_compiling() or is_transformed() or torch.is_grad_enabled():
         found = [start]
         for n in order:
-            found.append(torch.baddbmm(behind[n], joined[n], found[-1]))
-        states = torch.stack(found[:-1][:: -1 if backwards else 1])
-        between = torch.baddbmm(added[one].flatten(0, 1), flat, states.flatten(0, 1)).unflatten(0, (pairs, rows))
-        return States(torch.cat([between, states] if backwards else [states, between]), found[-1])
-    before, last = right.new_empty((chunks, *shape)), right.new_empty(shape)
-    states = before[one]
-    states[order[0]].copy_(start)
+            found.append(torch.baddbmm(added[n], removed[n], found[-1], alpha=-1))
+        return States(torch.stack(found[:-1][:: -1 if backwards else 1]), found[-1])
+    before, last = torch.empty_like(added), torch.empty_like(start)
+    before[order[0]].copy_(start)
     for n, following in zip(order, [*order[1:], None]):
-        torch.baddbmm(behind[n], joined[n], states[n], out=last if following is None else states[following])
-    torch.baddbmm(added[one].flatten(0, 1), flat, states.flatten(0, 1), out=before[other].flatten(0, 1))
+        torch.baddbmm(added[n], removed[n], before[n], alpha=-1, out=last if following is None else before[following])
     return States(before, last)

@@ -3,58 +3,73 @@
 ``Σ_d a_id b_jd exp(sum_id - sum_jd)`` is no matrix product, and all its terms take C times the memory of a and b. But
 ``exp(sumᵢ - sumₘ) exp(sumₘ - sumⱼ)`` for a token m between j and i is one, and neither factor exceeds one. A chunk is
 halved, and its halves are, down to single tokens: the pairs of one token of a second half and one of the first half
-before it have the last token of that between them. These are six products of whole chunks, of which each keeps its own
-pairs.
+before it have the last token of that between them. These are six products of all second halves with all first ones, of
+which each keeps its own pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .chunks import CHUNK
-from .sequences import Bounds
+from .gates import Decays, Gates, dots
+from .transforms import is_transformed
 
-HALVINGS = CHUNK.bit_length() - 1
 
-
-class _Halvings(NamedTuple):
-    """Holds what is known of all halvings, L.
+class _Halving(NamedTuple):
+    """Holds what is known of one halving, into P pairs of halves of b tokens.
 
     Attributes:
-        factors: of tokens, ``[M, L, C, K]``.
-        pairs: 1 where a later token and an earlier one are parted by the halving, 0 elsewhere, ``[L, C, C]``, or
-            ``[M, L, C, C]`` in packed rows.
-        signs: 1 for tokens in second halves, -1 for the others, ``[L, C, 1]``.
+        size: b.
+        earlier: the decays from tokens of first halves to the ends of these, ``[M, P, b, K]``; the next halving writes
+            over them.
+        later: those from there to tokens of second halves, likewise.
+        pairs: 1 where a second half is the one behind a first half, ``[P, 1, P, 1]``.
     """
 
-    factors: Tensor
+    size: int
+    earlier: Tensor
+    later: Tensor
     pairs: Tensor
-    signs: Tensor
+
+    def first(self, x: Tensor) -> Tensor:
+        """View the first halves of ``[M, C, K]``: ``[M, P, b, K]``."""
+        return x.unflatten(1, (-1, 2, self.size))[:, :, 0]
+
+    def second(self, x: Tensor) -> Tensor:
+        """View the second halves of ``[M, C, K]``: ``[M, P, b, K]``."""
+        return x.unflatten(1, (-1, 2, self.size))[:, :, 1]
+
+    def between(self, x: Tensor) -> Tensor:
+        """View the rows of second halves and the columns of first ones in ``[M, C, C]``: ``[M, P, b, P, b]``."""
+        return x.unflatten(2, (-1, 2, self.size)).unflatten(1, (-1, 2, self.size))[:, :, 1, :, :, 0]
 
 
-def products(query: Tensor, key: Tensor, sums: Tensor, bounds: Bounds | None) -> tuple[Tensor, Tensor]:
+def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
     """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i, and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i; both ``[M, C, C]``."""
-    factors, pairs, _ = _halvings(sums, bounds)
-    near = key.unsqueeze(1) * factors
-    turned = near.transpose(-1, -2)
-    eye = torch.eye(CHUNK, dtype=query.dtype, device=query.device)
-    of_keys = (_product(near, turned) * pairs).sum(1)
-    of_queries = (_product(query.unsqueeze(1) * factors, turned) * pairs).sum(1)
-    return of_keys, torch.addcmul(of_queries, (query * key).sum(-1, keepdim=True), eye)
+    of_keys, of_queries = (key.new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
+    of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
+    for halving in _halvings(gates):
+        near = _rows(halving.first(key) * halving.earlier).transpose(-1, -2)
+        for x, found in ((key, of_keys), (query, of_queries)):
+            product = torch.bmm(_rows(halving.second(x) * halving.later), near).view(halving.between(found).shape)
+            _own(halving.between(found)).copy_(_own(product))
+    return of_keys, of_queries
 
 
 def product_gradients(
     query: Tensor,
     key: Tensor,
-    sums: Tensor,
-    bounds: Bounds | None,
+    gates: Gates,
+    beta: Tensor,
     grad_keys: Tensor,
     grad_queries: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`products` for query, key and sums.
+    """Compute the gradients of :func:`products` times βⱼ for query, key and sums.
 
     A sum enters as that of the later token of a pair, or as that of the earlier one, so that its gradient is what the
     gradients of later tokens make with them, less what those of earlier ones do.
@@ -62,46 +77,99 @@ def product_gradients(
     Args:
         query: ``[M, C, K]``.
         key: ``[M, C, K]``.
-        sums: ``[M, C, K]``.
-        bounds: of packed sequences.
-        grad_keys: of the first product, zero on and above the diagonal.
+        gates: of tokens.
+        beta: ``[M, C, 1]``.
+        grad_keys: that of the first product, the sign changed; only what is below the diagonal counts.
         grad_queries: of the second product.
     """
-    factors, pairs, signs = _halvings(sums, bounds)
-    near = key.unsqueeze(1) * factors
-    far = grad_queries.unsqueeze(1) * pairs
-    grad_query = (_product(far, near) * factors).sum(1)
-    both = (grad_keys + grad_keys.transpose(-1, -2)).unsqueeze(1) * (pairs + pairs.transpose(-1, -2))
-    grad = torch.baddbmm(
-        _product(both, near).flatten(0, 1),
-        far.transpose(-1, -2).flatten(0, 1),
-        (query.unsqueeze(1) * factors).flatten(0, 1),
-    )
-    grad = grad.view_as(factors) * factors
-    grad_sums = torch.addcmul(query * grad_query, key, (grad * signs).sum(1))
+    grad_keys, grad_queries = grad_keys * -beta.transpose(-1, -2), grad_queries * beta.transpose(-1, -2)
+    grad_query, later, earlier = (torch.zeros_like(key) for _ in range(3))
+    for halving in _halvings(gates):
+        of_keys, of_queries = (
+            (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
+        )
+        near = _rows(halving.first(key) * halving.earlier)
+        of_near = torch.bmm(of_keys.transpose(-1, -2), _rows(halving.second(key) * halving.later))
+        of_near = torch.baddbmm(of_near, of_queries.transpose(-1, -2), _rows(halving.second(query) * halving.later))
+        for found, grad, decay in (
+            (halving.second(grad_query), torch.bmm(of_queries, near), halving.later),
+            (halving.second(later), torch.bmm(of_keys, near), halving.later),
+            (halving.first(earlier), of_near, halving.earlier),
+        ):
+            found.addcmul_(grad.view(found.shape), decay)
+    grad_sums = torch.addcmul(query * grad_query, key, later - earlier)
     alone = grad_queries.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself, whose gate has no part in it
-    return torch.addcmul(grad_query, key, alone), torch.addcmul(grad.sum(1), query, alone), grad_sums
+    grad_key = torch.addcmul(later.add_(earlier), query, alone)
+    return torch.addcmul(grad_query, key, alone), grad_key, grad_sums
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply ``[M, L, P, Q]`` and ``[M, L, Q, R]``."""
-    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+def read(inverse: Tensor, key: Tensor, lead: Tensor) -> Tensor:
+    """Compute ``X (eK)``, ``[M, C, K]``."""
+    return torch.bmm(inverse, key * lead)
 
 
-def _halvings(sums: Tensor, bounds: Bounds | None) -> _Halvings:
-    places = torch.arange(CHUNK, device=sums.device)
-    levels = torch.arange(HALVINGS, device=sums.device).unsqueeze(-1)
-    later = (places >> levels) & 1  # whether a token is in a second half
-    # the highest bit in which the places of two tokens differ is that of the halving that parts them
-    parted = (places.unsqueeze(-1) ^ places) >> levels.unsqueeze(-1) == 1
-    pairs = parted.tril(-1).to(sums.dtype)
-    between = (places | ((1 << levels + 1) - 1)) - (1 << levels)  # the last token of the first half
-    signs = (later * 2 - 1).unsqueeze(-1).to(sums.dtype)
-    exponents = sums.unsqueeze(1) - sums.index_select(1, between.flatten()).unflatten(1, between.shape)
-    exponents = exponents * signs
-    if bounds is not None:
-        exponents = exponents.clamp(max=0)  # of pairs over a bound, which are left out
-        within = (bounds.same.unsqueeze(2) * pairs).unsqueeze(2)
-        heads = sums.shape[0] // (within.shape[0] * within.shape[1])
-        pairs = within.expand(-1, -1, heads, -1, -1, -1).flatten(0, 2)
-    return _Halvings(exponents.exp(), pairs, signs)
+def decay_gradients(
+    query: Tensor,
+    key: Tensor,
+    beta: Tensor,
+    decays: Decays,
+    grads: tuple[Tensor, Tensor, Tensor],
+    of_states: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add to gradients what comes from the state before a chunk, and from that behind it.
+
+    Args:
+        query: ``[M, C, K]``.
+        key: ``[M, C, K]``.
+        beta: ``[M, C, 1]``.
+        decays: of the chunks.
+        grads: the gradients of query, key and sums of gates so far.
+        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, K]``.
+
+    Returns:
+        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
+        ``[M, C, K]``.
+    """
+    lead, trail, _ = decays
+    of_query, of_key, of_trailed = of_states
+    carried = torch.addcmul(of_query * query, of_key, key, value=-1)
+    trailed = of_trailed * trail
+    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), trailed, beta)
+    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
+    return grad_query, grad_key, grad_sums, trailed.mul_(key)
+
+
+def _halvings(gates: Gates) -> Iterator[_Halving]:
+    """Give all halvings of chunks, from that into single tokens to that into halves of the chunk.
+
+    The decays to the ends of a pair are those to the ends of its halves, times what the other half decays by. Nothing
+    is left of what comes before a sequence.
+    """
+    lead = gates.each.exp()  # from the start of the half
+    if gates.bounds is not None:
+        same = gates.bounds.same
+        first = nn.functional.pad(~same.diagonal(-1, dim1=-2, dim2=-1), (1, 0))[:, :, None, :, None]
+        lead = lead.unflatten(0, (*same.shape[:2], -1)).masked_fill(first, 0).flatten(0, 2)
+    trail = torch.ones_like(lead)  # to the end of the half
+    size = 1
+    while size < CHUNK:
+        (one, later), (earlier, other) = (x.unflatten(1, (-1, 2, size)).unbind(2) for x in (lead, trail))
+        pairs = torch.eye(CHUNK // 2 // size, dtype=lead.dtype, device=lead.device)[:, None, :, None]
+        yield _Halving(size, earlier, later, pairs)
+        if is_transformed():  # torch.func may need what would be written over
+            trail = torch.stack([earlier * later[:, :, -1:], other], 2).flatten(1, 3)
+            lead = torch.stack([one, later * one[:, :, -1:]], 2).flatten(1, 3)
+        else:
+            earlier.mul_(later[:, :, -1:])
+            later.mul_(one[:, :, -1:])
+        size *= 2
+
+
+def _own(x: Tensor) -> Tensor:
+    """View what second halves have with the first halves before them in ``[M, P, b, P, b]``: ``[M, b, b, P]``."""
+    return x.diagonal(dim1=1, dim2=3)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View ``[M, P, b, K]`` as ``[M, C / 2, K]``."""
+    return x.flatten(1, 2)

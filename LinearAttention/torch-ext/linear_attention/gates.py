@@ -7,12 +7,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK, filled_up, number
+from .chunks import CHUNK, number, to_chunks
 from .sequences import Bounds
 
 
+class Gates(NamedTuple):
+    """Holds the gates of tokens in chunks; G is 1, or the size of a head.
+
+    Attributes:
+        each: logarithms of decays, ``[M, C, G]`` in float32.
+        sums: of these from the start of the chunk, or of a sequence in it.
+        bounds: of packed sequences, None where rows are one sequence.
+    """
+
+    each: Tensor
+    sums: Tensor
+    bounds: Bounds | None
+
+
 class Decays(NamedTuple):
-    """Holds the decays between a token and the bounds of its chunk; G is 1, or the size of a head.
+    """Holds the decays between a token and the bounds of its chunk.
 
     Attributes:
         lead: from the start of the chunk to the token, ``[M, C, G]``.
@@ -25,41 +39,46 @@ class Decays(NamedTuple):
     whole: Tensor
 
 
-def summed(g: Tensor, bounds: Bounds | None) -> Tensor:
-    """Sum gates ``[B, T, H, G]`` from the start of a chunk, or of a sequence in it, in float32: ``[N * B * H, C, G]``.
+def gates_of(g: Tensor, bounds: Bounds | None) -> Gates:
+    """Bring gates ``[B, T, H, G]`` into chunks, and sum them.
 
     In packed rows the sums start again with a sequence: differences of sums over others would lose digits.
     """
-    heads = g.shape[2]
-    g = filled_up(g).unflatten(1, (-1, 2, CHUNK)).permute(2, 1, 0, 3, 4, 5).float()
+    each = to_chunks(g)
     if bounds is None:
-        sums = g.cumsum(3)
-    else:
-        sums = torch.bmm(bounds.same.flatten(0, 1).float(), g.flatten(4).flatten(0, 2))
-        sums = sums.unflatten(-1, (heads, -1)).unflatten(0, g.shape[:3])
-    return sums.transpose(3, 4).contiguous().flatten(0, 3)
+        return Gates(each, each.cumsum(1), None)
+    by_row = each.unflatten(0, (*bounds.same.shape[:2], -1)).transpose(2, 3)
+    sums = torch.bmm(bounds.same.flatten(0, 1).float(), by_row.flatten(3).flatten(0, 1)).view(by_row.shape)
+    return Gates(each, sums.transpose(2, 3).flatten(0, 2), bounds)
 
 
 def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) -> Tensor:
-    """Compute the gradient of :func:`summed`: ``[B, T, H, G]`` from ``[N * B * H, C, G]``."""
-    chunks = number(length)
-    grad = grad.unflatten(0, (chunks, batch, -1)).transpose(2, 3)
-    flat = grad.reshape(chunks * batch, CHUNK, -1)
+    """Compute the gradient of gates ``[B, T, H, G]`` from that of their sums ``[N * B * H, C, G]``."""
+    grad = grad.unflatten(0, (number(length), batch, -1)).transpose(2, 3)
+    flat = grad.flatten(3).flatten(0, 1)
     if bounds is None:
         behind = flat.new_ones(CHUNK, CHUNK).triu().expand(flat.shape[0], -1, -1)
     else:
         behind = bounds.same.flatten(0, 1).float().transpose(-1, -2)
-    flat = torch.bmm(behind, flat).view(2, chunks // 2, *grad.shape[1:])
-    return flat.permute(2, 1, 0, 3, 4, 5).flatten(1, 3)[:, :length]
+    return torch.bmm(behind, flat).view(grad.shape).transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def decays(sums: Tensor, bounds: Bounds | None) -> Decays:
-    """Compute the decays that sums of gates ``[M, C, G]`` amount to."""
+def decays(gates: Gates) -> Decays:
+    """Compute the decays that sums of gates amount to."""
+    _, sums, bounds = gates
     lead, trail = sums, sums[:, -1:] - sums
     if bounds is not None:
         lead, trail = (_cut_off(x, ~there) for x, there in ((lead, bounds.carried), (trail, bounds.kept)))
     lead = lead.exp()
     return Decays(lead, trail.exp(), lead[:, -1])
+
+
+def dots(one: Tensor, other: Tensor) -> Tensor:
+    """Compute the products of rows, ``[M, C, 1]`` from ``[M, C, D]``: of all rows, of which the diagonal is kept.
+
+    A product of matrices reads both once; that of their elements would be written and read again.
+    """
+    return torch.bmm(one, other.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
 
 def _cut_off(x: Tensor, mask: Tensor) -> Tensor:

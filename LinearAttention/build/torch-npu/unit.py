@@ -16,7 +16,7 @@ _EPS = 1e-6  # of fla's l2norm, and transformers'
 def unit(x: Tensor, scale: float) -> Tensor:
     """Compute ``x / sqrt(Σ x² + 1e-6) * scale`` of the last dimension of ``[..., D]`` in float32."""
     if _is_fused(x):
-        return torch.ops.npu.npu_rms_norm(x, _weight(x, scale), _EPS / x.shape[-1])[0]
+        return torch.ops.npu.npu_rms_norm(x, _scale_of_rows(x, scale), _EPS / x.shape[-1])[0]
     return x * (inverse_rms(x) * weight_of(x, scale))
 
 
@@ -40,12 +40,12 @@ def inverse_rms(x: Tensor) -> Tensor:
 def unit_gradient(grad: Tensor, x: Tensor, inverse: Tensor, scale: float) -> Tensor:
     """Compute the gradient of x, ``[M, C, D]``, from that of :func:`unit` and what :func:`inverse_rms` gave."""
     if _is_fused(x):
-        return torch.ops.npu.npu_rms_norm_backward(grad, x, _weight(x, scale), inverse)[0]
+        return torch.ops.npu.npu_rms_norm_backward(grad, x, _scale_of_rows(x, scale), inverse)[0]
     direction, grad = x * inverse, grad * weight_of(x, scale)
     return inverse * torch.addcmul(grad, direction, (direction * grad).mean(-1, keepdim=True), value=-1)
 
 
-def _weight(x: Tensor, scale: float) -> Tensor:
+def _scale_of_rows(x: Tensor, scale: float) -> Tensor:
     return torch.full((x.shape[-1],), weight_of(x, scale), dtype=x.dtype, device=x.device)
 
 

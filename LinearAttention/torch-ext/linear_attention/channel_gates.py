@@ -54,9 +54,9 @@ def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
     of_keys, of_queries = (key.new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
     of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
     for halving in _halvings(gates):
-        near = _rows(halving.first(key) * halving.earlier).transpose(-1, -2)
+        near = _flat_pairs(halving.first(key) * halving.earlier).transpose(-1, -2)
         for x, found in ((key, of_keys), (query, of_queries)):
-            product = torch.bmm(_rows(halving.second(x) * halving.later), near).view(halving.between(found).shape)
+            product = torch.bmm(_flat_pairs(halving.second(x) * halving.later), near).view(halving.between(found).shape)
             _own(halving.between(found)).copy_(_own(product))
     return of_keys, of_queries
 
@@ -88,9 +88,11 @@ def product_gradients(
         of_keys, of_queries = (
             (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
         )
-        near = _rows(halving.first(key) * halving.earlier)
-        of_near = torch.bmm(of_keys.transpose(-1, -2), _rows(halving.second(key) * halving.later))
-        of_near = torch.baddbmm(of_near, of_queries.transpose(-1, -2), _rows(halving.second(query) * halving.later))
+        near = _flat_pairs(halving.first(key) * halving.earlier)
+        of_near = torch.bmm(of_keys.transpose(-1, -2), _flat_pairs(halving.second(key) * halving.later))
+        of_near = torch.baddbmm(
+            of_near, of_queries.transpose(-1, -2), _flat_pairs(halving.second(query) * halving.later)
+        )
         for found, grad, decay in (
             (halving.second(grad_query), torch.bmm(of_queries, near), halving.later),
             (halving.second(later), torch.bmm(of_keys, near), halving.later),
@@ -170,6 +172,6 @@ def _own(x: Tensor) -> Tensor:
     return x.diagonal(dim1=1, dim2=3)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _flat_pairs(x: Tensor) -> Tensor:
     """View ``[M, P, b, K]`` as ``[M, C / 2, K]``."""
     return x.flatten(1, 2)

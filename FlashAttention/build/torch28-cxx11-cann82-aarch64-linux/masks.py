@@ -60,10 +60,10 @@ def attention_mask(
 
     compiling = torch.compiler.is_compiling()
     pattern = None if compiling else _recognised(mask_function)
-    if pattern not in (None, Pattern(FULL)):  # a graph is not to be of these lengths alone
-        # distances are said with the last query at the last key; where a static cache is, only the device knows
-        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-            pattern = None
+    # distances are said with the last query at the last key; where a static cache is, only the device knows
+    has_distances = pattern not in (None, Pattern(FULL))  # first: a graph is not to be of these lengths alone
+    if has_distances and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
+        pattern = None
 
     def make() -> Tensor:
         if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):

@@ -10,13 +10,18 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-slow test-distributed test-variants test-faults benchmark lint build docs site publish release clean
+# a release of transformers that is beyond the ranges of pyproject.toml, and what of the tests is run with it
+NEXT := transformers==5.23.0
+NEXT_TESTS := tests/integration/test_names_of_others.py tests/integration/matching tests/integration/swaps/test_residual_sums.py
+
+.PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark lint build docs site publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
 	@echo "make test        before a change lands: the tests [ARGS=tests/integration/swaps/loss]"
 	@echo "make test-slow   before a release: all of them, with those on several devices and those that take minutes [ARGS=...]"
 	@echo "make test-distributed   after sharding, heads or linear layers changed: the tests on several devices, one by one"
+	@echo "make test-next   what can be run with the next release of transformers, in .venv-next; says what was not run"
 	@echo "make test-variants   before a kernel is published: each strict variant on the releases that it names [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
 	@echo "make test-faults   after tests of kernels changed: plant faults of one per cent, and say which test sees which [ARGS=RMSNorm]"
 	@echo "make benchmark   how long the host is busy with forwards, imports, models and commands, ours and others'"
@@ -40,6 +45,22 @@ test-slow: $(READY)
 # one test after the other: each starts processes that run in parallel
 test-distributed: $(READY)
 	$(PYTEST) -m "not long" tests/distributed $(ARGS)
+
+# a copy of .venv with $(NEXT); that takes kernels from 0.18.2 on, and 0.17.2 is let in, in the copy alone
+test-next: $(READY) $(VENV)-next/ready
+	$(subst $(VENV),$(VENV)-next,$(PYTEST)) -m "not long and not distributed" $(or $(ARGS),$(NEXT_TESTS))
+	@echo "Not run with $(NEXT):"
+	@echo "  kernels 0.18 and what it changes: the index has none beside this; kernels 0.17.2 was let in, which no user can"
+	@echo "  kernels from the Hub: mappings of fla version 2 and mamba version 4"
+	@echo "  transformers' expert parallelism (EPImplementation), and all other tests on several devices"
+	@echo "  the tests that are not among $(or $(ARGS),$(NEXT_TESTS))"
+
+$(VENV)-next/ready: $(READY)
+	rm -rf $(VENV)-next
+	cp -al $(VENV) $(VENV)-next
+	$(VENV)-next/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NEXT)
+	sed -i 's/^KERNELS_MIN_VERSION = .*/KERNELS_MIN_VERSION = "0.17.2"/' $(VENV)-next/lib/python3*/site-packages/transformers/utils/import_utils.py
+	@touch $@
 
 # aarch64 wheels, under qemu where this machine is another one; they stay in a cache
 test-variants: $(READY)
@@ -76,7 +97,7 @@ release: $(READY)
 	@$(BIN)/python scripts/release.py --pythons "$(or $(PYTHONS),$(PYTHON))" $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-next
 
 # Where the index at hand has no CPU build of torch, PyTorch's own has.
 $(READY): requirements.txt pyproject.toml

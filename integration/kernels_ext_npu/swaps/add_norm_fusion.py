@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels_ext_npu.binding import loaded_kernels, registration, step_aside
 from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of
@@ -55,7 +56,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     if REPOSITORY not in active.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        forward = getattr(cls, "forward", None)
+        forward = _below_checkpointing(getattr(cls, "forward", None))
         sums = sums_of(_originals.get(forward, forward)) if isinstance(forward, FunctionType) else None
         for module in modules:
             place = None if sums is None else _place(module, sums)
@@ -105,7 +106,8 @@ def _place(module: nn.Module, sums: Sums) -> Place | None:
 def _exchange(active: Registration, cls: type) -> None:
     """Let the forward of a class choose, call by call; the class that defines it has it for all that inherit it."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    original: Any = vars(owner)["forward"]
+    outermost: Any = vars(owner)["forward"]
+    original: Any = _below_checkpointing(outermost)
     sums = None if original in _originals else sums_of(original)
     if sums is None:
         return
@@ -118,7 +120,22 @@ def _exchange(active: Registration, cls: type) -> None:
         return together(self, *args, **kwargs)
 
     _originals[forward] = original
-    active.patches.attribute(owner, "forward", forward)
+    active.patches.attribute(owner, "forward", forward if original is outermost else _checkpointed(forward))
+
+
+def _checkpointed(forward: Any) -> Any:
+    """Return a forward as a class of layers with checkpointing has it: from transformers 5.23 on these wrap theirs.
+
+    Nothing may lie over what they made: only then do they checkpoint.
+    """
+    return vars(type("Layer", (GradientCheckpointingLayer,), {"forward": forward}))["forward"]
+
+
+def _below_checkpointing(forward: Any) -> Any:
+    """Return the forward that was written, below what checkpointing has put over it."""
+    while getattr(forward, "__code__", None) is _CHECKPOINTING:
+        forward = forward.__wrapped__
+    return forward
 
 
 def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -186,11 +203,19 @@ def _is_called_alone(layer: nn.Module) -> bool:
     own = getattr(vars(layer).get("forward"), "func", None)
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
     watches = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))
-    return ("forward" not in vars(layer) or _is_ours(own)) and type(layer).forward in _originals and not watches
+    below = _below_checkpointing(type(layer).forward)
+    return ("forward" not in vars(layer) or _is_ours(own)) and below in _originals and not watches
 
 
 def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
+
+
+def _nothing() -> None:
+    """Do nothing: checkpointing shows its code on what it wraps, and that is this."""
+
+
+_CHECKPOINTING = _checkpointed(_nothing).__code__
 
 
 def _place_of(layer: nn.Module) -> Place:

@@ -9,6 +9,17 @@ import torch.nn.functional as F
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.variant import variant
+
+# in transformers 5.23 these functions repeat heads, in place of who calls them
+_REPEATS = {
+    "sequence_length, _, k_head_dim": "sequence_length, num_k_heads, k_head_dim",
+    "    decay = g\n": """    decay = g
+    if num_k_heads != num_v_heads:
+        query = query.repeat_interleave(num_v_heads // num_k_heads, dim=2)
+        key = key.repeat_interleave(num_v_heads // num_k_heads, dim=2)
+""",
+}
 
 
 def l2norm(x, dim=-1, eps=1e-06):
@@ -129,6 +140,16 @@ def fused_recurrent_gated_delta_rule(
     last_recurrent_state = None if not output_final_state else last_recurrent_state
     core_attn_out = core_attn_out.transpose(1, 2).contiguous().to(initial_dtype)
     return (core_attn_out, last_recurrent_state)
+
+
+@variant(_REPEATS, of=chunk_gated_delta_rule)
+def chunk_gated_delta_rule_of_fewer_keys():
+    """Compute chunks of tokens, with keys for several heads each."""
+
+
+@variant(_REPEATS, of=fused_recurrent_gated_delta_rule)
+def fused_recurrent_gated_delta_rule_of_fewer_keys():
+    """Compute one token after the other, with keys for several heads each."""
 
 
 def l2norm_by_division(x, dim=-1, eps=1e-06):
@@ -252,6 +273,8 @@ def fused_recurrent_kda(
 PATTERNS = (
     FunctionPattern(chunk_gated_delta_rule, "ChunkGatedDeltaRule"),
     FunctionPattern(fused_recurrent_gated_delta_rule, "FusedRecurrentGatedDeltaRule"),
+    FunctionPattern(chunk_gated_delta_rule_of_fewer_keys, "ChunkGatedDeltaRule"),
+    FunctionPattern(fused_recurrent_gated_delta_rule_of_fewer_keys, "FusedRecurrentGatedDeltaRule"),
     FunctionPattern(chunk_kda, "ChunkKDA"),
     FunctionPattern(fused_recurrent_kda, "FusedRecurrentKDA"),
 )

@@ -1,0 +1,91 @@
+"""What the integration patches, reads or calls of other libraries beside their public interface is as it was read."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "integration" / "kernels_ext_npu"
+TABLE = Path(__file__).resolve().parents[1] / "data" / "names_of_others.txt"
+LIBRARIES = {"accelerate", "huggingface_hub", "kernels", "peft", "torch", "torch_npu", "transformers"}
+PATCHES = {"attribute", "method", "object"}  # of Patches, and of unittest.mock.patch
+STARRED = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+ROWS = [tuple(line.split(maxsplit=1)) for line in TABLE.read_text().splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(("file", "row"), ROWS, ids=[row for _, row in ROWS])
+def test_what_is_relied_on_is_there(file: str, row: str) -> None:
+    relies = f"and integration/kernels_ext_npu/{file} relies on it"
+    assert (PACKAGE / file).is_file(), f"{file} is no file of ours any more: whose is {row}?"
+    name, parameters, closures = (*row.rstrip(")}").replace("){", "(").split("("), None, "")[:3]
+    try:
+        value = pkgutil.resolve_name(name)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{name} is gone ({error}), {relies}")
+    if parameters is not None:
+        found = inspect.signature(value).parameters
+        listed = parameters.split(", ") if parameters else []
+        has = f"{name}{inspect.signature(value)}"
+        assert [each for each in found if each in listed] == listed, f"{has} has not {listed} in this order, {relies}"
+        needed = {p.name for p in found.values() if p.default is p.empty and p.kind not in STARRED}
+        assert needed <= set(listed), f"{has} wants more than {listed}, {relies}"
+    if closures:
+        missing = set(closures.split(", ")) - set(_free(value.__code__))
+        assert not missing, f"the functions in {name} hold no {sorted(missing)} any more, {relies}"
+
+
+def test_the_list_is_complete() -> None:
+    listed = {row.partition("(")[0] for _, row in ROWS}
+    found = {name: path for path in PACKAGE.rglob("*.py") for name in _names_of_others(path)}
+    missing = {name: path for name, path in found.items() if not any(_is_of(name, known) for known in listed)}
+    assert not missing, f"list these names of others, with the parameters that are passed: {missing}"
+
+
+def _is_of(name: str, known: str) -> bool:
+    """Tell whether a name is another, a part of it, or the beginning of it."""
+    return f"{name}.".startswith(f"{known}.") or f"{known}.".startswith(f"{name}.")
+
+
+def _free(code: CodeType) -> Iterator[str]:
+    """Yield the names that the functions inside a function have in their closures."""
+    yield from code.co_freevars
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _free(inner)
+
+
+def _names_of_others(path: Path) -> Iterator[str]:
+    """Yield the full names that a file patches, and those that it reads with an underscore in front somewhere."""
+    tree, known, read = ast.parse(path.read_text()), {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            tops = [alias.name if alias.asname else alias.name.partition(".")[0] for alias in node.names]
+            known |= {alias.asname or top: top for alias, top in zip(node.names, tops)}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            read += [f"{node.module}.{alias.name}" for alias in node.names]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            read.append(_full(node, known))
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            owner = _full(node.args[0], known)
+            if getattr(node.func, "attr", None) in PATCHES and owner.partition(".")[0] in LIBRARIES:
+                yield f"{owner}.{node.args[1].value}"
+    for name in read:
+        library, *parts = name.split(".")
+        if library in LIBRARIES and any(part.startswith("_") and not part.endswith("__") for part in parts):
+            yield name
+
+
+def _full(node: ast.expr, known: dict[str, str]) -> str:
+    """Return the dotted name of an expression; empty where it does not begin with an import."""
+    if isinstance(node, ast.Attribute):
+        owner = _full(node.value, known)
+        return owner and f"{owner}.{node.attr}"
+    return known.get(node.id, "") if isinstance(node, ast.Name) else ""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels_ext_npu.binding import loaded_kernels, registration, step_aside
 from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of
@@ -128,12 +127,14 @@ def _checkpointed(forward: Any) -> Any:
 
     Nothing may lie over what they made: only then do they checkpoint.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # register() need not wait for it
+
     return vars(type("Layer", (GradientCheckpointingLayer,), {"forward": forward}))["forward"]
 
 
 def _below_checkpointing(forward: Any) -> Any:
     """Return the forward that was written, below what checkpointing has put over it."""
-    while getattr(forward, "__code__", None) is _CHECKPOINTING:
+    while getattr(forward, "__code__", None) is _checkpointing():
         forward = forward.__wrapped__
     return forward
 
@@ -211,11 +212,10 @@ def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
 
 
-def _nothing() -> None:
-    """Do nothing: checkpointing shows its code on what it wraps, and that is this."""
-
-
-_CHECKPOINTING = _checkpointed(_nothing).__code__
+@functools.cache
+def _checkpointing() -> Any:
+    """Return the code that checkpointing shows on what it wraps; on this, where it wraps nothing."""
+    return _checkpointed(_checkpointing.__wrapped__).__code__
 
 
 def _place_of(layer: nn.Module) -> Place:

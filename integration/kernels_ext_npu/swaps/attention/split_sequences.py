@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
@@ -151,6 +150,8 @@ def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Ten
     """
     if labels is None or shifted is not None or not exchanges_keys():
         return
+    from transformers.loss.loss_utils import ForCausalLMLoss  # register() need not wait for it
+
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         raise ValueError(
             f"{type(model).__name__}: {_TORCH} splits sequences between devices, and labels would be shifted within "

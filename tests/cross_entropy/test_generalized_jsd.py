@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import softnpu
 from tests.support.losses import logits_of
+from tests.support.memory import Largest
 
 IGNORED = -100
 BETAS = [0, 0.1, 0.5, 0.9, 1]
@@ -168,21 +167,13 @@ def test_gradients_that_are_kept_change_no_number(kernel: ModuleType, monkeypatc
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_no_tensor_is_larger_than_a_third_of_a_heads_logits(kernel: ModuleType, is_frozen: bool) -> None:
     """Of as many words and tokens as a real head has, in 16 bits."""
-    made: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            result = operator(*args, **kwargs or {})
-            made.extend(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            return result
-
     tokens, words = 4096, 151_936
-    with FakeTensorMode(), Sizes():
+    with FakeTensorMode(), Largest() as largest:
         own = [torch.empty(n, 64, dtype=torch.bfloat16, device="npu") for n in (tokens, words) * 2]
         for tensor in own[: 1 if is_frozen else 2]:
             tensor.requires_grad_()
         kernel.linear_generalized_jsd(*own).backward()
-    assert max(made) <= -(-tokens // 3) * words * 2
+    assert largest.bytes <= -(-tokens // 3) * words * 2
 
 
 def test_a_gradient_can_be_differentiated_again_and_transformed(kernel: ModuleType) -> None:

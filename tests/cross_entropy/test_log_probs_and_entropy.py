@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.losses import logits_of
+from tests.support.memory import Largest
 
 IGNORED = -100
 options = st.fixed_dictionaries(
@@ -90,22 +89,14 @@ def test_sixteen_bits_are_no_further_from_float64_than_all_logits_in_torch(kerne
 
 def test_no_tensor_of_all_tokens_and_words_is_made(kernel: ModuleType) -> None:
     """Of as many words and tokens as a real head has; of all logits together 16 bits are kept, a piece each."""
-    made: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            result = operator(*args, **kwargs or {})
-            made.extend(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            return result
-
     tokens, words = 4096, 151_936
-    with FakeTensorMode(), Sizes():
+    with FakeTensorMode(), Largest() as largest:
         hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="npu") for n in (tokens, words))
         labels = torch.zeros(tokens, dtype=torch.long, device="npu")
         own = hidden.requires_grad_(), weight.requires_grad_()
         log_probs, entropy = kernel.linear_log_probs_and_entropy(*own, labels)
         (log_probs - 0.01 * entropy).sum().backward()
-    assert max(made) <= tokens * words * 4 / 8
+    assert largest.bytes <= tokens * words * 4 / 8
 
 
 def test_leading_dimensions_and_log_probs_are_those_of_linear_log_probs(kernel: ModuleType) -> None:

@@ -1,10 +1,12 @@
-"""Read the memory of a training step from torch_npu's allocator."""
+"""Read the memory of a training step from torch_npu's allocator, or the largest tensor that an operator gives."""
 
 from __future__ import annotations
 
 import gc
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 
@@ -30,3 +32,16 @@ def start() -> int:
 def requested(when: str) -> int:
     """Return the bytes that were asked for: blocks are larger, by what was free beside them."""
     return torch.npu.memory_stats()[f"requested_bytes.all.{when}"]
+
+
+class Largest(TorchDispatchMode):
+    """Holds how many elements and bytes the largest tensors have that operators give."""
+
+    elements = bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.elements, self.bytes = max(self.elements, leaf.numel()), max(self.bytes, leaf.nbytes)
+        return result

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, StaticCache
 
 import kernels_ext_npu
@@ -21,6 +19,7 @@ from kernels_ext_npu.inspection.counting.phases import count
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.roofline import SOCS
 from tests.support.costs import fake_model
+from tests.support.memory import Largest
 
 NAME = "npu_flash_attention"
 SOC = SOCS["910b"]
@@ -87,19 +86,6 @@ def test_a_step_of_decoding_over_a_static_cache_reads_keys_and_values_once(regis
         model(torch.ones(1, 1, dtype=torch.long, device="npu"), past_key_values=cache)
     assert len(moved) == 2
     assert max(moved) <= 20
-
-
-class Largest(TorchDispatchMode):
-    """Holds how many elements the largest tensor has that an operator gives."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import kernels_ext_npu
@@ -21,6 +19,7 @@ from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count, count_layers
 from kernels_ext_npu.measuring.roofline import SOCS
+from tests.support.memory import Largest
 
 SOC = SOCS["910b"]
 count_step = partial(count, "step")
@@ -88,18 +87,6 @@ def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
     assert found[2:] == ([4.2, 5.5] if checkpointing else [19.9, 21.2])
     assert checkpointing or [round(each) for each in found[:2]] == [254, 256]
-
-
-class Largest(TorchDispatchMode):
-    """Holds how many elements the largest tensor has that an operator gives."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -11,27 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import softnpu
 from tests.support.losses import logits_of, loss_of
+from tests.support.memory import Largest
 
 TOKENS, WORDS, HIDDEN = 24, 96, 8
-
-
-class Largest(TorchDispatchMode):
-    """Watches for the largest result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 def tensors(dtype: torch.dtype = torch.float32, device: str = "npu") -> list[Tensor]:
@@ -63,6 +48,12 @@ def test_the_host_does_not_wait(kernel: ModuleType) -> None:
     kernel.linear_cross_entropy(hidden, weight, wanted, bias, num_items=items, **ALL).backward()
     kernel.cross_entropy(hidden, wanted.clamp(max=HIDDEN - 1), num_items=items, **ALL).backward()
     assert softnpu.counters().get("stream_syncs", 0) == before
+
+
+@pytest.mark.parametrize(("reduction", "sums"), [("none", 0), ("sum", 1), ("mean", 2)])
+def test_rows_are_counted_for_their_mean_alone(kernel: ModuleType, npu_counters, reduction: str, sums: int) -> None:
+    kernel.cross_entropy(torch.randn(TOKENS, WORDS, device="npu"), labels(), reduction=reduction)
+    assert npu_counters().get("sum", 0) == sums
 
 
 def test_a_gradient_can_be_differentiated_again(kernel: ModuleType) -> None:

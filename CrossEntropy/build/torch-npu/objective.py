@@ -44,7 +44,7 @@ class Objective:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics: a tensor of its own."""
-        # torch_npu before May 2026 hands back x itself for copy=True in its own dtype (ToKernelNpu.cpp, `_to_copy`)
+        # not copy=True: torch_npu up to its releases for CANN 9.0 hands back x itself then (ToKernelNpu.cpp)
         z = x.clone() if x.dtype == statistics_dtype(x.dtype) else x.to(statistics_dtype(x.dtype))
         if self.softcap is not None:
             return z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)

@@ -18,16 +18,19 @@ def reduced(
     """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN."""
     counted = labels != objective.ignore_index
     rows = torch.where(counted & ((labels < 0) | (labels >= words)), math.nan, rows)
-    return over_rows(rows, reduction, counted.sum() if num_items is None else num_items)
+    if reduction == "mean" and num_items is None:
+        num_items = counted.sum()
+    return over_rows(rows, reduction, num_items)
 
 
-def over_rows(rows: Tensor, reduction: str, num_items: float | Tensor) -> Tensor:
-    """Reduce what rows have: each, their sum, or that divided by ``num_items``."""
+def over_rows(rows: Tensor, reduction: str, num_items: float | Tensor | None) -> Tensor:
+    """Reduce what rows have: each, their sum, or that divided by ``num_items``, which the mean needs alone."""
     if reduction == "none":
         return rows
     total = rows.sum()
     if reduction == "sum":
         return total
+    assert num_items is not None
     if isinstance(num_items, Tensor):
         num_items = num_items.to(total.device).reshape(())
     return total / num_items

@@ -192,11 +192,9 @@ def linear_generalized_jsd(
     student = as_autocast(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias)
     given = teacher_hidden_states.reshape(-1, teacher_hidden_states.shape[-1]), teacher_weight, teacher_bias
     teacher = as_autocast(*(each if each is None else each.detach() for each in given))
-    count: Tensor | int = max(student[0].shape[0], 1)
     counted = None if labels is None else labels.reshape(-1) != ignore_index
-    if counted is not None:
-        count = counted.sum().clamp(min=1)
-    num_items = count if num_items is None else num_items
+    if reduction == "batchmean" and num_items is None:
+        num_items = max(student[0].shape[0], 1) if counted is None else counted.sum().clamp(min=1)
     if is_transformed() or is_distributed(*student, *teacher):
         rows = in_torch.linear_divergence(*student, *teacher, divergence)
     else:

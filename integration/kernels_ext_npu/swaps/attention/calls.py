@@ -149,9 +149,9 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     """
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
-    # tokens can be given without their name, and what follows them could be positions
     split_sequences.refuse_recurrences(self)
     split_sequences.refuse_unshifted(self, kwargs.get("labels"), kwargs.get("shift_labels"))
+    # tokens can be given without their name, and what follows them could be positions
     token = _counts_itself.set(is_known and len(args) <= 1 and kwargs.get("position_ids") is None)
     try:
         return original(self, *args, **kwargs)

@@ -103,7 +103,6 @@ def refuse_part(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: nobody exchanges keys or heads around it; the message says what to choose.
     """
-    framework = _framework()
     if not getattr(module, "is_causal", True):
         return
     if name == "eager" and exchanges_keys():
@@ -112,6 +111,7 @@ def refuse_part(module: nn.Module, name: str) -> None:
             'each device would see its own part only: choose attn_implementation="sdpa", or train without context '
             "parallelism"
         )
+    framework = _framework()
     if framework is None:
         return
     function: Any = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)  # type: ignore[union-attr]
@@ -197,8 +197,10 @@ def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
     Raises:
         ValueError: there are more sinks than heads.
     """
+    if sinks is None or len(sinks) == query.shape[1]:
+        return
     framework = _framework()
-    if framework is not None and sinks is not None and len(sinks) != query.shape[1]:
+    if framework is not None:
         raise ValueError(
             f"{framework.name} splits {len(sinks)} heads between devices, and not their sinks: train this model "
             "without sequence parallelism"

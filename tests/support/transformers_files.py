@@ -36,15 +36,15 @@ def rotary_functions() -> dict[str, object]:
 
 def differing(classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
     """Return one of all classes that are written alike but for their names and annotations: all compute the same."""
-    return list({code(cls): cls for cls in reversed(list(classes))}.values())[::-1]
+    return list({code(cls): cls for cls in classes}.values())
 
 
 def code(of: type | Callable) -> str:
     """Return the code of a function, or of all methods of a class, with that of the functions that it calls by name."""
     bases = [base for base in getattr(of, "__mro__", ()) if not base.__module__.startswith(("torch", "builtins"))]
-    members = [value for base in bases for value in vars(base).values()]
-    functions = [f for f in members or [of] if isinstance(f, FunctionType)]
-    values = [repr(value) for value in members if isinstance(value, bool | int | float)]
+    members = [item for base in bases for item in vars(base).items() if item[0] not in ("__doc__", "__module__")]
+    functions = [value for _, value in members or [("", of)] if isinstance(value, FunctionType)]
+    values = [repr(item) for item in members if isinstance(item[1], bool | int | float | str | None)]
     called = {name: f.__globals__.get(name) for f in functions for name in f.__code__.co_names}
     helpers = [f for _, f in sorted(called.items()) if isinstance(f, FunctionType)]
     return "\n".join([*values, *map(_plain, [*functions, *helpers])])

@@ -1,7 +1,5 @@
 """What the cards of the kernels say of their functions: the examples run, and the tables name what is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Every public function has an example in its docstring, and the example gives what it says."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 

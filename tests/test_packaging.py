@@ -1,7 +1,5 @@
 """The distribution: what `pip install .` gives, and that its versions are the tested ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The README and the pages that it leads to: examples do what they say, and both languages say the same."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

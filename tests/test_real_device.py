@@ -4,8 +4,6 @@ The software device plays the card. It says that it is real, and counts nothing,
 counters and was not left out.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

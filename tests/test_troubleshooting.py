@@ -1,7 +1,5 @@
 """The page on errors: every message in it is one that somebody gives, and doctor names headings that are there."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

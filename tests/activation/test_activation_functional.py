@@ -1,7 +1,5 @@
 """The functions against float64, within and beyond the limits of their operators."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

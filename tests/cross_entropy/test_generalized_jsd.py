@@ -1,7 +1,5 @@
 """linear_generalized_jsd against its formula in float64, and what it promises beside its values."""
 
-from __future__ import annotations
-
 import math
 from importlib import import_module
 from types import ModuleType

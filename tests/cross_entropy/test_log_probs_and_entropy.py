@@ -1,7 +1,5 @@
 """linear_log_probs_and_entropy against its formula in float64: both values, and the gradients of both together."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

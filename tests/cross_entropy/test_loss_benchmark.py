@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./CrossEntropy` runs it, and agrees with transformers' lines."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("CrossEntropy", TOKENS=32, HIDDEN_SIZE=16, WORDS=200)

@@ -1,7 +1,5 @@
 """What the losses promise beside their values: sizes, waits, second derivatives, transforms, autocast, graphs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """cross_entropy and linear_cross_entropy against their formula in float64: values and all gradients, all options."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple

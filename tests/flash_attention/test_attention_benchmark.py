@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./FlashAttention` runs it, and agrees with transformers' lines."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("FlashAttention", LENGTH=64, CACHE=64, WINDOW=16, HEADS=4, KEY_HEADS=2)

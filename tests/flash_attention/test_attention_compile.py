@@ -1,7 +1,5 @@
 """Whole graphs under torch.compile, forward and backward, of the functions and of models."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

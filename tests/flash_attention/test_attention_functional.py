@@ -1,7 +1,5 @@
 """flash_attn_func and flash_attn_varlen_func against float64: values, gradients, launches, waits, memory, refusals."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """What the mask function describes, against the masks that transformers makes; and the attention that takes them."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole models with both functions registered, against eager attention in float32 on the CPU."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lengths that the host reads: together where they were made in one thread, and never those of another one."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier

@@ -1,7 +1,5 @@
 """Experts in grouped products on the software device: values and gradients against float64, token by token."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """gating_top_k against its formula in float64, with its gradient, and beyond what the operator takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

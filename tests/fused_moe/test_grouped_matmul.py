@@ -1,7 +1,5 @@
 """grouped_matmul and GmmFunction against a product for each group in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """HybridGmmFunction: values and gradients with weights that are parameters of their own, in any number."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

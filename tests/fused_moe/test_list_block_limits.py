@@ -1,7 +1,5 @@
 """Blocks with a list of experts: what is left to the original, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import copy
 import re
 from types import ModuleType

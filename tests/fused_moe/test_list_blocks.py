@@ -1,7 +1,5 @@
 """Blocks with a list of experts: the values and all gradients of the references, and how many launches they take."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./FusedMoE` runs it, and each workload agrees with its reference."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("FusedMoE", RANKS=4, TOKENS=64)

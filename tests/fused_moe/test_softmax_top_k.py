@@ -1,7 +1,5 @@
 """softmax_top_k against torch.softmax and torch.topk in float64, and the routers that call it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

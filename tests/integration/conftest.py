@@ -1,7 +1,5 @@
 """Tiny checkpoints on disk, and which layers run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where a release of CANN serves less than a later one, reports and commands say so, and name the later one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

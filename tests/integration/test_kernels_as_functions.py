@@ -1,7 +1,5 @@
 """`kernels_ext_npu.load`: the package of a kernel, from this package, without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

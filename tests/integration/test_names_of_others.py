@@ -1,7 +1,5 @@
 """What the integration patches, reads or calls of other libraries beside their public interface is as it was read."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pkgutil

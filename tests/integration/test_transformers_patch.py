@@ -1,7 +1,5 @@
 """integration/transformers.patch: transformers with the kernels, and without this package."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

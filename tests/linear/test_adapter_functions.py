@@ -1,7 +1,5 @@
 """Frozen linear layers with adapters of low rank against float64, in 16 bits, and with adapters of float32."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Two layers with adapters whose weights are neighbours, as one product, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Adapters that drop elements of their input, against float64 with the masks that torch draws for the same seed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Linear layers, alone and several of one input, against float64; and what their gradients launch."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

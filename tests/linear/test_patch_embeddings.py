@@ -1,7 +1,5 @@
 """Embeddings of patches against torch's convolutions in float64, with what they launch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

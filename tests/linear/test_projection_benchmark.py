@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./Linear` runs it, and agrees with the lines of others."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("Linear", PROJECTED_ROWS=64, INPUTS=32, SIZES=(32, 8, 8))

@@ -1,7 +1,5 @@
 """The causal convolutions against a sum of products in float64, and transformers' functions."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

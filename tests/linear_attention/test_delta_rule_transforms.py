@@ -1,7 +1,5 @@
 """The delta rules under torch.compile, torch.func, checkpointing, fake tensors, and second derivatives."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

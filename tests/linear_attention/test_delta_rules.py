@@ -1,7 +1,5 @@
 """The delta rules against a recurrence in float64, and against transformers' functions, which are not to be nearer."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Gates as models have them: here, and in the formula of torch_npu's own operator, which the card says is not used."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

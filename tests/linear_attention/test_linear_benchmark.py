@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./LinearAttention` runs it, and agrees with transformers' functions."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("LinearAttention", PREFILL=80, MIXER_HEADS=2, MIXER_SIZE=16, MIXED=8, DECODED=2, SCANNED=8)

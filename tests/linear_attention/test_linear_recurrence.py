@@ -1,7 +1,5 @@
 """The recurrence of every channel by itself, against one in float64, and the unit of RecurrentGemma around it."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequences packed into one row: each gives what it gives alone."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The selective scan against a recurrence in float64, and against transformers' function, which is not to be nearer."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from types import ModuleType

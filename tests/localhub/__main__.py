@@ -1,7 +1,5 @@
 """Serve a folder until it is interrupted: `HF_ENDPOINT=<the printed URL>` makes it the Hub of a client."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Make the application: all routes, how errors are answered, and who may ask."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import asdict

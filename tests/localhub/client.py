@@ -1,7 +1,5 @@
 """Call the real client in the process of a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

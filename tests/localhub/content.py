@@ -1,7 +1,5 @@
 """Serve files over HTTP: listing, uploading, committing and downloading them."""
 
-from __future__ import annotations
-
 import base64
 import fnmatch
 import hashlib

@@ -1,7 +1,5 @@
 """Let requests go wrong on demand, and log all of them."""
 
-from __future__ import annotations
-
 import asyncio
 import fnmatch
 import socket

@@ -1,7 +1,5 @@
 """Serve repositories, their references and their histories over HTTP."""
 
-from __future__ import annotations
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route

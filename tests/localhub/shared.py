@@ -1,7 +1,5 @@
 """Share what the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote

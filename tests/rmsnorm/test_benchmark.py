@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./RMSNorm` runs it, and agrees with transformers' forward."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("RMSNorm", TOKENS=64)

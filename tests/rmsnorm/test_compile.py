@@ -1,7 +1,5 @@
 """can_torch_compile and has_backward are true: whole graphs, forward and backward, and numerical gradients."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

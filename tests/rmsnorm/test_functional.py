@@ -1,7 +1,5 @@
 """rms_norm and add_rms_norm against float64: values, gradients, launches, limits."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a norm may have what the layers read: on the instance, on its class, or as a property; and its weight."""
 
-from __future__ import annotations
-
 from types import MethodType, ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """A sum and its norm in one launch: values, and where it is two."""
 
-from __future__ import annotations
-
 import types
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The norm with 1 + weight: one launch in inference, the sum of a norm's weight and its gradient elsewhere."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

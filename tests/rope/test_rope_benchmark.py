@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./RoPE` runs it, and agrees with transformers' function."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("RoPE", TOKENS=64)

@@ -1,7 +1,5 @@
 """Every rotary embedding of transformers that is served: the values of its own forward to the bit, fewer launches."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """rotary_mul and its companions against float64: values, gradients, launches, layouts, limits, errors."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 

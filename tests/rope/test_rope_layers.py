@@ -1,7 +1,5 @@
 """Every layer against the functions of transformers that it replaces: values, gradients, dtypes, launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType

@@ -1,7 +1,5 @@
 """q and k of one token a sequence: one launch, the values of two, and nothing that outlives the cos it was made of."""
 
-from __future__ import annotations
-
 import functools
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """q and k rotated together: what is kept with cos between layers is never out of date, and keeps nothing alive."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import ModuleType

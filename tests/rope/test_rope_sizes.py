@@ -1,7 +1,5 @@
 """At the sizes of real models, counted on fake tensors: one launch a tensor, and no copy of q or k."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

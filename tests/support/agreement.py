@@ -1,7 +1,5 @@
 """Compare whole models with the CPU: outputs, gradients and generated tokens."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 

@@ -1,7 +1,5 @@
 """Tiny models of every kind of attention, and how their inputs are padded and packed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

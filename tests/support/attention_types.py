@@ -1,7 +1,5 @@
 """Tiny models of every class of transformers that calls attention by name and can be made of small sizes alone."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run `kernels-ext-npu benchmark` with small configs, and read the rows of its reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from click.testing import Result

@@ -1,7 +1,5 @@
 """Install bundles while one step after the other fails, for processes of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

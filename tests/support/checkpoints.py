@@ -1,7 +1,5 @@
 """Make a checkpoint with a tokenizer, and data to train with; nothing of it is downloaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

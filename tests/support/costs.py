@@ -1,7 +1,5 @@
 """Count on fake tensors what a forward and backward of a model costs."""
 
-from __future__ import annotations
-
 import torch
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

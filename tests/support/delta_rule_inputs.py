@@ -1,7 +1,5 @@
 """Draws arguments of delta rules: gates, betas and keys as models have them, and at their limits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Functions of the kernels beside their formulas, for tests of what torch's autograd promises of any function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build machines that are not as they should be, of files: packages before the real ones, CANN, cards."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

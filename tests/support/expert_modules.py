@@ -1,7 +1,5 @@
 """Makes small experts of transformers and small blocks with a list of experts, and arguments for them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

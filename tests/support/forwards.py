@@ -1,7 +1,5 @@
 """Forwards of a kernelized model, each beside LLaMA-Factory's and transformers' own for the same module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import MethodType

@@ -4,8 +4,6 @@ On a card an operator is put into a queue, and what remains is Python, the dispa
 device the operator's formula runs in between: here the clock stands still while it does.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

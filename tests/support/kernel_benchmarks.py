@@ -1,7 +1,5 @@
 """Run the benchmark file of a kernel repository as `kernels benchmark ./Repository` runs it, with small sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Deep models without weights, and the steps of kernelizing one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Bind the kernel to small blocks with a list of experts, and compute their results."""
 
-from __future__ import annotations
-
 import copy
 from types import MethodType, ModuleType
 

@@ -6,8 +6,6 @@ mlp/npu_fused_moe.py. Each calls the same functions with the same arguments, pos
 order.
 """
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What the losses of CrossEntropy have to give: their formula, written out, in the dtype of the tensors."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional as F
 

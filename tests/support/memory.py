@@ -1,7 +1,5 @@
 """Read the memory of a training step from torch_npu's allocator, or the largest tensor that an operator gives."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -1,7 +1,5 @@
 """Make a small instance of a gated MLP of transformers, and arguments for it."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

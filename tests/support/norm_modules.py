@@ -1,7 +1,5 @@
 """Makes a small instance of a norm of transformers, arguments for it, and its exact result in float64."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run torch's operator database on two devices: samples, copies on the device, comparison."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

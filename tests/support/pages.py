@@ -1,7 +1,5 @@
 """Read the code blocks and headings of a page."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ the functions of the tests that these call. Where the package reads counters for
 is marked `software`. What compares values runs on both.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

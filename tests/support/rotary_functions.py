@@ -1,7 +1,5 @@
 """List the models of the zoo that call rotary functions, and run them."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """What rotary functions give, with gradients, also in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Make a small instance of a router class of transformers, call it, and compare what routers choose."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

@@ -1,7 +1,5 @@
 """Make a kernel repository of few files, in a clone of its own, and read what a Hub holds of it."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

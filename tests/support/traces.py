@@ -1,7 +1,5 @@
 """Snapshots of libraries: every global of their modules, every attribute of their classes, every entry of mappings."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

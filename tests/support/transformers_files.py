@@ -1,7 +1,5 @@
 """Lists classes and rotary functions of all modeling files of transformers whose requirements are installed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

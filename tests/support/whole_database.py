@@ -4,8 +4,6 @@ The sample runs every operator that the whole launches, and every twentieth test
 tests.support.whole_database`` runs the whole, some minutes, and writes both down if it agrees.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The benchmark file runs as `kernels benchmark ./SwiGLU` runs it, and agrees with transformers' lines."""
 
-from __future__ import annotations
-
 from tests.support.kernel_benchmarks import KernelBenchmark
 
 BENCHMARK = KernelBenchmark("SwiGLU", TOKENS=64)

@@ -1,7 +1,5 @@
 """swiglu, geglu and clipped_swiglu: values, gradients, launches, limits."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The layers as `kernels` binds them: one graph under torch.compile, forward and backward, packed or not."""
 
-from __future__ import annotations
-
 import copy
 from types import MethodType, ModuleType
 

@@ -5,8 +5,6 @@ runs them on the pinned release, where torch-npu has to be the one. The kernels 
 also those that the tree leaves out.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which variant of each repository `kernels` takes, and why none of the others."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Every function of the kernels, forward and backward, in every dtype, against float64: the list of the selftest."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

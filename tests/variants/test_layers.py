@@ -3,8 +3,6 @@
 That is the forward as transformers writes it, in float64 on the CPU, of modules with random weights.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -4,8 +4,6 @@ The software device refuses what the release refuses, so that a call on the wron
 counted, so that no release gets less than it takes. Values are those of the CPU.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -4,8 +4,6 @@ The software device refuses what the release refuses; what is launched is counte
 takes, and no newer one waits for what 8.2 waits for.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

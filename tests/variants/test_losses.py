@@ -1,7 +1,5 @@
 """Losses whose logits are scaled and capped: in float32 no cast is needed, and the caller's tensor stays as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 The device shows no gradient that the release does not have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole models on the device, loaded with kernels, against the same checkpoint on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`kernels-ext-npu benchmark`: what it compares, counts and refuses, with small configs in place of the models' own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

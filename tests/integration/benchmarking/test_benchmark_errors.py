@@ -1,7 +1,5 @@
 """What `kernels-ext-npu benchmark` says where it cannot measure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How `kernels-ext-npu benchmark` counts and compares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What `kernels-ext-npu benchmark` compares: models by name or by config, and LLaMA-Factory's kernels."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kernels-ext-npu benchmark --report`: refused without a card, and what it writes on a device that says it is one."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import platform

@@ -1,7 +1,5 @@
 """A class is given another forward, or a module another class, after the swap: that computes from the next call on."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

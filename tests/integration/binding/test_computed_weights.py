@@ -4,8 +4,6 @@ Whoever looks at a model, to swap, to report or to put back, must not: in traini
 state, such as the power iteration of a spectral norm.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

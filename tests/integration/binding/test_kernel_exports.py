@@ -1,7 +1,5 @@
 """What the integration may read of a loaded kernel: the parts that its package exports, by these names."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What somebody puts in the place of torch's own calls and forwards is called by a model with kernels, too."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

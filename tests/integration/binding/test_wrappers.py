@@ -1,7 +1,5 @@
 """Forwards that other libraries have wrapped: the kernel goes inside, the wrapper stays, and both can be undone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from types import MethodType

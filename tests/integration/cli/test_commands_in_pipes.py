@@ -1,7 +1,5 @@
 """What commands write where nobody looks at a terminal: no blanks at the ends of lines, any encoding, whole labels."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 What needs no network asks for none: tests/test_packaging.py runs bundle and selftest behind a proxy that is dead.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``kernels-ext-npu coverage`` counts, against transformers' source and against models that were kernelized."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """``kernels-ext-npu coverage`` as it is called: tables, JSON, and what it says of a model type that is none."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The demo's models in graphs: captured at their very first call, and generating."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

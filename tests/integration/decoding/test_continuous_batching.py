@@ -1,7 +1,5 @@
 """``generate_batch`` in graphs gives the tokens of ``generate`` on the CPU, and the host waits no more often."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``generate`` in graphs gives the tokens of ``generate`` without them, or says why it cannot."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

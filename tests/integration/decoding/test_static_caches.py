@@ -1,7 +1,5 @@
 """Static caches take one token in fewer launches, and hold what transformers' own hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

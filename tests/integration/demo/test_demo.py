@@ -1,7 +1,5 @@
 """``kernels-ext-npu demo``: what it shows, and that it cannot be fooled."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a bundle may be: the bytes that its content makes, and nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

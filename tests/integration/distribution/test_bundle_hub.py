@@ -1,7 +1,5 @@
 """Bundles of what is published, and a Hub that is not huggingface.co: real clients against a Hub on loopback."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an installed bundle changes in the Hub's cache, and that it is all of it or nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Kernels from a bundle, in fresh processes that reach no network: every way to load them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

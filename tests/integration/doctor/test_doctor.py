@@ -1,7 +1,5 @@
 """What doctor says of machines that work and of such that do not: what is wrong, what to do, and the exit code."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

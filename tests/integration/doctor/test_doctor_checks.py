@@ -1,7 +1,5 @@
 """Single checks of doctor, each with its own probe: quicker than whole examinations."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

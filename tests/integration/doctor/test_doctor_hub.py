@@ -1,7 +1,5 @@
 """What doctor says of the Hub, and that it tells no secret: real clients against a Hub on loopback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``kernels-ext-npu inspect`` as a stranger runs it."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

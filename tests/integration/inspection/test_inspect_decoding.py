@@ -1,7 +1,5 @@
 """``kernels-ext-npu inspect --decode`` counts of a token what happens on the software device."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``kernels-ext-npu inspect --tp N --ep N --fsdp N`` as a stranger runs it, and what its figures follow from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

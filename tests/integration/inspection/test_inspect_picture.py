@@ -1,7 +1,5 @@
 """The picture of `inspect --plot`: it says the result, lengths are in proportion, and no text runs into another."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """What ``kernels-ext-npu inspect`` counts on fake tensors is what happens on the software device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

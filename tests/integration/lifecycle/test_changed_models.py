@@ -1,7 +1,5 @@
 """What decided on a swap changes later: the kernel is taken out at the next look, and until then the report says so."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import MethodType

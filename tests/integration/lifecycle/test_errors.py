@@ -1,7 +1,5 @@
 """What a user meets on a machine that is not as it should be: a sentence that says what to do."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

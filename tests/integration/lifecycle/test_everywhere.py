@@ -1,7 +1,5 @@
 """register(everywhere=True): models that others load, and libraries that have put their own kernels in."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

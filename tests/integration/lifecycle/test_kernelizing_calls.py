@@ -3,8 +3,6 @@
 `make benchmark` measures how long they take on a machine, and asserts nothing.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

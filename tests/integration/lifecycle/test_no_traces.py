@@ -1,7 +1,5 @@
 """After restore() and unregister() transformers, kernels and the models are what they were: compared, not listed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """register, kernelize, restore, unregister: what they change, and that nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``register(kernels=...)``: some of the kernels, so that one can look for the one that makes a difference."""
 
-from __future__ import annotations
-
 import pytest
 from transformers.integrations import hub_kernels
 

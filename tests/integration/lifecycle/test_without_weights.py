@@ -1,7 +1,5 @@
 """A model on meta, before its weights are there: it takes the kernels for the NPU, and has them when it is loaded."""
 
-from __future__ import annotations
-
 import warnings
 
 import accelerate

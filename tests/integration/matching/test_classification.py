@@ -1,7 +1,5 @@
 """Which attention of transformers is not served: its forward decides, and not what somebody calls a class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Classes are matched by what they compute: same words in other names match, other words do not."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

@@ -1,7 +1,5 @@
 """Which rotary functions a kernel serves: what they do decides, and nothing else gets a kernel for the NPU."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Counted: what a model launches and moves, at the sizes of Qwen3-8B, two layers of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -3,8 +3,6 @@
 `make benchmark` measures how long that takes on a machine, and asserts nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

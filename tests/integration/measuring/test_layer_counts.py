@@ -1,7 +1,5 @@
 """How many operators a vision tower, an encoder and CLIP launch, with the kernels of their layers and without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 Two independent truths: the products that the software device computes inside of an operator, and the original model.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from itertools import product

@@ -1,7 +1,5 @@
 """Every activation of transformers that a kernel computes: the values and gradients of its own forward."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

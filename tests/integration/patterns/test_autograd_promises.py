@@ -3,8 +3,6 @@
 Derivatives are compared with those that torch computes of the formula in float64 on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

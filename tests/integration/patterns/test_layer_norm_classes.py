@@ -1,7 +1,5 @@
 """Every layer norm of transformers that is written out, and every norm of a sum: values and gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Every norm of transformers on the software device: the values and gradients of its own forward."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from pathlib import Path

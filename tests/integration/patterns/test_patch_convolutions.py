@@ -1,7 +1,5 @@
 """Convolutions that cut pictures into patches: swapped by what they are, in models of transformers and of others."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Every router of transformers that a kernel serves: the values, experts, dtypes and gradients of its own forward."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The report: every norm of a model, what serves it or why nothing does, read from the model as it is."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """``kernels-ext-npu selftest``: it finds faults, crashes and hangs, and its report names nobody."""
 
-from __future__ import annotations
-
 import getpass
 import io
 import json

@@ -1,7 +1,5 @@
 """Models with linear attention, with its kernels: what they give, what is reported of them, and what they cost."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from types import FunctionType

@@ -1,7 +1,5 @@
 """Steps of decoding with sums in one launch with their norms: which layers, what they give, and when they do not."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

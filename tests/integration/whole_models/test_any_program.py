@@ -7,8 +7,6 @@ failure names the acts, which are an entry of `FOUND` then. ``python -m softnpu 
 on after one.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

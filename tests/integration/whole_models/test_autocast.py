@@ -1,7 +1,5 @@
 """Autocast: modules give the dtypes that they give without kernels, and are no further from float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

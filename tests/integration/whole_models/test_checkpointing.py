@@ -3,8 +3,6 @@
 To the norm of all gradients, TOLERANCE of the whole models' tests: float32, sums in another order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Values and gradients are those of the CPU without kernels. Attention is transfor
 what torch_npu makes of SDPA reads them as numbers, so that every length has a graph, with kernels or without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

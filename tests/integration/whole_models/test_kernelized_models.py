@@ -1,7 +1,5 @@
 """Whole models with kernels: every architecture of the zoo still gives what the CPU gives without them."""
 
-from __future__ import annotations
-
 import pytest
 
 import kernels_ext_npu

@@ -1,7 +1,5 @@
 """Every public way to save and load does with kernels what it does without, and nobody notices it in the live model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ten steps of training of whole models with all kernels, beside the same steps of the original: losses and weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

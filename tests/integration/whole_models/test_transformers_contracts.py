@@ -4,8 +4,6 @@ The truth is the same model without kernels on the CPU, in eager attention: tran
 added to scores for boolean ones wherever torch_npu is. Where both sides have kernels, the promise itself is the truth.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

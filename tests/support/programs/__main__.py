@@ -4,8 +4,6 @@
 after every few; a failure is a line with its seed, and the shortest acts that still fail, an entry of `FOUND`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import tempfile

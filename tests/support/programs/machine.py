@@ -1,7 +1,5 @@
 """The machine of hypothesis that makes programs: one rule an act."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Set as AbstractSet
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A program while it runs: two sides, and the acts that they have lived through."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial

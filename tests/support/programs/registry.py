@@ -1,7 +1,5 @@
 """The acts of which programs are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Whether a report is true: what it calls swapped runs a kernel, which computes what the module's class does."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

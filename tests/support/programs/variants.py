@@ -1,7 +1,5 @@
 """The models that programs start with: one or two layers of each way in which kernels serve a model."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of one layer: with and without kernels, with weights to be saved and with others to be loaded over."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ways to save and load of accelerate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

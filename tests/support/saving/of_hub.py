@@ -1,7 +1,5 @@
 """Ways to save and load of huggingface_hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub

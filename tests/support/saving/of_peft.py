@@ -1,7 +1,5 @@
 """Ways to save and load of peft. The base model is the same on both sides; what differs is the adapter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft

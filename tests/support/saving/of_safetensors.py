@@ -1,7 +1,5 @@
 """Ways to save and load of safetensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors import safe_open

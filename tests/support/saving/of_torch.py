@@ -1,7 +1,5 @@
 """Ways to save and load of torch."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Ways to save and load of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find the public names under which what is installed saves and loads; name those left out, and why."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from typing import Any

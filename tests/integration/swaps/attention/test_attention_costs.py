@@ -1,7 +1,5 @@
 """Counted: what attention launches, moves and holds in whole models, at the sizes of published ones."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

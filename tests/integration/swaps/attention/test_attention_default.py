@@ -1,7 +1,5 @@
 """Models on the NPU that name no attention implementation: ours computes, and no config says so."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models whose files go another way for a flash attention, or have modules that compute attention by themselves."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

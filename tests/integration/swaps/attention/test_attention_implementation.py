@@ -1,7 +1,5 @@
 """``npu_flash_attention``: who gets it, by which names, what it computes, and how it ends."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every class that calls attention by name: ours on the NPU against eager attention in float32 on the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

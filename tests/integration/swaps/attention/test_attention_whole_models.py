@@ -1,7 +1,5 @@
 """Models that want parts of their own, and cannot be made of small sizes alone: ours against eager in float32."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Every experts class of transformers on the software device: values and gradients of its own eager forward."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """``npu_grouped_mm``: who takes it, who keeps what he asked for, and how it ends."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts of transformers without an experts interface: the values and gradients of their own forwards."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

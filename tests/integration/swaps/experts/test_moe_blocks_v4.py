@@ -1,7 +1,5 @@
 """Mixtures of experts with a list of experts in a model: found, swapped, packed, reported, and given back."""
 
-from __future__ import annotations
-
 import copy
 
 import accelerate

@@ -1,7 +1,5 @@
 """Counted: what mixtures of experts launch, move and hold, against transformers and against LLaMA-Factory's scheme."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MethodType
 

@@ -1,7 +1,5 @@
 """Rotary functions of transformers in whole models: what is swapped, what it computes, and that it can be undone."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

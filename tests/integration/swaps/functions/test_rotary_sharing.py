@@ -1,7 +1,5 @@
 """A rotary function is one object for the process: other models, copies, restore and unregister."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

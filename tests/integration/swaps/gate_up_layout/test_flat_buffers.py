@@ -1,7 +1,5 @@
 """Gate and up in one storage while parameters become views of a flat buffer, as ZeRO has them: right in any order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

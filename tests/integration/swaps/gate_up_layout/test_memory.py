@@ -1,7 +1,5 @@
 """The memory that a packed MLP takes in training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The gradients of gate and up come from one product and share its storage; a hook gives each one of its own."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

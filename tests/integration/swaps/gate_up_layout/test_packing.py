@@ -1,7 +1,5 @@
 """Gate and up side by side: nobody notices, and where it cannot be the results are right all the same."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """peft's layers with adapters: served as one node, alone and with others of one input, and left to peft otherwise."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

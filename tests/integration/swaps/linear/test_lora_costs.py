@@ -1,7 +1,5 @@
 """Counted: a training step with adapters of a whole model at its real sizes, with all kernels but that of the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import pytest

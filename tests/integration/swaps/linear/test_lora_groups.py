@@ -1,7 +1,5 @@
 """Layers with adapters that a module calls with one input: one node while its forward runs, alone everywhere else."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

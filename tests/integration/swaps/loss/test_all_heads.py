@@ -1,7 +1,5 @@
 """Every causal language model of transformers that can be built small: its loss and all gradients, tied and untied."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

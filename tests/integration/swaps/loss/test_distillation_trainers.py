@@ -1,7 +1,5 @@
 """Steps of TRL's trainers for distillation with the divergence of the recipe, beside the same steps without."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Counted: what a training step moves and holds when the head and the loss are computed together."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

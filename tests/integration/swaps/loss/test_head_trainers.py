@@ -1,7 +1,5 @@
 """Ten steps of a real Trainer with heads that defer their logits, beside the same steps without."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads that defer their logits: losses and gradients of whole models, and logits for everybody who looks at them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Outputs that somebody holds: their logits are what the forward computed, whatever happens to the model afterwards."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Acts on activations that are modules of their own."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

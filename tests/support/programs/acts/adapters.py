@@ -1,7 +1,5 @@
 """Acts of adapters: LoRA by peft, one or two, on, off, merged and taken away."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -4,8 +4,6 @@ The implementation of ours can be named while its repository is registered. The 
 of them compute the same.
 """
 
-from __future__ import annotations
-
 import copy
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Acts that move a model: to other devices, dtypes and memory formats."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Acts in which something goes wrong in the middle, and the user goes on."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Acts of frameworks: averages of weights, steps by weights that are perturbed, models around models, and wrappers."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

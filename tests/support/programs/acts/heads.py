@@ -1,7 +1,5 @@
 """Acts on the head and the loss: what they are, which labels a call is given, and when somebody looks at logits."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Acts that hook: modules, parameters, state dicts, and all modules of the process."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Acts of kernels: registered, swapped in and out, in parts too. For the twin they are nothing."""
 
-from __future__ import annotations
-
 from random import Random
 
 import kernels

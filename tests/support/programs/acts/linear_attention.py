@@ -1,7 +1,5 @@
 """Acts on linear attention: its functions, its convolution, and what a cache carries on."""
 
-from __future__ import annotations
-
 import sys
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Acts on the mode of a model, and calls in one."""
 
-from __future__ import annotations
-
 from random import Random
 
 import torch

@@ -1,7 +1,5 @@
 """Acts on modules: their members, what they are, copies of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Acts on outputs that the user keeps: whatever has happened since, they are what the forward computed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from contextlib import nullcontext

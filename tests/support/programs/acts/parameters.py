@@ -1,7 +1,5 @@
 """Acts on parameters: replaced, moved, changed, frozen."""
 
-from __future__ import annotations
-
 from random import Random
 
 import torch

@@ -1,7 +1,5 @@
 """Acts that compute a weight from others: weight norm, spectral norm, pruning."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Acts that save a model and go on with what was loaded: whole, as a state dict, by each library."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Acts on the models inside a model, such as one of pictures and one of text."""
 
-from __future__ import annotations
-
 import copy
 from random import Random
 from typing import Any

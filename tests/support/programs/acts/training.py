@@ -1,7 +1,5 @@
 """Acts of training: steps of optimizers, with gradients that were made in one way or another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from random import Random

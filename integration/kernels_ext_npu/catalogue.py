@@ -15,15 +15,12 @@ class Kind:
     Attributes:
         name: what the classes and functions of transformers are counted as.
         layers: the layers that serve it, each with an entry in transformers' mapping; none where it is called by name.
-        in_models: what the modules and calls of a model are counted as, where that is another word.
+        in_models: what the modules and calls of a model are counted as.
     """
 
     name: str
     layers: tuple[str, ...]
-    in_models: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "in_models", self.in_models or self.name)
+    in_models: str
 
 
 @dataclass(frozen=True)
@@ -41,147 +38,71 @@ class Repository:
     kinds: tuple[Kind, ...]
 
 
-NORMS = Kind(
-    "norms",
-    (
-        "MambaRMSNormGated",
-        "RMSNorm",
-        "RMSNormCastLast",
-        "RMSNormGated",
-        "RMSNormWeightless",
-        "RMSNormZeroCentered",
-        "T5LayerNorm",
-    ),
+def _kind(name: str, layers: str = "", in_models: str = "") -> Kind:
+    return Kind(name, tuple(layers.split()), in_models or name)
+
+
+NORMS = _kind(
+    "norms", "MambaRMSNormGated RMSNorm RMSNormCastLast RMSNormGated RMSNormWeightless RMSNormZeroCentered T5LayerNorm"
 )
-LAYER_NORMS = Kind("layer norms", ("AddLayerNorm", "LayerNorm", "LayerNormFloat32"))
-MLPS = Kind(
+LAYER_NORMS = _kind("layer norms", "AddLayerNorm LayerNorm LayerNormFloat32")
+MLPS = _kind(
     "gated MLPs",
-    (
-        "ClampedSwiGLUMLP",
-        "DropoutMLP",
-        "DroppedMLP",
-        "ExactGeGLUMLP",
-        "FusedAdaptedMLP",
-        "FusedDropoutMLP",
-        "FusedExactGeGLUMLP",
-        "FusedGeGLUMLP",
-        "FusedMLPByLayer",
-        "FusedSwiGLUMLP",
-        "GeGLUMLP",
-        "GloballyScaledMLP",
-        "NormedMLP",
-        "ScaledSwiGLUMLP",
-        "SwiGLUMLP",
-    ),
+    """
+    ClampedSwiGLUMLP DropoutMLP DroppedMLP ExactGeGLUMLP FusedAdaptedMLP FusedDropoutMLP FusedExactGeGLUMLP
+    FusedGeGLUMLP FusedMLPByLayer FusedSwiGLUMLP GeGLUMLP GloballyScaledMLP NormedMLP ScaledSwiGLUMLP SwiGLUMLP
+    """,
 )
-ROTARY = Kind(
+ROTARY = _kind(
     "rotary functions",
-    (
-        "MultimodalRotaryPosEmb",
-        "RotaryEmbComplex",
-        "RotaryEmbComplexBySequence",
-        "RotaryPosEmb",
-        "RotaryPosEmbCastBack",
-        "RotaryPosEmbDeinterleaved",
-        "RotaryPosEmbDeinterleavedOptionalKey",
-        "RotaryPosEmbEveryTwo",
-        "RotaryPosEmbFloat32",
-        "RotaryPosEmbHalfWidth",
-        "RotaryPosEmbInterleaved",
-        "RotaryPosEmbInterleavedFloat32",
-        "RotaryPosEmbInterleavedHalfWidth",
-        "RotaryPosEmbInterleavedPartial",
-        "RotaryPosEmbInterleavedRepeated",
-        "RotaryPosEmbInterleavedRepeatedFloat32",
-        "RotaryPosEmbInterleavedRepeatedPartial",
-        "RotaryPosEmbInterleavedTail",
-        "RotaryPosEmbLastQueries",
-        "RotaryPosEmbPairwise",
-        "RotaryPosEmbPartial",
-        "RotaryPosEmbPartialOptionalKey",
-        "RotaryPosEmbPartialPositions",
-        "RotaryPosEmbPatches",
-        "RotaryPosEmbReversed",
-        "RotaryPosEmbSingle",
-        "RotaryPosEmbTablesInFloat32",
-        "VisionRotaryEmbComplex",
-        "VisionRotaryPosEmb",
-        "VisionRotaryPosEmbPartial",
-    ),
+    """
+    MultimodalRotaryPosEmb RotaryEmbComplex RotaryEmbComplexBySequence RotaryPosEmb RotaryPosEmbCastBack
+    RotaryPosEmbDeinterleaved RotaryPosEmbDeinterleavedOptionalKey RotaryPosEmbEveryTwo RotaryPosEmbFloat32
+    RotaryPosEmbHalfWidth RotaryPosEmbInterleaved RotaryPosEmbInterleavedFloat32 RotaryPosEmbInterleavedHalfWidth
+    RotaryPosEmbInterleavedPartial RotaryPosEmbInterleavedRepeated RotaryPosEmbInterleavedRepeatedFloat32
+    RotaryPosEmbInterleavedRepeatedPartial RotaryPosEmbInterleavedTail RotaryPosEmbLastQueries RotaryPosEmbPairwise
+    RotaryPosEmbPartial RotaryPosEmbPartialOptionalKey RotaryPosEmbPartialPositions RotaryPosEmbPatches
+    RotaryPosEmbReversed RotaryPosEmbSingle RotaryPosEmbTablesInFloat32 VisionRotaryEmbComplex VisionRotaryPosEmb
+    VisionRotaryPosEmbPartial
+    """,
     in_models="rotary calls",
 )
-TABLES = Kind(
+TABLES = _kind(
     "rotary tables",
-    (
-        "RotaryEmbedding",
-        "RotaryEmbeddingByType",
-        "RotaryEmbeddingByTypeFloat32",
-        "RotaryEmbeddingComposed",
-        "RotaryEmbeddingComposedBySections",
-        "RotaryEmbeddingComposedByType",
-        "RotaryEmbeddingComposedFloat32",
-        "RotaryEmbeddingFloat32",
-        "RotaryEmbeddingHalfWidth",
-        "RotaryEmbeddingHalfWidthByType",
-        "RotaryEmbeddingInterleaved",
-        "RotaryEmbeddingLearned",
-        "RotaryEmbeddingOfAnyType",
-        "RotaryEmbeddingOfPatches",
-        "RotaryEmbeddingOfPatchesFloat32",
-        "RotaryEmbeddingOfRowsByType",
-    ),
+    """
+    RotaryEmbedding RotaryEmbeddingByType RotaryEmbeddingByTypeFloat32 RotaryEmbeddingComposed
+    RotaryEmbeddingComposedBySections RotaryEmbeddingComposedByType RotaryEmbeddingComposedFloat32
+    RotaryEmbeddingFloat32 RotaryEmbeddingHalfWidth RotaryEmbeddingHalfWidthByType RotaryEmbeddingInterleaved
+    RotaryEmbeddingLearned RotaryEmbeddingOfAnyType RotaryEmbeddingOfPatches RotaryEmbeddingOfPatchesFloat32
+    RotaryEmbeddingOfRowsByType
+    """,
 )
-EXPERTS = Kind(
-    "experts",
-    ("ClampedExperts", "FlatExperts", "GatedMoEBlock", "MoEExperts", "ScaledTokensMoEBlock", "SparseMoEBlock"),
-)
-ROUTERS = Kind(
+EXPERTS = _kind("experts", "ClampedExperts FlatExperts GatedMoEBlock MoEExperts ScaledTokensMoEBlock SparseMoEBlock")
+ROUTERS = _kind(
     "routers",
-    (
-        "BiasedSoftmaxTopKRouter",
-        "CorrectedSoftmaxTopKRouter",
-        "GroupedSoftmaxTopKRouter",
-        "GroupedSoftmaxTopKRouterNarrow",
-        "GroupedSoftmaxTopKRouterNormalised",
-        "SigmoidScatterRouter",
-        "SigmoidTopKRouter",
-        "SigmoidTopKRouterGivenBias",
-        "SigmoidTopKRouterLinear",
-        "SigmoidTopKRouterMultiplied",
-        "SigmoidTopKRouterNarrow",
-        "SigmoidTopKRouterNarrowGivenBias",
-        "SigmoidTopKRouterSoftcapped",
-        "SigmoidTopKRouterUnbiased",
-        "SigmoidTopKRouterUngrouped",
-        "SoftmaxTopKRouter",
-        "SoftmaxTopKRouterFloat32",
-        "SoftmaxTopKRouterLinear",
-        "SoftmaxTopKRouterUnnormalised",
-        "TopKRouter",
-        "TopKSoftmaxRouter",
-    ),
+    """
+    BiasedSoftmaxTopKRouter CorrectedSoftmaxTopKRouter GroupedSoftmaxTopKRouter GroupedSoftmaxTopKRouterNarrow
+    GroupedSoftmaxTopKRouterNormalised SigmoidScatterRouter SigmoidTopKRouter SigmoidTopKRouterGivenBias
+    SigmoidTopKRouterLinear SigmoidTopKRouterMultiplied SigmoidTopKRouterNarrow SigmoidTopKRouterNarrowGivenBias
+    SigmoidTopKRouterSoftcapped SigmoidTopKRouterUnbiased SigmoidTopKRouterUngrouped SoftmaxTopKRouter
+    SoftmaxTopKRouterFloat32 SoftmaxTopKRouterLinear SoftmaxTopKRouterUnnormalised TopKRouter TopKSoftmaxRouter
+    """,
 )
-ACTIVATIONS = Kind("activations", ("FastGELU", "NewGELU", "QuickGELU"))
-PATCHES = Kind("patch embeddings", ("PatchEmbedding",))
-LINEAR_ATTENTION = Kind(
+ACTIVATIONS = _kind("activations", "FastGELU NewGELU QuickGELU")
+PATCHES = _kind("patch embeddings", "PatchEmbedding")
+LINEAR_ATTENTION = _kind(
     "linear attention functions",
-    (
-        "CausalConv1d",
-        "CausalConv1dBeforeScan",
-        "CausalConv1dUpdate",
-        "ChunkGatedDeltaRule",
-        "ChunkKDA",
-        "FusedRecurrentGatedDeltaRule",
-        "FusedRecurrentKDA",
-        "SelectiveScan",
-    ),
+    """
+    CausalConv1d CausalConv1dBeforeScan CausalConv1dUpdate ChunkGatedDeltaRule ChunkKDA FusedRecurrentGatedDeltaRule
+    FusedRecurrentKDA SelectiveScan
+    """,
     in_models="linear attention calls",
 )
-RECURRENCES = Kind("gated recurrences", ("RGLRU",))
-ATTENTION = Kind("attention", ())
+RECURRENCES = _kind("gated recurrences", "RGLRU")
+ATTENTION = _kind("attention")
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
-HEADS = Kind("heads", ())  # no layer: what a head returns computes the loss
-PROJECTIONS = Kind("projections", ())  # no layer: torch's own class is found by what it is
+HEADS = _kind("heads")  # no layer: what a head returns computes the loss
+PROJECTIONS = _kind("projections")  # no layer: torch's own class is found by what it is
 
 CATALOGUE = (
     Repository("RMSNorm", "rmsnorm", (NORMS, LAYER_NORMS)),

@@ -1,8 +1,8 @@
 """Sums that a layer norms next, in one launch with the norm, where one token is decoded.
 
 A step of decoding costs the host its launches: two thirds of those that only add belong to a norm behind them. The
-forward of a class of layers is written anew for them (matching/residual_norm_scan.py), and computes where a layer of a
-swapped model decodes one token a sequence without gradients; everywhere else the forward is what it was. Each layer
+forward of such layers is written anew (matching/residual_norm_scan.py), and computes where a layer of a swapped model
+decodes one token a sequence without gradients; everywhere else that of its class does. Each layer
 also norms its own result for the layer behind it, which takes that from the tensor if it is handed the same one.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding import loaded_kernels, registration, step_aside
-from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of
-from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.binding import registration, step_aside
+from kernels_ext_npu.binding.forward_binding import layer_of, package_of
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, put, take_out
 from kernels_ext_npu.matching.residual_norm_scan import Sums, sums_of
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
@@ -29,9 +29,7 @@ REPOSITORY = "RMSNorm"
 # the layers of the kernel that one launch gives together with a sum
 _LAYERS = ("RMSNorm", "RMSNormCastLast")
 _NORMED = "_kernels_ext_npu_normed"
-
-# by the forwards that stand in their places now
-_originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_OWNER = "add_norm_fusion"
 
 
 @dataclass(eq=False)
@@ -55,15 +53,15 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     if REPOSITORY not in active.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        forward = _below_checkpointing(getattr(cls, "forward", None))
-        sums = sums_of(_originals.get(forward, forward)) if isinstance(forward, FunctionType) else None
+        sums = sums_of(_below_checkpointing(cls.forward))
         for module in modules:
             place = None if sums is None else _place(module, sums)
             if place is None:
-                active.sums.pop(module, None)
+                _leave(module)
                 continue
             active.sums[module] = place
-            _exchange(active, cls)
+            if "forward" not in vars(module):
+                put(module, _forward_of(cls.forward, place.sums), _OWNER)  # type: ignore[arg-type]
     for layers in (m for cls, found in swapping.by_class.items() if issubclass(cls, nn.ModuleList) for m in found):
         for before, behind in zip(layers, list(layers)[1:]):  # type: ignore[call-overload]
             if before in active.sums and behind in active.sums:
@@ -72,9 +70,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 def revert(model: nn.Module) -> None:
     """Let the layers of a model add and norm as they did."""
-    if registration.current is not None:
-        for module in model.modules():
-            registration.current.sums.pop(module, None)
+    for module in model.modules():
+        _leave(module)
 
 
 def remark(model: nn.Module) -> str | None:
@@ -94,53 +91,41 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
         setattr(x, _NORMED, (_first_norm(place.behind()), *kept[1:]))  # type: ignore[arg-type]
 
 
+def _leave(module: nn.Module) -> None:
+    if registration.current is not None:
+        registration.current.sums.pop(module, None)
+    take_out(module, _OWNER)
+
+
 def _place(module: nn.Module, sums: Sums) -> Place | None:
-    for name in sums.norms:
-        norm = module._modules.get(name)
-        if norm is not None and layer_of(norm) in _LAYERS:
-            return Place(loaded_kernels.package(kernel_forward(norm)), sums)  # type: ignore[arg-type]
-    return None
+    norms = [norm for name in sums.norms if (norm := module._modules.get(name)) is not None]
+    return next((Place(package_of(norm), sums) for norm in norms if layer_of(norm) in _LAYERS), None)
 
 
-def _exchange(active: Registration, cls: type) -> None:
-    """Let the forward of a class choose, call by call; the class that defines it has it for all that inherit it."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    outermost: Any = vars(owner)["forward"]
-    original: Any = _below_checkpointing(outermost)
-    sums = None if original in _originals else sums_of(original)
-    if sums is None:
-        return
+@functools.cache
+def _forward_of(original: FunctionType, sums: Sums) -> FunctionType:
+    """Return the forward of layers that choose, call by call, where their class has another one."""
     together = sums.make(_normed, _add_norm, _added)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _decodes_one_token(self, args, kwargs):
-            return original(self, *args, **kwargs)
+            return type(self).forward(self, *args, **kwargs)
         return together(self, *args, **kwargs)
 
-    _originals[forward] = original
-    active.patches.attribute(owner, "forward", forward if original is outermost else _checkpointed(forward))
-
-
-def _checkpointed(forward: Any) -> Any:
-    """Return a forward as a class of layers with checkpointing has it: from transformers 5.23 on these wrap theirs.
-
-    Nothing may lie over what they made: only then do they checkpoint.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer  # register() need not wait for it
-
-    return vars(type("Layer", (GradientCheckpointingLayer,), {"forward": forward}))["forward"]
+    setattr(forward, MATCHED, original)
+    return forward  # type: ignore[return-value]
 
 
 def _below_checkpointing(forward: Any) -> Any:
-    """Return the forward that was written, below what checkpointing has put over it."""
-    while getattr(forward, "__code__", None) is _checkpointing():
-        forward = forward.__wrapped__
+    """Return the forward that was written: from transformers 5.23 on layers have checkpointing over theirs."""
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+        forward = getattr(forward, "__wrapped__", None)
     return forward
 
 
 def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a layer with a place is given ``[B, 1, H]``."""
+    """Tell whether a layer with a place, of the class that it had, is given ``[B, 1, H]``."""
     given = args[0] if args else kwargs.get("hidden_states")
     return (
         isinstance(given, Tensor)
@@ -148,6 +133,7 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
         and given.shape[1] == 1
         and registration.current is not None
         and layer in registration.current.sums
+        and not step_aside.steps_aside(layer)
     )
 
 
@@ -201,21 +187,14 @@ def _is_called_alone(layer: nn.Module) -> bool:
 
     Inspection counts one layer of a kind, with a hook, and lets the others hand on what they are given, by a partial.
     """
-    own = getattr(vars(layer).get("forward"), "func", None)
+    is_handed_on = _is_ours(getattr(vars(layer).get("forward"), "func", None))
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
     watches = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))
-    below = _below_checkpointing(type(layer).forward)
-    return ("forward" not in vars(layer) or _is_ours(own)) and below in _originals and not watches
+    return (is_handed_on or (owner_of(layer) == _OWNER and not step_aside.steps_aside(layer))) and not watches
 
 
 def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
-
-
-@functools.cache
-def _checkpointing() -> Any:
-    """Return the code that checkpointing shows on what it wraps; on this, where it wraps nothing."""
-    return _checkpointed(_checkpointing.__wrapped__).__code__
 
 
 def _place_of(layer: nn.Module) -> Place:

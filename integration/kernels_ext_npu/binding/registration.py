@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.binding.patches import Patches
@@ -33,7 +33,6 @@ class Registration:
         functions: the modules that `kernels` made of functions, by function.
         packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
         waiting: the models that were not called on the NPU yet.
-        sums: the layers of swapped models that add and norm in one launch, and what add_norm_fusion.py knows of each.
     """
 
     source: str | Path
@@ -46,7 +45,6 @@ class Registration:
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
     packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
 
     def package(self, repository: str) -> ModuleType:
         """Return the package of a kernel repository, which is loaded when it is first asked for."""

@@ -31,6 +31,8 @@ _LAYERS = ("RMSNorm", "RMSNormCastLast")
 _NORMED = "_kernels_ext_npu_normed"
 _OWNER = "add_norm_fusion"
 
+_places: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()  # of layers of swapped models
+
 
 @dataclass(eq=False)
 class Place:
@@ -49,8 +51,7 @@ class Place:
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the layers of a swapped model add and norm in one launch."""
-    active = swapping.registration
-    if REPOSITORY not in active.kernels:
+    if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
         sums = sums_of(_below_checkpointing(cls.forward))
@@ -59,13 +60,13 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             if place is None:
                 _leave(module)
                 continue
-            active.sums[module] = place
+            _places[module] = place
             if "forward" not in vars(module):
                 put(module, _forward_of(cls.forward, place.sums), _OWNER)  # type: ignore[arg-type]
     for layers in (m for cls, found in swapping.by_class.items() if issubclass(cls, nn.ModuleList) for m in found):
         for before, behind in zip(layers, list(layers)[1:]):  # type: ignore[call-overload]
-            if before in active.sums and behind in active.sums:
-                active.sums[before].behind = weakref.ref(behind)
+            if before in _places and behind in _places:
+                _places[before].behind = weakref.ref(behind)
 
 
 def revert(model: nn.Module) -> None:
@@ -76,24 +77,22 @@ def revert(model: nn.Module) -> None:
 
 def remark(model: nn.Module) -> str | None:
     """Say for how many layers of a model sums are computed with their norms; None if for none."""
-    if registration.current is None:
+    if not registration.is_active():
         return None
-    counted = Counter(type(m).__name__ for m in model.modules() if m in registration.current.sums)
+    counted = Counter(type(m).__name__ for m in model.modules() if m in _places)
     found = ", ".join(f"{count} × {name}" for name, count in counted.items())
     return f"fused add and norm during decoding: {found}" if found else None
 
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
     """Let what was normed for a layer be for the one behind it: the layer is not computed."""
-    kept = x.__dict__.get(_NORMED)
-    place = None if registration.current is None else registration.current.sums.get(layer)
+    kept, place = x.__dict__.get(_NORMED), _places.get(layer)
     if kept is not None and place is not None and place.behind is not None:
         setattr(x, _NORMED, (_first_norm(place.behind()), *kept[1:]))  # type: ignore[arg-type]
 
 
 def _leave(module: nn.Module) -> None:
-    if registration.current is not None:
-        registration.current.sums.pop(module, None)
+    _places.pop(module, None)
     take_out(module, _OWNER)
 
 
@@ -131,8 +130,8 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
         isinstance(given, Tensor)
         and given.dim() == 3
         and given.shape[1] == 1
-        and registration.current is not None
-        and layer in registration.current.sums
+        and layer in _places
+        and registration.uses(REPOSITORY)
         and not step_aside.steps_aside(layer)
     )
 
@@ -142,7 +141,7 @@ def _add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) ->
     if step_aside.steps_aside(norm):
         total = residual + x
         return norm(total), total
-    return _place_of(layer).kernel.add_then_norm(norm, x, residual)
+    return _places[layer].kernel.add_then_norm(norm, x, residual)
 
 
 def _added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ def _added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
     Nobody may get the sum in between: what is written through ``.data`` is seen by no version. Nor is anything where
     torch tells of none.
     """
-    place = _place_of(layer)
+    place = _places[layer]
     behind = None if place.behind is None else place.behind()
     norm = None if behind is None or not _is_called_alone(layer) else _first_norm(behind)
     if (
@@ -175,8 +174,7 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _first_norm(layer: nn.Module) -> nn.Module | None:
-    assert registration.current is not None
-    place = registration.current.sums.get(layer)
+    place = _places.get(layer)
     if place is None or place.sums.first is None or not _is_called_alone(layer):
         return None
     return layer._modules.get(place.sums.first)
@@ -195,8 +193,3 @@ def _is_called_alone(layer: nn.Module) -> bool:
 
 def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
-
-
-def _place_of(layer: nn.Module) -> Place:
-    assert registration.current is not None
-    return registration.current.sums[layer]

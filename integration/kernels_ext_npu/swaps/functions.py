@@ -53,7 +53,6 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             elif registration.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
                 _mark(active, use, reference.layer)
                 served[use.function] = None
-    kernel_mapping.sync_to_kernels()
     for function in served:
         kernel_marks.take(function, swapping.mode)
 

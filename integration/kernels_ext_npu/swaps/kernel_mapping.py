@@ -1,11 +1,13 @@
 """The tables from which kernels are taken: transformers' own, and what `kernels` was given of it.
 
-What stands in transformers' table wins over every later registration. It reaches `kernels` when a model is kernelized.
+What stands in transformers' table wins over every later registration: it is given again when a model is kernelized.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import kernels
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.binding.registration import Registration
@@ -33,18 +35,12 @@ def move_mark(registration: Registration, marked: str, layer: str) -> None:
     devices = table.get(marked, {}) | table[layer]
     if devices != table[layer]:
         _set(registration, {layer: devices})
+        kernels.register_kernel_mapping({layer: devices})
 
 
 def leave_npu_out(registration: Registration, marked: str, name: str) -> None:
     """Enter another name for a mark, under which all devices but the NPU have the kernels that they have for it."""
     _set(registration, {name: _without_npu(_table(), marked)})
-
-
-def sync_to_kernels() -> None:
-    """Give `kernels` what stands in the table."""
-    from transformers.integrations import hub_kernels
-
-    hub_kernels.register_kernel_mapping_transformers()
 
 
 def _table() -> Table:

@@ -52,15 +52,6 @@ class Registration:
             self.packages[repository] = sources.load_package(self.source, repository)
         return self.packages[repository]
 
-    def try_package(self, repository: str) -> ModuleType | None:
-        """Return the package of a kernel repository; None if it cannot be loaded.
-
-        While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
-        """
-        with suppress(Exception):
-            return self.package(repository)
-        return None
-
 
 current: Registration | None = None
 # the modules of parts of a model that restore() was called for: they stay as they are while the rest is looked at again
@@ -74,8 +65,13 @@ def package(repository: str) -> ModuleType:
 
 
 def try_package(repository: str) -> ModuleType | None:
-    """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded."""
-    return None if current is None else current.try_package(repository)
+    """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded.
+
+    While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
+    """
+    with suppress(Exception):
+        return package(repository)
+    return None
 
 
 def loaded_package(repository: str) -> ModuleType | None:

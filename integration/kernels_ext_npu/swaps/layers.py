@@ -29,7 +29,7 @@ from kernels_ext_npu.catalogue import (
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.swaps import functions, gate_up_layout, kernel_marks, refusals
+from kernels_ext_npu.swaps import gate_up_layout, kernel_marks, refusals
 from kernels_ext_npu.swaps.experts import serving as experts
 from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
@@ -48,8 +48,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
             forward_binding.take_out(module)
     kernel_marks.mark(swapping)
-    with functions.shared(model, swapping):
-        swapping.take(swapping.mode)
+    swapping.take(swapping.mode)
     for module, layer in layers.items():
         if layer not in (None, kernel_marks.marked(type(module))):
             kernel_marks.take_as(module, layer, swapping.mode)  # type: ignore[arg-type]

@@ -141,17 +141,13 @@ def decorates_own(module: nn.Module) -> bool:
 
 def layer_of(module: nn.Module) -> str | None:
     """Return the layer of ours that computes a module, also below wrappers; None if none does."""
-    forward = vars(module).get("forward")
-    if forward is None:
-        return None
-    owner = getattr(getattr(forward, "__func__", None), OWNER, None)
-    return layer_name(own_forward(module)) if owner is None else owner if owner in LAYERS else None
+    owner = getattr(own_forward(module), OWNER, None) if "forward" in vars(module) else None
+    return owner if owner in LAYERS else None
 
 
 def with_layers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
     """Return those of some modules that layers of ours compute, each with its layer, and the package of its kernel."""
-    swapped = [module for module in modules if "forward" in vars(module)]
-    placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
+    placed = [(module, layer) for module in modules if (layer := layer_of(module)) is not None]
     return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
 
 
@@ -171,42 +167,26 @@ def install() -> None:
     """
     from kernels.layer import layer
 
-    original: Any = layer._replace_forward  # what everything that swaps kernels ends in
     unpickle: Any = nn.Module.__setstate__
 
-    @functools.wraps(original)
+    @functools.wraps(layer._replace_forward)  # what everything that swaps kernels ends in
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
-        bound = getattr(vars(module).get("forward"), "__func__", None)
-        if (
-            getattr(bound, "__wrapped__", None) is layer.forward
-            and getattr(bound, MATCHED, None) is type(module).forward
-        ):
-            return  # it is in place
-        if layer_name(layer.forward) is not None:
-            put(module, step_aside.stepping(layer.forward, _below_wrappers(module)))  # type: ignore[arg-type]
-        elif wrapper(module) is not None:
-            put(module, _below_wrappers(module) if layer is type(module) else layer.forward)
-        else:
-            original(module, layer)
-            _leave_to_class(module)
+        below, forward = _below_wrappers(module), layer.forward
+        if layer is type(module):  # there is no kernel
+            forward = below
+        elif layer_name(forward) is not None:
+            forward = step_aside.stepping(forward, below)  # type: ignore[arg-type]
+        put(module, forward)
 
     @functools.wraps(unpickle)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
         unpickle(self, state)
-        _leave_to_class(self)
+        forward = vars(self).get("forward")
+        if isinstance(forward, MethodType) and forward.__self__ is self and forward.__func__ is type(self).forward:
+            del self.forward
 
     layer._replace_forward = _replace_forward
     nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
-
-
-def _leave_to_class(module: nn.Module) -> None:
-    """Take the forward of its class out of a module, where it would hide what the class is given later.
-
-    `kernels` binds it where it has no kernel.
-    """
-    forward = vars(module).get("forward")
-    if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
-        del module.forward
 
 
 def _is_own(value: Any, module: nn.Module) -> bool:

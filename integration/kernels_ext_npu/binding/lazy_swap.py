@@ -6,8 +6,7 @@ At the first forward all of that is done.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -22,16 +21,14 @@ def install(patches: Patches) -> None:
     """Let every transformers model that is made from now on wait for its first forward on the NPU."""
     from transformers import PreTrainedModel
 
-    original: Any = PreTrainedModel.__init__
+    patches.method(PreTrainedModel, "__init__", _wait, registration.is_active)
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        if registration.current is not None and registration.current.on_first_call is not None:
-            self.register_forward_pre_hook(swap)
-            registration.current.waiting.add(self)
 
-    patches.attribute(PreTrainedModel, "__init__", __init__)
+def _wait(original: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
+    original(model, *args, **kwargs)
+    if registration.current is not None and registration.current.on_first_call is not None:
+        model.register_forward_pre_hook(swap)
+        registration.current.waiting.add(model)
 
 
 def waits(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.binding.patches import Patches
@@ -33,7 +33,6 @@ class Registration:
         functions: the modules that `kernels` made of functions, by function.
         packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
         waiting: the models that were not called on the NPU yet.
-        sums: the layers of swapped models that add and norm in one launch, and what add_norm_fusion.py knows of each.
     """
 
     source: str | Path
@@ -46,22 +45,12 @@ class Registration:
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
     packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    sums: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
 
     def package(self, repository: str) -> ModuleType:
         """Return the package of a kernel repository, which is loaded when it is first asked for."""
         if repository not in self.packages:
             self.packages[repository] = sources.load_package(self.source, repository)
         return self.packages[repository]
-
-    def try_package(self, repository: str) -> ModuleType | None:
-        """Return the package of a kernel repository; None if it cannot be loaded.
-
-        While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
-        """
-        with suppress(Exception):
-            return self.package(repository)
-        return None
 
 
 current: Registration | None = None
@@ -76,8 +65,13 @@ def package(repository: str) -> ModuleType:
 
 
 def try_package(repository: str) -> ModuleType | None:
-    """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded."""
-    return None if current is None else current.try_package(repository)
+    """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded.
+
+    While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
+    """
+    with suppress(Exception):
+        return package(repository)
+    return None
 
 
 def loaded_package(repository: str) -> ModuleType | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import kernels
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.hub_kernels import register_kernel_mapping_transformers
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import assume_npu_if_meta
@@ -81,7 +82,8 @@ def swap_no_more(model: nn.Module) -> None:
 
 
 def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
-    """Let `kernels` take what is marked, for the NPU."""
+    """Let `kernels` take what is marked, for the NPU, from transformers' table as it is now."""
+    register_kernel_mapping_transformers()
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from kernels import Mode
@@ -17,23 +17,16 @@ from kernels_ext_npu.binding.patches import Patches
 
 def install(patches: Patches) -> None:
     """Let transformers' ``set_use_kernels`` go through the pipeline."""
-    original: Any = PreTrainedModel.set_use_kernels
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def set_use_kernels(self: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
-        if use_kernels and registration.current is not None:
-            given = signature.bind(self, use_kernels, *args, **kwargs).arguments
-            _swap(self, given.get("mode"), functools.partial(original, self, use_kernels, *args, **kwargs), given)
-        else:  # also where somebody has wrapped it since unregister(), and ours stays below
-            original(self, use_kernels, *args, **kwargs)
-
-    patches.attribute(PreTrainedModel, "set_use_kernels", set_use_kernels)
+    patches.method(PreTrainedModel, "set_use_kernels", _set_use_kernels, registration.is_active)
 
 
-def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, Any]) -> None:
+def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    if not use_kernels:
+        original(model, use_kernels, *args, **kwargs)
+        return
     from kernels_ext_npu.lifecycle import pipeline  # register() need not wait for what reports are printed with
 
+    given = inspect.signature(original).bind(model, use_kernels, *args, **kwargs).arguments
     if not model.use_kernels:  # train() and eval() look again where it is on already
         registration.restored.difference_update(model.modules())
     with assume_npu_if_meta(model) as without_weights:
@@ -55,9 +48,9 @@ def _swap(model: Any, mode: Mode | None, take_as_asked: Any, given: dict[str, An
             if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
                 model._use_kernels = True
             else:
-                take_as_asked()
+                original(model, use_kernels, *args, **kwargs)
             if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 pipeline.take_for_npu(model, mode)
 
         with use_kernels_flag.noted(model):
-            pipeline.run(model, mode, take)
+            pipeline.run(model, given.get("mode"), take)

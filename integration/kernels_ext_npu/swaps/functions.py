@@ -10,11 +10,9 @@ other devices the kernels compute what the original does.
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pickle import PicklingError
 from types import FunctionType, MethodType
 from typing import Any
@@ -39,45 +37,35 @@ SHARED = (
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others."""
+    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others.
+
+    What serves the models on the NPU is taken again where `kernels` has looked at a model on another device since.
+    """
     active = swapping.registration
     served: dict[nn.Module, None] = {}
     for cls, modules in swapping.by_class.items():
+        is_here = not all(map(is_elsewhere, modules))
         for use in uses(cls):
-            reference = find_function_pattern(use.function)
-            if reference is None or not _is_ours(use):
-                # it is not meant for a kernel for the NPU, and could get one
-                could = reference is not None or (use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]]))
-                if could and is_kernel_function(use.function):
-                    _leave_npu_out(active, use.function)
-            elif registration.uses(LAYERS[reference.layer]) and not all(map(is_elsewhere, modules)):
-                _mark(active, use, reference.layer)
-                served[use.function] = None
-    kernel_mapping.sync_to_kernels()
+            pattern = find_function_pattern(use.function)
+            if pattern is None or not _is_ours(use):
+                could = pattern is not None or (use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]]))
+                if is_here and could:  # its mark may promise what it does not compute
+                    _unswap(use.function)
+            elif registration.uses(pattern.repository):
+                if is_here:
+                    _mark(active, use, pattern.layer)
+                if getattr(type(use.function), "kernel_layer_name", None) == pattern.layer:
+                    served[use.function] = None
     for function in served:
         kernel_marks.take(function, swapping.mode)
-
-
-@contextmanager
-def shared(model: nn.Module, swapping: Swapping) -> Iterator[None]:
-    """Let functions keep the kernels of models on the NPU while a model on another device is swapped."""
-    if not is_elsewhere(model):
-        yield
-        return
-    functions = {use.function for cls in swapping.by_class for use in uses(cls)}
-    bound = {f: vars(f)["forward"] for f in functions if is_kernel_function(f) and "forward" in vars(f)}
-    try:
-        yield
-    finally:
-        for function, forward in bound.items():
-            function.forward = forward
 
 
 def revert(model: nn.Module) -> None:
     """Put the originals back, in all models that call the same functions."""
     for function in {use.function for module in model.modules() for use in uses(type(module))}:
-        if is_kernel_function(function):
-            _unswap(function)
+        _unswap(function)
+        if registration.current is not None:
+            registration.current.patches.give_back(type(function), "kernel_layer_name")
 
 
 def remove(active: Registration) -> None:
@@ -148,7 +136,7 @@ def _mark(active: Registration, use: Use, layer: str) -> None:
     original: Any = original_function(use.function)
     if use.function is original:
         if original not in active.functions:  # another file may have imported it
-            active.functions[original] = use_kernel_forward_from_hub(layer)(original)
+            active.functions[original] = use_kernel_forward_from_hub(use.name)(original)
         active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
     active.functions[original] = use.function
     cls: Any = type(use.function)
@@ -172,15 +160,6 @@ def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:
     return pkgutil.resolve_name, (place,)
 
 
-def _leave_npu_out(active: Registration, function: Any) -> None:
-    """Let a function whose mark promises what it does not compute keep the kernels of other devices only."""
-    marked, suffix = str(type(function).kernel_layer_name), " except npu"
-    if not marked.endswith(suffix):
-        kernel_mapping.leave_npu_out(active, marked, f"{marked}{suffix}")
-        active.patches.attribute(type(function), "kernel_layer_name", f"{marked}{suffix}")
-        _unswap(function)
-
-
-def _unswap(function: nn.Module) -> None:
-    if inspect.ismethod(vars(function).get("forward")):
-        del function.forward
+def _unswap(function: object) -> None:
+    if is_kernel_function(function) and isinstance(vars(function).get("forward"), MethodType):
+        del function.forward  # type: ignore[attr-defined]

@@ -1,11 +1,13 @@
 """The tables from which kernels are taken: transformers' own, and what `kernels` was given of it.
 
-What stands in transformers' table wins over every later registration. It reaches `kernels` when a model is kernelized.
+What stands in transformers' table wins over every later registration: it is given again when a model is kernelized.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import kernels
 
 from kernels_ext_npu import sources
 from kernels_ext_npu.binding.registration import Registration
@@ -21,7 +23,7 @@ def install(registration: Registration) -> None:
     """
     table, used = _table(), {layer: repo for layer, repo in LAYERS.items() if repo in registration.kernels}
     ours = sources.layer_sources(registration.source, used)
-    devices = {layer: _without_npu(table, layer) for layer in LAYERS}
+    devices = {layer: {k: kernel for k, kernel in table.get(layer, {}).items() if k != "npu"} for layer in LAYERS}
     for layer, source in ours.items():
         devices[layer]["npu"] = source
     _set(registration, devices)
@@ -33,28 +35,13 @@ def move_mark(registration: Registration, marked: str, layer: str) -> None:
     devices = table.get(marked, {}) | table[layer]
     if devices != table[layer]:
         _set(registration, {layer: devices})
-
-
-def leave_npu_out(registration: Registration, marked: str, name: str) -> None:
-    """Enter another name for a mark, under which all devices but the NPU have the kernels that they have for it."""
-    _set(registration, {name: _without_npu(_table(), marked)})
-
-
-def sync_to_kernels() -> None:
-    """Give `kernels` what stands in the table."""
-    from transformers.integrations import hub_kernels
-
-    hub_kernels.register_kernel_mapping_transformers()
+        kernels.register_kernel_mapping({layer: devices})
 
 
 def _table() -> Table:
     from transformers.integrations import hub_kernels
 
     return hub_kernels.get_kernel_mapping_transformers()
-
-
-def _without_npu(table: Table, layer: str) -> dict[str, Any]:
-    return {device: kernel for device, kernel in table.get(layer, {}).items() if device != "npu"}
 
 
 def _set(registration: Registration, layers: Table) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,34 +22,18 @@ from kernels_ext_npu.swaps.protocol import Swapping
 if TYPE_CHECKING:
     from kernels import Mode
 
-# of the modules of the model at hand that a layer serves: which
-_served: ContextVar[dict[nn.Module, str] | None] = ContextVar("_served", default=None)
 
+def mark(swapping: Swapping) -> None:
+    """Mark the classes of a model for the layers that serve them; those whose mark promises what is not true lose it.
 
-@contextmanager
-def decided(swapping: Swapping, layers: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Mark the classes of a model, and let `kernels` take what was decided for its modules.
-
-    Classes whose mark promises what is not true are unmarked.
-
-    Args:
-        layers: those of the modules that are served.
-
-    Returns:
-        The modules that get another layer than their class is marked for, each with its layer: `kernels` reads the mark
-        of a class, and the activation that decides belongs to an instance.
+    `kernels` reads the mark of a class. Where what decides belongs to an instance, as an activation does, its layer may
+    be another one, which `take_as` takes.
     """
     active = swapping.registration
     for cls, modules in swapping.by_class.items():
         if cls not in active.marked:
             active.marked.add(cls)
             _mark(active, modules[0])
-    kernel_mapping.sync_to_kernels()
-    token = _served.set(layers)
-    try:
-        yield [(module, layer) for module, layer in layers.items() if layer != _marked(type(module))]
-    finally:
-        _served.reset(token)
 
 
 def take(module: nn.Module, mode: Mode) -> None:
@@ -98,35 +80,34 @@ def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
-def _mark(active: Registration, module: nn.Module) -> None:
-    cls, marked = type(module), _marked(type(module))
-    reference = find_pattern(cls)
-    if reference is not None:
-        layer = reference.layer_for(module)
-        if marked is not None and marked != layer:
-            kernel_mapping.move_mark(active, marked, layer)
-        active.patches.attribute(cls, "kernel_layer_name", layer)
-    elif marked not in LAYERS:
-        return
-    condition = _condition(getattr(cls, "kernel_condition", None), marked)
-    active.patches.attribute(cls, "kernel_condition", staticmethod(condition))
-
-
-def _marked(cls: type) -> str | None:
+def marked(cls: type) -> str | None:
+    """Return the layer that a class is marked for."""
     return getattr(cls, "kernel_layer_name", None)
 
 
-def _condition(before: Callable | None, marked: str | None) -> Callable[[nn.Module], bool]:
+def _mark(active: Registration, module: nn.Module) -> None:
+    cls, before = type(module), marked(type(module))
+    reference = find_pattern(cls)
+    if reference is not None:
+        layer = reference.layer_for(module)
+        if before is not None and before != layer:
+            kernel_mapping.move_mark(active, before, layer)
+        active.patches.attribute(cls, "kernel_layer_name", layer)
+    elif before not in LAYERS:
+        return
+    condition = _condition(getattr(cls, "kernel_condition", None), before)
+    active.patches.attribute(cls, "kernel_condition", staticmethod(condition))
+
+
+def _condition(before: Callable | None, mark: str | None) -> Callable[[nn.Module], bool]:
     """Return the condition on instances that `kernels` asks for: on the NPU ours, elsewhere what transformers had.
 
     For a class that transformers did not mark that is nothing: elsewhere none of its instances is swapped.
     """
 
     def condition(module: nn.Module) -> bool:
-        served = _served.get()
-        layer = layer_for(module) if served is None else served.get(module)
-        if layer is not None:
-            return vars(type(module))["kernel_layer_name"] == layer
-        return is_elsewhere(module) and marked is not None and (before is None or before(module))
+        if (layer := layer_for(module)) is not None:
+            return marked(type(module)) == layer
+        return is_elsewhere(module) and mark is not None and (before is None or before(module))
 
     return condition

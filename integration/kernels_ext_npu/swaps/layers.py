@@ -10,11 +10,11 @@ or ``use_kernels = True`` look again, and take the layer that fits by then.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, registration
-from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.catalogue import (
     ACTIVATIONS,
     ATTENTION,
@@ -29,7 +29,7 @@ from kernels_ext_npu.catalogue import (
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.swaps import functions, gate_up_layout, kernel_marks, refusals
+from kernels_ext_npu.swaps import gate_up_layout, kernel_marks, refusals
 from kernels_ext_npu.swaps.experts import serving as experts
 from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
@@ -42,19 +42,16 @@ _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.L
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
-    layers: dict[nn.Module, str] = {}
-    for cls, modules in swapping.by_class.items():
-        reference = find_pattern(cls)
-        for module in modules:
-            if reference is not None and (layer := _meet(module, reference)) is not None:
-                layers[module] = layer
-            elif reference is None and forward_binding.layer_of(module) is not None:
-                forward_binding.take_out(module)
-    with kernel_marks.decided(swapping, layers) as otherwise_served:
-        with functions.shared(model, swapping):
-            swapping.take(swapping.mode)
-        for module, layer in otherwise_served:
-            kernel_marks.take_as(module, layer, swapping.mode)
+    layers: dict[nn.Module, str | None] = {}
+    for module in chain.from_iterable(swapping.by_class.values()):
+        layers[module] = kernel_marks.layer_for(module)
+        if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
+            forward_binding.take_out(module)
+    kernel_marks.mark(swapping)
+    swapping.take(swapping.mode)
+    for module, layer in layers.items():
+        if layer not in (None, kernel_marks.marked(type(module))):
+            kernel_marks.take_as(module, layer, swapping.mode)  # type: ignore[arg-type]
 
 
 def revert(model: nn.Module) -> None:
@@ -80,23 +77,6 @@ def since_swapped(module: nn.Module) -> str | None:
     if reason is None and reference.layer_for(module) != layer:
         return f"it is for {reference.layer_for(module)} now, and has {layer}"
     return reason
-
-
-def _meet(module: nn.Module, reference: Pattern) -> str | None:
-    """Return the layer that serves a module, and take out the one in its place if that no longer fits."""
-    placed, reason = forward_binding.layer_of(module), unwanted(module, reference)
-    unfit = why_not_served(module, reference)
-    layer = None if unfit is not None else reference.layer_for(module)
-    is_stale = not reference.rechecks_every_call and layer != placed
-    if placed is not None and (reason is not None or is_stale):
-        forward_binding.take_out(module)
-    if (
-        reason is not None
-        or is_elsewhere(module)
-        or (placed is None and forward_binding.refuse_wrapper(module) is not None)
-    ):
-        return None
-    return layer
 
 
 def rows(model: nn.Module) -> Iterator[Row]:

@@ -71,10 +71,6 @@ class Swapping:
         return with_layers(chain.from_iterable(self.by_class.values()))
 
 
-def _nothing(_: object) -> None:
-    """Change nothing."""
-
-
 @dataclass(frozen=True)
 class Swap:
     """One kind of kernel, and how it gets into a model, out of it, and into the report.
@@ -89,6 +85,6 @@ class Swap:
 
     name: str
     apply: Callable[[nn.Module, Swapping], None]
-    install: Callable[[Registration], None] = _nothing
-    revert: Callable[[nn.Module], None] = _nothing
+    install: Callable[[Registration], None] = lambda _: None
+    revert: Callable[[nn.Module], None] = lambda _: None
     rows: Callable[[nn.Module], Iterable[Row]] = lambda _: ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .adapters import Adapter, add_product, in_torch, scaled_product
+from .adapters import Adapter, add_product, in_torch, operand, scaled_product
 from .derivatives import gradients
 from .products import product, rows_of
 
@@ -46,9 +46,9 @@ class AdaptedLinear(torch.autograd.Function):
         for place, (scale, small) in enumerate(zip(ctx.scales, kept)):
             own, a, b = tensors[3 * place : 3 * place + 3]
             needs_own, needs_a, needs_b = needs[3 + 3 * place : 6 + 3 * place]
-            wide = rows.to(b.dtype)
+            wide = operand(rows, b.dtype)
             d_small = scaled_product(wide, b, scale)
-            d_a = d_small.t() @ rows_of(x if own is None else own).to(a.dtype) if needs_a else None
+            d_a = scaled_product(d_small.t(), operand(rows_of(x if own is None else own), a.dtype)) if needs_a else None
             d_b = scaled_product(wide.t(), small, scale) if needs_b else None
             found += [(d_small @ a).view(own.shape).to(own.dtype) if needs_own else None, d_a, d_b]
             if own is None and d_x is not None:
@@ -65,7 +65,7 @@ def outputs_of(
     for scale, own, a, b in zip(scales, tensors[::3], tensors[1::3], tensors[2::3]):
         assert a is not None
         assert b is not None
-        small = rows_of(x if own is None else own).to(a.dtype) @ a.t()
+        small = scaled_product(operand(rows_of(x if own is None else own), a.dtype), a.t())
         add_product(rows, small, b.t(), scale)
         kept.append(small)
     return y, kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .adapters import Adapter, add_product, in_torch, scaled_product
+from .adapters import Adapter, add_product, in_torch, operand, scaled_product
 from .derivatives import gradients
 from .neighbours import joined, with_neighbour
 from .products import product, rows_of
@@ -40,7 +40,7 @@ class AdaptedPair(torch.autograd.Function):
         needs_x, needs_a, needs_b = needs[0], needs[2::3], needs[3::3]
         ranks, size = [each.shape[0] for each in a], b[0].shape[0]
         rows = rows_of(grad)
-        wide = rows.to(blocks.dtype)
+        wide = operand(rows, blocks.dtype)
         d_small = scaled_product(wide, blocks, ctx.scale)
         d_a = d_b = [None, None]
         if any(needs_b):
@@ -48,7 +48,7 @@ class AdaptedPair(torch.autograd.Function):
             d_b = [both[:size, : ranks[0]], both[size:, ranks[0] :]]
         del wide
         if any(needs_a):
-            d_a = (d_small.t() @ rows_of(x).to(blocks.dtype)).split(ranks)
+            d_a = scaled_product(d_small.t(), operand(rows_of(x), blocks.dtype)).split(ranks)
         d_x = None
         if needs_x:
             d_x = rows @ joined(*weights)
@@ -65,7 +65,7 @@ def pair_of(scale: float, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, 
     weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
     blocks = _blocks(b)
     y = product(x, with_neighbour(weights[0]), None)
-    small = rows_of(x).to(blocks.dtype) @ torch.cat(tuple(a)).t()
+    small = scaled_product(operand(rows_of(x), blocks.dtype), torch.cat(tuple(a)).t())
     add_product(rows_of(y), small, blocks.t(), scale)
     return y, small, blocks
 

@@ -1,7 +1,7 @@
 """Adapters of low rank, and the products that they are made of.
 
 An adapter may be float32 beside layers of 16 bits, as peft makes them: then its products are float32, and what it adds
-is rounded with what it is added to.
+is rounded with what it is added to. Large inputs and gradients of bfloat16 are not cast for that: ``mixed.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from . import mixed
 
 
 class Adapter(NamedTuple):
@@ -48,8 +50,19 @@ def input_of(adapter: Adapter, x: Tensor) -> Tensor | None:
     return F.dropout(x.to(adapter.a.dtype), adapter.p) if adapter.x is None and adapter.p else adapter.x
 
 
-def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """Compute ``scale * left @ right`` of two matrices in one call, into ``out`` where that is given."""
+def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is multiplied with factors of a dtype in the place of a matrix: itself where that takes no cast."""
+    return x if mixed.takes(x, dtype) else x.to(dtype)
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float = 1, out: Tensor | None = None) -> Tensor:
+    """Compute ``scale * left @ right`` of two matrices, into ``out`` where that is given.
+
+    It is one call where both are of one dtype. Beside an :func:`operand` of bfloat16 a factor is float32.
+    """
+    if left.dtype is not right.dtype:
+        product = mixed.mixed_product(left, right, out)
+        return product if scale == 1 else product.mul_(scale)
     if scale == 1:
         return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
     nothing = left.new_empty(1)  # times beta = 0: it is not read
@@ -60,5 +73,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1) ->
     """Add ``scale * left @ right`` to a matrix, in place, in float32 and rounded once."""
     if total.dtype is left.dtype:
         total.addmm_(left, right, alpha=scale)
+    elif mixed.takes(total, left.dtype):
+        mixed.add_mixed(total, left, right, scale)
     else:
         total.add_(scaled_product(left, right, scale))

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .adapters import Adapter, add_product, in_torch, scaled_product
+from .adapters import Adapter, add_product, in_torch, operand, scaled_product
 from .derivatives import gradients
 from .products import product, rows_of
 from .several import gradients_of
@@ -48,7 +48,7 @@ class AdaptedLinears(torch.autograd.Function):
         sizes = [a[place].shape[0] for place in used]
         d_small = kept.new_empty(sum(sizes), kept.shape[0])  # transposed: products go into it side by side
         for place, each, part in zip(used, rows, d_small.split(sizes)):
-            wide = each.to(kept.dtype)
+            wide = operand(each, kept.dtype)
             scaled_product(b[place].t(), wide.t(), ctx.scales[place], out=part)
             if needs[4 * place + 1]:
                 found[4 * place + 1] = each.sum(0)
@@ -56,7 +56,8 @@ class AdaptedLinears(torch.autograd.Function):
                 found[4 * place + 3] = scaled_product(wide.t(), small[place], ctx.scales[place])
             del wide
         if any(needs[2::4]):
-            for place, each in zip(used, (d_small @ rows_of(x).to(kept.dtype)).split(sizes)):
+            d_a = scaled_product(d_small, operand(rows_of(x), kept.dtype))
+            for place, each in zip(used, d_a.split(sizes)):
                 found[4 * place + 2] = each if needs[4 * place + 2] else None
         d_x = None
         if needs_x:
@@ -70,7 +71,7 @@ def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) ->
     """Compute what :class:`AdaptedLinears` does, and return the first products of the adapters with it."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
     joined = _stacked(a)  # type: ignore[arg-type]
-    kept = rows_of(x).to(joined.dtype) @ joined.t()
+    kept = scaled_product(operand(rows_of(x), joined.dtype), joined.t())
     outputs = []
     small = kept.split([each.shape[0] for each in a], 1)  # type: ignore[union-attr]
     for weight, bias, each, factor, scale in zip(weights, biases, small, b, scales):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import masks
 from .adapted_together import one_by_one
-from .adapters import Adapter, add_product, in_torch, scaled_product
+from .adapters import Adapter, add_product, in_torch, operand, scaled_product
 from .products import product, rows_of
 from .several import gradients_of
 
@@ -55,7 +55,7 @@ class DroppedLinears(torch.autograd.Function):
         total = None
         for place, each in zip(used, rows):
             scale, p = ctx.factors[place]
-            wide = each.to(b[place].dtype)
+            wide = operand(each, b[place].dtype)
             d_small = scaled_product(wide, b[place], scale)
             if needs[4 * place + 1]:
                 found[4 * place + 1] = each.sum(0)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from kernels_ext_npu.selftest.cases import Function, drawn
 
 TOKENS, INPUTS, OUTPUTS, RANK, SCALE = 12, 32, 48, 4, 2.0
+MANY, WIDE = 4096, 1024  # tokens, and what is large with so many of them
 LEADING = {"": (2, TOKENS), "one token": (1,), "one dimension": (), "four dimensions": (2, 1, 3)}
 # exact in 16 bits: it is no argument, so that nothing asks for its gradient
 FROZEN = torch.linspace(-1, 1, OUTPUTS * INPUTS).view(OUTPUTS, INPUTS).mul(64).round().div(64)
@@ -35,6 +36,24 @@ def _adapted_together(function: Callable, x: Tensor, a: Tensor, b: Tensor, p: fl
 def _adapted_pair(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     neighbours = torch.cat((FROZEN, FROZEN)).to(x).chunk(2)
     return function(x, [(weight, None, _adapter(function, a, b)) for weight in neighbours])
+
+
+def _beside_bfloat16(function: Callable, a: Tensor, b: Tensor) -> Tensor:
+    """Compute adapters of float32, those of 16 bits beside a layer of bfloat16: what is large of it is not cast."""
+    dtype = torch.float32 if a.dtype is torch.float32 else torch.bfloat16
+    weight, x = (constant.to(a.device, dtype) for constant in _constants(a, b))
+    return function(x, weight, None, [_adapter(function, a.float(), b.float())])
+
+
+def _exactly_beside(a: Tensor, b: Tensor) -> Tensor:
+    weight, x = (constant.to(a) for constant in _constants(a, b))
+    return F.linear(x, weight) + SCALE * F.linear(F.linear(x, a), b)
+
+
+def _constants(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight and an input of 4096 rows that fit to factors, exact in 16 bits."""
+    sizes = b.shape[0], MANY
+    return tuple(torch.linspace(-1, 1, n * a.shape[1]).view(n, -1).mul(64).round().div(64) for n in sizes)  # type: ignore[return-value]
 
 
 def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -75,6 +94,10 @@ def _patches(at: str, convolution: Callable[..., Tensor], patch: tuple[int, ...]
 
 FUNCTIONS = (
     *(function for at, leading in LEADING.items() for function in _functions(at, leading)),
+    *(
+        Function("Linear", "lora_linear", _beside_bfloat16, _exactly_beside, drawn((RANK, size), (other, RANK)), at)
+        for at, size, other in (("a large input", WIDE, OUTPUTS), ("a large output", INPUTS, WIDE))
+    ),
     _patches("", F.conv2d, (4, 3)),
     _patches("three dimensions", F.conv3d, (2, 4, 4)),
 )

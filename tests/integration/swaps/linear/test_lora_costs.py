@@ -35,17 +35,16 @@ def step(kernels: Collection[str], dropout: float = 0.0) -> Counts:
 
 
 @pytest.mark.long
-def test_a_step_with_adapters_launches_and_moves_less() -> None:
-    """The layers of one input are one node: without that there are 715 launches more, and 80 GB."""
+def test_a_step_with_adapters_moves_less() -> None:
+    """Nothing large is cast, for some launches more, and the layers of one input are one node."""
     counts, before = step(KERNELS), step(KERNELS - {"Linear"})
-    assert counts.launches.total() <= 3440
-    assert counts.launches.total() <= 0.7 * before.launches.total()
-    assert counts.bytes.total() <= 0.7 * before.bytes.total()
+    assert counts.launches.total() <= 1.5 * before.launches.total()
+    assert counts.bytes.total() <= 0.45 * before.bytes.total()
     assert counts.peak <= 0.6 * before.peak
 
 
 @pytest.mark.long
 def test_with_dropout_masks_are_kept_and_not_what_is_left() -> None:
     counts, before = step(KERNELS, dropout=0.05), step(KERNELS - {"Linear"}, dropout=0.05)
-    assert counts.launches.total() <= before.launches.total()
+    assert counts.bytes.total() <= 0.8 * before.bytes.total()
     assert counts.peak <= 0.7 * before.peak

@@ -25,7 +25,15 @@ from tests.distributed.models import LENGTH, ROWS, Tensors
 Enter = Callable[[PreTrainedModel, str, Tensor], bool]
 
 
-def step(framework: str, folder: Path, attention: str | None, packed: bool = False, withheld: str = "") -> Tensors:
+def step(
+    framework: str,
+    folder: Path,
+    attention: str | None,
+    packed: bool = False,
+    withheld: str = "",
+    padding: int = 0,
+    hole: bool = False,
+) -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
 
     Args:
@@ -34,17 +42,22 @@ def step(framework: str, folder: Path, attention: str | None, packed: bool = Fal
         attention: the implementation that the model names.
         packed: whether the rows are one sequence.
         withheld: what torch's context parallelism needs and the model is not given.
+        padding: how many tokens of padding there are in front of each row, and as many behind it.
+        hole: whether there is padding between tokens, too.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
         model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
-        ids, labels, positions = _batch(packed)
+        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill) for t, fill in _batch(packed))
         given = {"position_ids": positions, "labels": ids, "shift_labels": labels}
         given |= {"num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
+        if padding or hole:
+            mask[:, 3] *= not hole
+            given["attention_mask"] = mask
         given.pop(withheld, None)
         if framework == "torch":
             mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))
-            with context_parallel(mesh, buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 1]):
+            with context_parallel(mesh, buffers=[ids, labels, positions, mask], buffer_seq_dims=[1] * 4):
                 loss = model(ids, **given).loss
                 loss.backward()
         else:
@@ -70,12 +83,14 @@ def error_of_step(*args: Any, **kwargs: Any) -> str:
     return ""
 
 
-def _batch(packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _batch(packed: bool) -> list[tuple[Tensor, int]]:
+    """Return tokens, labels, positions and what is no padding, each with what it is where there is padding."""
     ids = models.tokens(0)
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
     positions = torch.arange(LENGTH).expand(ROWS, -1)
     shape = (1, -1) if packed else (ROWS, LENGTH)
-    return tuple(tensor.reshape(shape).contiguous().npu() for tensor in (ids, labels, positions))
+    tensors = (ids, labels, positions, torch.ones_like(ids))
+    return [(tensor.reshape(shape).contiguous().npu(), fill) for tensor, fill in zip(tensors, (0, -100, 0, 0))]
 
 
 # ---- frameworks: each returns whether it splits what the model is given --------------------------------------------

@@ -30,28 +30,37 @@ def assert_equal(found: Tensors, truth: Path) -> None:
 
 
 # ---- torch's context parallelism -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("attention", [None, NAME])
-@pytest.mark.parametrize("model", ["Qwen3", "Qwen3-MoE"])
-def test_context_parallelism(model, attention, two_ranks, checkpoints, truths) -> None:
-    for found in two_ranks.run(splitting.step, "torch", checkpoints[model], attention):
+@pytest.mark.parametrize(
+    ("model", "attention", "options"),
+    [
+        ("Qwen3", NAME, {}),
+        ("Qwen3", None, {"packed": True}),
+        ("Qwen3", None, {"padding": 2}),
+        ("Gemma 3", None, {"padding": 1}),  # ten tokens, of which each device has one block
+        ("Qwen3-MoE", None, {}),
+        ("Gemma 3", None, {}),
+        ("Gemma 3", NAME, {"packed": True}),
+        ("gpt-oss", None, {}),
+        ("gpt-oss", NAME, {}),
+    ],
+)
+def test_context_parallelism(model, attention, options, two_ranks, checkpoints, truths) -> None:
+    for found in two_ranks.run(splitting.step, "torch", checkpoints[model], attention, **options):
         assert_equal(found, truths[model])
 
 
 @pytest.mark.parametrize(
     ("model", "attention", "options", "sentence"),
     [
-        ("Gemma 3", None, {}, "Gemma3Attention: .* computes causal and full attention, without sliding_window"),
-        ("gpt-oss", NAME, {}, "GptOssAttention: .* without s_aux, sliding_window: train this model without context"),
-        ("gpt-oss", None, {}, "eager: torch's context_parallel exchanges keys in torch's scaled_dot_product_attention"),
         ("Qwen3-Next", None, {}, "Qwen3NextGatedDeltaNet: .* its convolution and recurrence would begin anew"),
-        ("Qwen3", None, {"packed": True}, "takes one sequence a row: these position_ids are of several"),
         (
             "Qwen3",
             None,
             {"withheld": "shift_labels"},
             "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
         ),
-        ("Qwen3", None, {"withheld": "position_ids"}, "give the model position_ids, and split them as a buffer"),
+        ("gpt-oss", None, {"withheld": "position_ids"}, "give the model position_ids, and split them as a buffer"),
+        ("Qwen3", None, {"hole": True}, "padding between tokens of one sequence: pad in front of it or behind it"),
     ],
 )
 def test_what_context_parallelism_does_not_compute_is_refused(
@@ -62,9 +71,14 @@ def test_what_context_parallelism_does_not_compute_is_refused(
 
 
 def test_context_parallelism_over_four_devices(four_ranks, checkpoints, truths) -> None:
-    """With one token to a part of head and tail."""
-    for found in four_ranks.run(splitting.step, "torch", checkpoints["Qwen3"], None):
-        assert_equal(found, truths["Qwen3"])
+    """With one token to a block: windows of four reach over several devices."""
+    for found in four_ranks.run(splitting.step, "torch", checkpoints["Gemma 3"], None):
+        assert_equal(found, truths["Gemma 3"])
+
+
+def test_parts_of_different_lengths_are_refused(four_ranks, checkpoints) -> None:
+    for error in four_ranks.run(splitting.error_of_step, "torch", checkpoints["Qwen3"], None, padding=1):
+        assert "which have parts of 3, 3, 3, 1 tokens: pad to a multiple of 8" in error
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

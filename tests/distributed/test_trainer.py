@@ -36,7 +36,12 @@ fsdp_config:
   fsdp_reshard_after_forward: true
   fsdp_state_dict_type: SHARDED_STATE_DICT
 """
+CONTEXT_PARALLEL = """
+parallelism_config:
+  parallelism_config_cp_size: 2
+"""
 PLAIN: dict[str, Any] = {}
+WHOLE_BATCH = {"per_device_train_batch_size": BATCH}  # of which each process has a part of every row
 CHECKPOINTING = {"gradient_checkpointing": True}
 SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
 
@@ -85,6 +90,7 @@ def test_torchrun(tmp_path: Path, name: str, options: dict, wrapped: str) -> Non
     ("name", "config", "options", "wrapped"),
     [
         ("qwen3_moe", CONFIG.format(kind="FSDP") + FSDP2, PLAIN, "FSDP"),
+        ("gemma3_text", CONFIG.format(kind="FSDP") + FSDP2 + CONTEXT_PARALLEL, WHOLE_BATCH, "FSDP"),
         pytest.param("qwen3", CONFIG.format(kind="FSDP") + FSDP2, CHECKPOINTING, "FSDP", marks=pytest.mark.long),
         pytest.param(
             "qwen3", CONFIG.format(kind="MULTI_NPU"), PLAIN, "DistributedDataParallel", marks=pytest.mark.long

@@ -22,7 +22,7 @@ def train(name: str, folder: str, **options: Any) -> dict[str, Any]:
     """
     set_seed(0)
     model = zoo.build(name)
-    rows = [[2 + (7 * i + j * j) % 80 for j in range(9)] for i in range(2 * BATCH * STEPS)]
+    rows = [[2 + (7 * i + j * j) % 80 for j in range(8)] for i in range(2 * BATCH * STEPS)]
     options = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 2} | options
     arguments = TrainingArguments(
         folder,

@@ -29,6 +29,9 @@ from kernels_ext_npu.swaps.attention import calls, flash_question, names, servin
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
+# accelerate 1.15.0: what refuses windows for torch's context parallelism, and takes masks away from attention
+_DROPS_MASKS = "_attach_context_parallel_hooks"
+
 
 def install(registration: Registration) -> None:
     """Enter ours into transformers' tables, and into the place of its own, unless somebody has replaced that."""
@@ -54,6 +57,9 @@ def install(registration: Registration) -> None:
     patches.attribute(masking_utils, "_preprocess_mask_arguments", preprocess)
     importing = functools.partial(names.answer_import, modeling_flash_attention_utils.lazy_import_flash_attention)
     patches.attribute(modeling_flash_attention_utils, "lazy_import_flash_attention", importing)
+    accelerator = sys.modules.get("accelerate.accelerator")  # transformers imports it where it is installed
+    if (attach := getattr(accelerator, _DROPS_MASKS, None)) is not None:
+        patches.attribute(accelerator, _DROPS_MASKS, functools.partial(calls.attach_context_parallel_hooks, attach))
     flash_question.answer_files([name for name in sys.modules if name.startswith(flash_question.FILES)], patches)
 
 

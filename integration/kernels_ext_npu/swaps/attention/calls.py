@@ -24,14 +24,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention import flash_question, serving, split_sequences
+from kernels_ext_npu.swaps.attention import context_parallel, flash_question, serving, split_sequences
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
-# arguments of attention that torch's context parallelism does not compute
-_NOT_IN_A_RING = (
-    "position_bias", "s_aux", "softcap", "sliding_window", "cu_seq_lens_q", "indices", "cache", "output_attentions",
-)  # fmt: skip
 
 
 def npu_flash_attention(
@@ -49,8 +45,6 @@ def npu_flash_attention(
             parallelism does, and more is asked for than it computes.
     """
     split_sequences.refuse_part(module, NPU_FLASH_ATTENTION.name)
-    if split_sequences.exchanges_keys():
-        return _in_context_parallel(module, query, key, value, attention_mask, *args, **kwargs)
     result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
@@ -81,19 +75,20 @@ def stand_in(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module that names ``sdpa`` or its own formula, or let that original compute it."""
     is_sdpa = original is sdpa_attention_forward
-    split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager")
-    if is_sdpa and split_sequences.exchanges_keys():
-        return _in_context_parallel(module, query, key, value, attention_mask, *args, **kwargs)
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
-    if (
+    is_served = (
         NPU_FLASH_ATTENTION.is_registered()
         and (is_sdpa or serving.is_eager_by_default(type(module.config)))
         and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
         and (attention_mask is None or _fits(attention_mask, query, key, is_described))
-    ):
+    )
+    split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)
+    if is_served:
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
+    if is_sdpa and split_sequences.exchanges_keys():
+        split_sequences.refuse_mask(module, attention_mask)
     if is_sdpa:
         attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
@@ -137,6 +132,13 @@ def mask_standing_in(original: Callable) -> Callable:
     return mask
 
 
+def attach_context_parallel_hooks(original: Callable, model: nn.Module) -> None:
+    """Leave a model its masks, in place of accelerate's function of this name, where the kernel computes attention."""
+    config = getattr(model, "config", None)
+    if not (serving.describes_masks(config) or NPU_FLASH_ATTENTION.is_named_by(config)):
+        original(model)
+
+
 def reads_no_positions() -> bool:
     """Tell whether positions are not looked at; a graph cannot look at them anyway."""
     return NPU_FLASH_ATTENTION.is_registered() and not torch.compiler.is_compiling()
@@ -152,7 +154,10 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     split_sequences.refuse_recurrences(self)
     split_sequences.refuse_unshifted(self, kwargs.get("labels"), kwargs.get("shift_labels"))
     # tokens can be given without their name, and what follows them could be positions
-    token = _counts_itself.set(is_known and len(args) <= 1 and kwargs.get("position_ids") is None)
+    counts_itself = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
+    if counts_itself:
+        split_sequences.refuse_own_positions(self)
+    token = _counts_itself.set(counts_itself)
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -178,8 +183,8 @@ def preprocess_standing_in(original: Callable) -> Callable:
             return original(*given, position_ids, *args, **kwargs)
         is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
         packed = None
-        if position_ids is not None and split_sequences.exchanges_keys():
-            split_sequences.refuse_packed_parts(None if _counts_itself.get() else position_ids)
+        if split_sequences.exchanges_keys() and not is_done:
+            packed, mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask), None
         elif split_sequences.are_split():
             pass  # positions of a part tell nothing of the whole
         elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
@@ -189,28 +194,11 @@ def preprocess_standing_in(original: Callable) -> Callable:
     return preprocess
 
 
-def _in_context_parallel(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Compute attention of sequences that torch's context parallelism splits: causal, or of all keys.
-
-    torch exchanges keys in scaled_dot_product_attention, and torch_npu 2.13 launches for each part of them the operator
-    that the kernel does (torch_npu, distributed/tensor/experimental/_context_parallel/_npu_attention.py).
-    """
-    if not (attention_mask is None or isinstance(attention_mask, Tensor)):
-        attention_mask = attention_mask.original(len(query))
-    given = [name for name in _NOT_IN_A_RING if kwargs.get(name) is not None and kwargs[name] is not False]
-    if given or attention_mask is not None:
-        raise ValueError(
-            f"{type(module).__name__}: torch's context_parallel computes causal and full attention, without "
-            f"{', '.join(given) or 'a mask'}: train this model without context parallelism, and do not pad"
-        )
-    return sdpa_attention_forward(module, query, key, value, None, *args, **kwargs)
-
-
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
+    if split_sequences.exchanges_keys() and (getattr(module, "is_causal", True) or kwargs.get("cu_seq_lens_q") is None):
+        return context_parallel.attend(module, query, key, value, attention_mask, *args, **kwargs)
     split_sequences.refuse_sinks(query, kwargs.get("s_aux"))
     if kwargs.get("cu_seq_lens_q") is None:
         kwargs |= split_sequences.lengths_of_whole(module, query, kwargs.get("position_ids"))

@@ -93,19 +93,20 @@ def are_split() -> bool:
     return exchanges_keys() or _framework() is not None
 
 
-def refuse_part(module: nn.Module, name: str) -> None:
+def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
     """Raise if a module that attends to what stands before a token gets a part of each sequence, without the others.
 
     Args:
         module: whose attention is to be computed; one that is not causal, as of images, gets them whole.
         name: of the implementation that it calls, in messages.
+        is_served: whether the kernel computes it, for which keys are exchanged.
 
     Raises:
         ValueError: nobody exchanges keys or heads around it; the message says what to choose.
     """
     if not getattr(module, "is_causal", True):
         return
-    if name == "eager" and exchanges_keys():
+    if name == "eager" and exchanges_keys() and not is_served:
         raise ValueError(
             f"{name}: {_TORCH} exchanges keys in torch's scaled_dot_product_attention, which is not called here, and "
             'each device would see its own part only: choose attn_implementation="sdpa", or train without context '
@@ -159,32 +160,36 @@ def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Ten
         )
 
 
-def refuse_packed_parts(positions: Tensor | None) -> None:
-    """Raise if positions of a part are not those of one sequence, which torch's context parallelism has to get.
-
-    Its head and its tail are two runs of positions, where it balances the load.
-
-    Args:
-        positions: ``[B, S]``, of the part; None if nobody gave any.
+def refuse_own_positions(model: PreTrainedModel) -> None:
+    """Raise if a model that counts positions itself has parts of sequences: it would begin at zero in each.
 
     Raises:
-        ValueError: they are those of several sequences, or the model counts from zero in each part.
+        ValueError: torch's context parallelism splits sequences, and the model takes positions.
     """
-    if positions is None:
+    if exchanges_keys() and "position_ids" in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"{_TORCH} splits sequences between devices, and positions would begin at zero on each: give the model "
-            "position_ids, and split them as a buffer"
+            f"{type(model).__name__}: {_TORCH} splits sequences between devices, and positions would begin at zero on "
+            "each: give the model position_ids, and split them as a buffer"
         )
-    steps = torch.diff(positions, dim=-1)
-    middle = positions.shape[-1] // 2 - 1
-    runs_on = steps == 1
-    if positions.shape[-1] % 2 == 0:
-        runs_on[..., middle] |= steps[..., middle] > 0
-    if not bool(runs_on.all()):
-        raise ValueError(
-            f"{_TORCH} splits sequences between devices, and takes one sequence a row: these position_ids are of "
-            "several, packed one behind the other. Do not pack"
-        )
+
+
+def refuse_mask(module: nn.Module, mask: Any) -> None:
+    """Raise if keys that torch exchanges are left out by more than the order of tokens, of which it knows nothing.
+
+    Args:
+        module: whose attention torch computes, not the kernel.
+        mask: None, a tensor, or what the kernel describes.
+
+    Raises:
+        ValueError: a mask says so.
+    """
+    pattern = getattr(mask, "pattern", None)
+    if mask is None or (pattern is not None and pattern.ids is pattern.chunk is pattern.band.left is None):
+        return
+    raise ValueError(
+        f"{type(module).__name__}: {_TORCH} exchanges keys, and computes causal and full attention alone where the "
+        "kernel does not serve: no window, no packed sequences and no padding"
+    )
 
 
 def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:

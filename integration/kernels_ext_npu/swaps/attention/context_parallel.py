@@ -1,0 +1,292 @@
+"""Attention of sequences that torch's context parallelism splits between devices: each gathers the keys that it sees.
+
+torch gives each device a block of a sequence, or two where it balances the load: of eight blocks the first of four
+devices has the first and the last. Behind one all-gather of the keys, and one of the values, a device has one launch,
+in which each of its blocks is a sequence of its own: the last query stands at the last key that it sees. Packed
+sequences are more of them, and a window leaves out the keys before. The gradient sums the keys' gradients where they
+came from, by a reduce-scatter. All of that holds for one layer at a time; a layer that is not checkpointed keeps it.
+
+A ring, as torch has it, sends the same bytes forward, (ranks - 1) times the part of a device, and once more in the
+backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+_REFUSED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "output_attentions")
+# where the sequences of a batch begin, of the tensors that say it to masks
+_begins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# what `sequences` returned, of positions, with the versions of what it was told
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Says how the devices of a group share a sequence.
+
+    Attributes:
+        group: of the devices.
+        rank: of this one.
+        ranks: how many there are.
+        is_balanced: whether each has two blocks, one from the front and one from the end, in place of one.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    is_balanced: bool
+
+    def blocks(self, rank: int) -> tuple[int, ...]:
+        """Return which blocks of a sequence a device has."""
+        return (rank, 2 * self.ranks - 1 - rank) if self.is_balanced else (rank,)
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """Return the blocks of all devices in the order of the sequence, of a part ``[B, tokens, ...]``."""
+        gathered = part.new_empty(self.ranks, *part.shape)
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
+        blocks: dict[int, Tensor] = {}
+        for rank, of_rank in enumerate(gathered):
+            owned = self.blocks(rank)
+            blocks.update(zip(owned, of_rank.chunk(len(owned), dim=1)))
+        return [blocks[place] for place in sorted(blocks)]
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """Return the sum over all devices of the part of this one, of ``[B, tokens of all, ...]``."""
+        blocks = whole.chunk(self.ranks * len(self.blocks(0)), dim=1)
+        parts = torch.cat([blocks[place] for rank in range(self.ranks) for place in self.blocks(rank)], dim=1)
+        parts = parts.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(part, parts, group=self.group)
+        return part
+
+
+class _Range(NamedTuple):
+    """Keys of a row of the batch, by their places in the whole sequence."""
+
+    row: int
+    begin: int
+    end: int
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers ranges of whole sequences, one behind the other: of ``[B, tokens, N, D]`` they are ``[T, N, D]``."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: Split, ranges: tuple[_Range, ...]) -> Tensor:
+        ctx.shape, ctx.split, ctx.ranges = part.shape, split, ranges
+        blocks = split.gather(part)
+        size = blocks[0].shape[1]
+        return torch.cat(
+            [
+                blocks[place][row, max(begin - place * size, 0) : end - place * size]
+                for row, begin, end in ranges
+                for place in range(begin // size, -(-end // size))
+            ]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        batch, tokens, *rest = ctx.shape
+        whole = gradient.new_zeros(batch, tokens * ctx.split.ranks, *rest)
+        lengths = [end - begin for _, begin, end in ctx.ranges]
+        for (row, begin, end), piece in zip(ctx.ranges, gradient.split(lengths)):
+            whole[row, begin:end] += piece
+        return ctx.split.scatter(whole), None, None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute the attention of a module for the queries of this device, to the keys of all.
+
+    The arguments are those of `attention_forward` of the kernel, with the tokens of this device.
+
+    Returns:
+        ``[B, S_q, N, D_v]``.
+
+    Raises:
+        ValueError: what is left out is said by a mask, or more is asked for than is computed.
+    """
+    given = [name for name in _REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    left, ids = None if sliding_window is None else sliding_window - 1, None
+    pattern = getattr(attention_mask, "pattern", None)
+    if attention_mask is not None and (pattern is None or pattern.chunk is not None or _is_unknown(pattern.ids)):
+        given.append("such a mask")
+    elif pattern is not None:
+        (left, right), ids = pattern.band[:2], pattern.ids
+        causal = right == 0 and (causal or not attention_mask.is_of_module or left is not None)
+        given += ["a window behind a token"] if right else []
+    if given or (left is not None and not causal):
+        raise ValueError(
+            f"{type(module).__name__}: torch's context_parallel splits sequences between devices, and there the kernel "
+            f"does not compute {', '.join(given) or 'a window behind a token'}: train this model without context "
+            "parallelism"
+        )
+    split = current(not causal and ids is None)
+    begins = ((0,),) * len(query) if ids is None else _begins[ids]
+    lengths, key_lengths, ranges = _pieces(split, query.shape[2], begins, left, causal)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
+    key, value = (_Gather.apply(tensor.transpose(1, 2), split, ranges) for tensor in (key, value))
+    result = registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_varlen_func(
+        query.transpose(1, 2).flatten(0, 1),
+        key,
+        value,
+        lengths,
+        key_lengths,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=causal,
+        window_size=(-1 if left is None else left, -1),
+        softcap=softcap or 0.0,
+        s_aux=s_aux,
+    )
+    return result.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def current(in_any_order: bool = False) -> Split:
+    """Return how torch splits sequences now.
+
+    Args:
+        in_any_order: whether it does not matter where in a sequence a key stands: then parts may be of any length.
+    """
+    from torch.distributed.tensor.experimental import _attention  # tensor is no import of a process without a group
+
+    function: Any = F.scaled_dot_product_attention  # torch's, in the closure of which there is the mesh
+    mesh = dict(zip(function.__code__.co_freevars, function.__closure__))["device_mesh"].cell_contents
+    is_balanced = _attention._cp_options.enable_load_balance and not in_any_order
+    return Split(mesh.get_group(), mesh.get_local_rank(), mesh.size(), is_balanced)
+
+
+def sequences(tokens: Tensor, positions: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Return which sequence each token of the whole batch belongs to, or None where each row is one.
+
+    A new one begins where positions do not count on, and where padding begins or ends. The devices exchange what they
+    have, and the host reads it, once for all masks of a forward: what is wrong then raises on every device.
+
+    Args:
+        tokens: ``[B, S, ...]``, those of this device.
+        positions: ``[B or 1, S]``, of this device.
+        padding: ``[B, S]``, of this device, 0 where a token is padding.
+
+    Returns:
+        ``[B, S of all]``, on the CPU.
+
+    Raises:
+        ValueError: the devices have parts of different lengths, or padding lies within a sequence.
+    """
+    if isinstance(tokens, FakeTensor):
+        return None  # nothing can be read: each row is taken for one sequence
+    split, (batch, length) = current(), tokens.shape[:2]
+    if not split.is_balanced:  # torch balances what it can divide
+        lengths = split.gather(torch.tensor([[length]], device=tokens.device))
+        if len(set(map(int, lengths))) > 1:
+            raise ValueError(
+                f"torch's context_parallel splits sequences between {split.ranks} devices, which have parts of "
+                f"{', '.join(str(int(part)) for part in lengths)} tokens: pad to a multiple of {2 * split.ranks}"
+            )
+    if positions is None and padding is None:
+        return None
+    if padding is not None and padding.shape[1] != length:
+        raise ValueError(
+            f"torch's context_parallel splits sequences between devices, of which this one has {length} tokens and an "
+            f"attention_mask of {padding.shape[1]}: split it as a buffer, too"
+        )
+    if positions is None:
+        return _exchanged(split, batch, positions, padding)
+    known, told = _known.get(positions), (_told(positions), _told(padding))
+    if known is None or known[0] != told:
+        known = _known[positions] = told, _exchanged(split, batch, positions, padding)
+    return known[1]
+
+
+def _is_unknown(ids: Tensor | None) -> bool:
+    """Tell whether these are sequences of a part, made outside of torch's context."""
+    return ids is not None and ids not in _begins
+
+
+def _told(tensor: Tensor | None) -> tuple:
+    """Return what is equal while a tensor is the same and nobody has written to it: on all devices, or on none."""
+    if tensor is None:
+        return ()
+    return (object(),) if tensor.is_inference() else (WeakIdRef(tensor), tensor._version)
+
+
+def _exchanged(split: Split, batch: int, positions: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    given = positions if positions is not None else padding
+    assert given is not None
+    places, kept = (torch.ones_like(given) if tensor is None else tensor for tensor in (positions, padding))
+    part = torch.stack([tensor.expand(batch, -1).long() for tensor in (places, kept)], dim=-1)
+    places, kept = torch.cat(split.gather(part), dim=1).cpu().unbind(-1)
+    kept = kept != 0
+    starts = torch.ones_like(kept)
+    starts[:, 1:] = False if positions is None else torch.diff(places) != 1
+    begins = starts.clone()
+    begins[:, 1:] |= kept[:, 1:] != kept[:, :-1]
+    runs = starts.cumsum(1)
+    for run, is_seen in zip(runs, begins & kept):
+        if run[is_seen].unique().numel() < is_seen.sum():
+            raise ValueError(
+                "torch's context_parallel splits sequences between devices, and there is padding between tokens of "
+                "one sequence: pad in front of it or behind it"
+            )
+    if bool((begins.sum(1) == 1).all()):
+        return None
+    ids = begins.cumsum(1)
+    _begins[ids] = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins)
+    return ids
+
+
+@functools.lru_cache(maxsize=16)
+def _pieces(
+    split: Split, tokens: int, begins: tuple[tuple[int, ...], ...], left: int | None, causal: bool
+) -> tuple[list[int], list[int], tuple[_Range, ...]]:
+    """Return where the pieces of this device end, queries and keys, and which keys they are.
+
+    A piece is what a block has of a sequence. Keys of the pieces of a block lie one behind the other.
+
+    For example, of two devices with four tokens each the second has the blocks ``[2, 3]`` and ``[4, 5]``, which see the
+    keys before 4 and those before 6: ``[0, 2, 4], [0, 4, 10], ((0, 0, 4), (0, 0, 6))``.
+    """
+    lengths, key_lengths, ranges = [0], [0], []
+    own = split.blocks(split.rank)
+    size = tokens // len(own)
+    for row, starts in enumerate(begins):
+        ends = (*starts[1:], tokens * split.ranks)
+        for place in own:
+            seen = []
+            for start, end in zip(starts, ends):
+                first, last = max(start, place * size), min(end, (place + 1) * size)
+                if first < last:
+                    begin = start if left is None else max(start, first - left)
+                    seen.append((begin, last if causal else end))
+                    lengths.append(last - first)
+                    key_lengths.append(seen[-1][1] - begin)
+            ranges.append(_Range(row, seen[0][0], seen[-1][1]))
+    return list(accumulate(lengths)), list(accumulate(key_lengths)), tuple(ranges)

@@ -1,11 +1,10 @@
 """What all tests share: no network, one thread a process, fresh processes where an import is tested, and what skips."""
 
 import functools
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +20,7 @@ import torch
 
 from tests.localhub import LocalHub
 from tests.support import real_device, whole_database
+from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,9 +37,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     real_device.refuse_parts_of_the_software_device(items)
 
 
+def _inherited() -> dict[str, str]:
+    """The environment of a user: without what the software device set in this process."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "integration")])
+    return {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")} | {"PYTHONPATH": paths}
+
+
+def _checked(result: subprocess.CompletedProcess[str], command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    if result.returncode:
+        raise AssertionError(f"{command} ended with {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
+
+
 @pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python code, or ``*arguments`` of the interpreter, in a process of its own."""
+    """Runs Python code, or ``*arguments`` of the interpreter, in a fresh process."""
 
     def run(
         code: str | None = None,
@@ -47,76 +59,33 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         check: bool = True,
         python: str = sys.executable,
         directory: Path | None = None,
-        stdin: str | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), str(ROOT / "integration")]
-        # what the software device set in this process is not what a user starts with
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
         command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
-            command,
-            cwd=directory,
-            input=stdin,
-            env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
+            command, cwd=directory, env=_inherited() | environment, capture_output=True, text=True, timeout=300
         )
-        if check and result.returncode:
-            raise AssertionError(f"{command[1:3]} ended with {result.returncode}\n{result.stdout}\n{result.stderr}")
-        return result
+        return _checked(result, command[1:3]) if check else result
 
     return run
 
 
-_FORKS = """
-import json, os, sys, traceback
-prelude, folder, *codes = json.load(sys.stdin)
-exec(prelude)
-for number, code in enumerate(codes):
-    sys.stdout.flush()
-    if process := os.fork():
-        os.waitpid(process, 0)
-        continue
-    status = 1
-    try:
-        for stream in (1, 2):
-            os.dup2(os.open(f"{folder}/{number}.{stream}", os.O_CREAT | os.O_WRONLY), stream)
-        exec(code)
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    with open(f"{folder}/{number}.status", "w") as file:
-        file.write(str(status))
-    os._exit(status)
-"""
+@pytest.fixture(scope="session")
+def _forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.stop()
 
 
 @pytest.fixture
-def run_forks(run_python, tmp_path: Path) -> Callable[..., list[subprocess.CompletedProcess[str]]]:
-    """Runs pieces of Python code in processes of their own, forked from one that has done what comes first.
-
-    For what changes a process, where importing torch and transformers again is not what is tested.
-    """
+def run_forked(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As `run_python`, for what needs a process of its own, where the imports of torch are not what is tested."""
 
     def run(
-        first: str, codes: list[str], *, check: bool = True, **environment: str
-    ) -> list[subprocess.CompletedProcess[str]]:
-        folder = tmp_path / "forks"
-        folder.mkdir()
-        run_python(_FORKS, stdin=json.dumps([first, str(folder), *codes]), **environment)
-        results = []
-        for number, code in enumerate(codes):
-            status, out, err = ((folder / f"{number}.{end}").read_text() for end in ("status", "1", "2"))
-            results.append(subprocess.CompletedProcess(code, int(status), out, err))
-            if check and int(status):
-                raise AssertionError(f"{code} ended with {status}\n{out}\n{err}")
-        return results
+        code: str | None = None, *arguments: str, check: bool = True, directory: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        result = _forks.run(code, *arguments, directory=directory, given=environment, inherited=_inherited())
+        return _checked(result, [code or "", *arguments]) if check else result
 
     return run
 

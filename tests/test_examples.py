@@ -15,6 +15,7 @@ PUBLIC = {
 }
 # in a process of its own for each example: they register kernels, count, and start process groups
 RUN = """
+import doctest
 examples = doctest.DocTestParser().get_doctest({section!r}, {{}}, {name!r}, None, None)
 doctest.DocTestRunner().run(examples)
 """
@@ -32,9 +33,8 @@ def test_a_public_function_has_an_example_that_calls_it_and_shows_a_result(name:
     assert any(step.want for step in steps)
 
 
-def test_the_examples_give_what_they_say(run_forks) -> None:
+def test_the_examples_give_what_they_say(run_forked) -> None:
     sections = {name: section for name, public in PUBLIC.items() if (section := example(public))}
-    first = "import doctest, softnpu, kernels_ext_npu, transformers.models.llama.modeling_llama"
-    runs = run_forks(first, [RUN.format(name=name, section=section) for name, section in sections.items()])
+    runs = [run_forked(RUN.format(name=name, section=section)) for name, section in sections.items()]
     failures = [run.stdout for run in runs if run.stdout]  # doctest is silent where nothing differs
     assert not failures, "\n".join(failures)

@@ -49,40 +49,40 @@ def on_the_cpu(script: str) -> str:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_script_prints_what_the_cpu_prints_without_kernels(name: str, folder: Path, run_python: Callable) -> None:
+def test_a_script_prints_what_the_cpu_prints_without_kernels(name: str, folder: Path, run_forked: Callable) -> None:
     """In float32: tokens are the same, and losses to what is printed of them."""
     script = (EXAMPLES / name).read_text().replace('dtype="bfloat16"', 'dtype="float32"')
     found = []
     for number, text in enumerate((script, on_the_cpu(script))):
         path = folder / f"{number}.py"
         path.write_text(text)
-        result = run_python(None, "-m", "softnpu", path.name, *ARGUMENTS.get(name, ()), directory=folder)
+        result = run_forked(None, "-m", "softnpu", path.name, *ARGUMENTS.get(name, ()), directory=folder)
         assert ("→ RMSNorm" in result.stdout) == (number == 0)
         found.append(re.findall(PRINTED[name], result.stdout, re.MULTILINE))
     assert found[0] == found[1] != []
 
 
-def test_a_model_sees_a_picture_through_the_kernels_as_on_the_cpu(folder: Path, run_python: Callable) -> None:
+def test_a_model_sees_a_picture_through_the_kernels_as_on_the_cpu(folder: Path, run_forked: Callable) -> None:
     """In float32 to 1e-5 of the largest logit: sums in another order, through two layers of either tower."""
     script = (EXAMPLES / "vision_language.py").read_text().replace('dtype="bfloat16"', 'dtype="float32"')
     found = []
     for number, text in enumerate((script, on_the_cpu(script))):
         path = folder / f"{number}.py"
         path.write_text(text + "print('logits', model(**inputs).logits[0].tolist())\n")
-        result = run_python(None, "-m", "softnpu", path.name, directory=folder)
+        result = run_forked(None, "-m", "softnpu", path.name, directory=folder)
         assert ("→ RMSNorm" in result.stdout) == (number == 0)
         found.append(torch.tensor(json.loads(re.search(r"^logits (.*)", result.stdout, re.MULTILINE)[1])))
     assert found[1].std() > 0
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()
 
 
-def test_grpo_trains_through_the_kernels(folder: Path, run_python: Callable) -> None:
+def test_grpo_trains_through_the_kernels(folder: Path, run_forked: Callable) -> None:
     script = (EXAMPLES / "trl_grpo.py").read_text()
     script = replaced(
         script, ("max_completion_length=64", "max_completion_length=8"), ("num_train_epochs=1", "max_steps=2")
     )
     (folder / "script.py").write_text(script + TRAINED)
-    run_python(None, "-m", "softnpu", "script.py", directory=folder)
+    run_forked(None, "-m", "softnpu", "script.py", directory=folder)
     losses, swapped, counters = json.loads((folder / "evidence.json").read_text())
     assert len(losses) == 2
     assert swapped == [True]
@@ -90,9 +90,9 @@ def test_grpo_trains_through_the_kernels(folder: Path, run_python: Callable) -> 
     assert (folder / "output/model.safetensors").exists()
 
 
-def test_the_kernels_as_functions_agree_with_float64_and_have_gradients(run_python: Callable) -> None:
+def test_the_kernels_as_functions_agree_with_float64_and_have_gradients(run_forked: Callable) -> None:
     """To 2^-8, a step of bfloat16: what is between input and output is rounded to it a few times."""
-    printed = run_python(None, "-m", "softnpu", str(EXAMPLES / "kernel_function.py")).stdout
+    printed = run_forked(None, "-m", "softnpu", str(EXAMPLES / "kernel_function.py")).stdout
     assert float(re.search(r"float64: (\S+)", printed)[1]) <= 2**-8
     assert "gradients: norm, gate.weight, up.weight, down.weight" in printed
 

@@ -128,8 +128,8 @@ def linear_scripts() -> dict[str, str]:
 class Workshop:
     """Where the recipes run."""
 
-    def __init__(self, root: Path, run_python: Callable) -> None:
-        self.root, self.run_python = root, run_python
+    def __init__(self, root: Path, run_forked: Callable) -> None:
+        self.root, self.run_forked = root, run_forked
 
     def folder(self, name: str, script: str) -> Path:
         """A new folder with a script, the checkpoint and the data."""
@@ -147,13 +147,13 @@ class Workshop:
         """What the scripts in these folders did, in one process."""
         (self.root / "run.py").write_text(RUN)
         arguments = [str(self.root / "run.py"), *map(str, folders)]
-        self.run_python(None, "-m", "softnpu", *arguments, HF_DATASETS_CACHE=str(self.root / "datasets"))
+        self.run_forked(None, "-m", "softnpu", *arguments, HF_DATASETS_CACHE=str(self.root / "datasets"))
         return [json.loads((folder / "evidence.json").read_text()) for folder in folders]
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, run_python: Callable) -> Workshop:
-    return Workshop(tmp_path, run_python)
+def workshop(tmp_path: Path, run_forked: Callable) -> Workshop:
+    return Workshop(tmp_path, run_forked)
 
 
 class Evidence(dict[str, dict[str, Any]]):
@@ -163,7 +163,7 @@ class Evidence(dict[str, dict[str, Any]]):
 
 
 @pytest.fixture
-def together(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_python: Callable) -> Callable[..., Evidence]:
+def together(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_forked: Callable) -> Callable[..., Evidence]:
     """Runs scripts in one process, which the first test that asks for them starts, whichever worker has it."""
     base = tmp_path_factory.getbasetemp()
 
@@ -174,7 +174,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_pytho
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not found.exists():
-                workshop = Workshop(root, run_python)
+                workshop = Workshop(root, run_forked)
                 did = workshop.run(*(workshop.folder(script, text) for script, text in scripts.items()))
                 found.write_text(json.dumps(dict(zip(scripts, did))))
             evidence = Evidence(json.loads(found.read_text()))
@@ -336,9 +336,9 @@ for each in (trainer.model, trainer.ref_model):
 """
 
 
-def test_the_pitfalls_are_as_the_page_says(workshop, run_python) -> None:
+def test_the_pitfalls_are_as_the_page_says(workshop, run_forked) -> None:
     folder = workshop.folder("pitfalls", "")
-    out = run_python(PITFALLS, directory=folder).stdout.splitlines()
+    out = run_forked(PITFALLS, directory=folder).stdout.splitlines()
     lines = [line.removeprefix("found: ") for line in out if line.startswith("found: ")]
     scaler = "TypeError: Adam.step() got an unexpected keyword argument 'grad_scaler'"
     text = (pages.DOCS / "recipes.md").read_text()

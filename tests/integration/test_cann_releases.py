@@ -112,12 +112,12 @@ def test_doctor_says_which_release_would_bring_what(
     assert said in finding.details if said else finding.details == ()
 
 
-def test_inspect_counts_what_a_release_would_launch(run_python, tmp_path: Path) -> None:
+def test_inspect_counts_what_a_release_would_launch(run_forked, tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3", **SMALL, **WIDE).save_pretrained(tmp_path)
     found = {}
     for cann in ("8.2", ""):
         arguments = ["inspect", str(tmp_path), "--decode", "--tokens", "16", "--json", *(["--cann", cann] * bool(cann))]
-        told = json.loads(run_python(f"from kernels_ext_npu.cli import app; app({arguments!r})").stdout)
+        told = json.loads(run_forked(f"from kernels_ext_npu.cli import app; app({arguments!r})").stdout)
         operators = told["variants"][-1]["decode_growing"]["operators"]
         launches = {name: operators[name]["launches"] for name in ("npu_mrope", "npu_rotary_mul") if name in operators}
         found[cann] = launches, told["remarks"], [row["reason"] for row in told["modules"] if row["reason"]]
@@ -128,9 +128,9 @@ def test_inspect_counts_what_a_release_would_launch(run_python, tmp_path: Path) 
     }
 
 
-def test_inspect_refuses_what_is_no_release(run_python) -> None:
+def test_inspect_refuses_what_is_no_release(run_forked) -> None:
     code = "from kernels_ext_npu.cli import app; app(['inspect', 'qwen3', '--cann', 'newest'])"
-    assert "--cann newest: a version of CANN is written as 8.2 or 8.2.RC1" in run_python(code, check=False).stderr
+    assert "--cann newest: a version of CANN is written as 8.2 or 8.2.RC1" in run_forked(code, check=False).stderr
 
 
 @pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.title)

@@ -25,8 +25,8 @@ print(kernel.__file__)
 """
 
 
-def test_a_kernel_computes_without_a_network(run_python) -> None:
-    file = run_python(WITHOUT_A_NETWORK, HF_HUB_OFFLINE="0").stdout.strip()
+def test_a_kernel_computes_without_a_network(run_forked) -> None:
+    file = run_forked(WITHOUT_A_NETWORK, HF_HUB_OFFLINE="0").stdout.strip()
     assert file == str(ROOT / "RMSNorm" / "build" / "torch-npu" / "__init__.py")
 
 

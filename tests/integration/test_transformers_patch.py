@@ -91,12 +91,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
 
 
 @pytest.fixture
-def run_patched(source: Path, run_python) -> Callable[..., str]:
+def run_patched(source: Path, run_forked) -> Callable[..., str]:
     """The last line that a process with the patched transformers, and without this package, prints."""
 
     def run(*arguments: str, **environment: str) -> str:
         paths = os.pathsep.join(map(str, (source, ROOT, ROOT / "tests")))
-        return run_python(*arguments, PYTHONPATH=paths, **environment).stdout.splitlines()[-1]
+        return run_forked(*arguments, PYTHONPATH=paths, **environment).stdout.splitlines()[-1]
 
     return run
 
@@ -130,12 +130,12 @@ def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub,
 
 
 @pytest.mark.long
-def test_expectations_by_device_can_be_asked_for_on_an_npu(run_patched, run_python) -> None:
+def test_expectations_by_device_can_be_asked_for_on_an_npu(run_patched, run_forked) -> None:
     code = (
         "import softnpu; from transformers.testing_utils import get_device_properties; print(get_device_properties())"
     )
     assert run_patched(code) == "('npu', None, None)"
-    assert "UnboundLocalError" in run_python(code, check=False).stderr  # if not, the patch needs it no longer
+    assert "UnboundLocalError" in run_forked(code, check=False).stderr  # if not, the patch needs it no longer
 
 
 def test_the_mappings_of_other_devices_are_what_they_were(run_patched) -> None:

@@ -152,7 +152,7 @@ def test_variants_load_and_compute(whole: Path, repository: str, name: str) -> N
     assert function.failure(get_local_kernel(variant), torch.float32) is None
 
 
-def test_the_universal_variants_need_no_torch_npu(run_forks) -> None:
+def test_the_universal_variants_need_no_torch_npu(run_python) -> None:
     """On a machine where it is not installed, and that knows no device called npu."""
     names = [build.tomllib.loads((path / "build.toml").read_text())["general"]["name"] for path in REPOSITORIES]
     codes = [
@@ -172,7 +172,7 @@ from kernels import get_local_kernel
 from kernels_ext_npu.selftest import functions
 from publishing.trial import of
 """
-    run_forks(first, codes, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    run_python(first + "".join(codes), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 @each_repository
@@ -258,11 +258,11 @@ assert kernel.rms_norm(x, torch.ones(8, device="npu"), 0.0).sum().item() == 16
         ("2.8.0", "8.1.RC1", "aarch64", "torch-npu"),
     ],
 )
-def test_the_loader_takes_it_on_a_machine_that_says_so(run_python, tmp_path: Path, torch, cann, cpu, expected) -> None:
+def test_the_loader_takes_it_on_a_machine_that_says_so(run_forked, tmp_path: Path, torch, cann, cpu, expected) -> None:
     """`make test-variants` has the machines themselves."""
     (tmp_path / "ascend_toolkit_install.info").write_text(f"version={cann}\n")
     code = DESCRIBED.replace("REPOSITORY", str(build.ROOT / "RMSNorm"))
-    run_python(code, torch, str(tmp_path), cpu, expected)
+    run_forked(code, torch, str(tmp_path), cpu, expected)
 
 
 # ---- true to the releases --------------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ def test_the_picture_of_the_way_has_its_steps() -> None:
     assert not [step.name for step in WAY if step.name not in picture and step.name != "enter"]
 
 
-def test_a_model_goes_the_way_in_its_order(run_python) -> None:
+def test_a_model_goes_the_way_in_its_order(run_forked) -> None:
     """Each step begins with the first of its functions: they are called in the order of the steps."""
     first_of_each = [step.functions[0] for step in WAY]
-    result = run_python(WALK, json.dumps(first_of_each))
+    result = run_forked(WALK, json.dumps(first_of_each))
     assert json.loads(result.stdout.splitlines()[-1]) == first_of_each
 
 

@@ -78,7 +78,7 @@ def test_metadata_that_nothing_can_be_made_from_is_named(norm: Path, content: st
         left_out(norm)
 
 
-def test_it_is_taken_on_its_machine(run_python, whole: Path, tmp_path: Path) -> None:
+def test_it_is_taken_on_its_machine(run_forked, whole: Path, tmp_path: Path) -> None:
     """By a process that says to be on torch 2.9 and CANN 8.5, of a variant that the tree does not hold."""
     (tmp_path / "ascend_toolkit_install.info").write_text("version=8.5.0\n")
     code = f"""
@@ -92,7 +92,7 @@ for root in json.loads({json.dumps(json.dumps([str(whole), str(build.ROOT)]))}):
     assert kernel.rms_norm(torch.ones(2, 8, device="npu"), None, 0.0).sum().item() == 16
     print(pathlib.Path(kernel.__file__).parent)
 """
-    loaded = run_python(code).stdout.splitlines()
+    loaded = run_forked(code).stdout.splitlines()
     assert loaded == [
         f"{whole}/RMSNorm/build/torch29-cxx11-cann85-aarch64-linux",
         f"{build.ROOT}/RMSNorm/build/torch-npu",  # a clone has the same files under this name

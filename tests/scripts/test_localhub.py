@@ -65,10 +65,10 @@ torch.testing.assert_close(kernel.rms_norm(x.npu(), None, 1e-6).cpu(), torch.nn.
 """
 
 
-def test_a_kernel_that_was_published_loads_and_computes(localhub: LocalHub, run_python, tmp_path: Path) -> None:
-    run_python(PUBLISH, str(ROOT / "RMSNorm"), **localhub.environment(tmp_path / "publisher"))
+def test_a_kernel_that_was_published_loads_and_computes(localhub: LocalHub, run_forked, tmp_path: Path) -> None:
+    run_forked(PUBLISH, str(ROOT / "RMSNorm"), **localhub.environment(tmp_path / "publisher"))
     published = len(localhub.requests)
-    output = run_python(LOAD, **localhub.environment(tmp_path / "user")).stdout
+    output = run_forked(LOAD, **localhub.environment(tmp_path / "user")).stdout
     assert "is not from a trusted publisher" in output
     loaded = [request.path for request in localhub.requests[published:] if "/resolve/" in request.path]
     assert loaded

@@ -23,9 +23,9 @@ def test_cases_at_a_limit_hold_on_every_release(run_python, release: str) -> Non
     run_python(None, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES, directory=ROOT, SOFTNPU_CANN=release)
 
 
-def test_a_release_that_cannot_be_read_is_the_oldest(run_python) -> None:
+def test_a_release_that_cannot_be_read_is_the_oldest(run_forked) -> None:
     """Of what a kernel is told when it is loaded: nothing is asked afterwards."""
-    found = run_python(f"""
+    found = run_forked(f"""
 import sys
 import softnpu, torch
 from kernels import get_local_kernel

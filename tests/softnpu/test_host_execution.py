@@ -223,7 +223,7 @@ def test_results_are_contiguous_as_op_plugin_allocates_them(compute) -> None:
     assert not torch.randn(3, 4).t().to("npu").clone().is_contiguous()  # torch_npu's CloneKernelOpApi.cpp
 
 
-def test_results_go_to_the_device_of_the_arguments(run_python) -> None:
+def test_results_go_to_the_device_of_the_arguments(run_forked) -> None:
     code = """
 import softnpu, torch
 assert torch.npu.device_count() == 2
@@ -240,7 +240,7 @@ except RuntimeError as error:
 else:
     raise SystemExit("two devices were mixed")
 """
-    run_python(code, SOFTNPU_DEVICES="2")
+    run_forked(code, SOFTNPU_DEVICES="2")
 
 
 def test_an_alias_keeps_the_storage_alive() -> None:
@@ -355,7 +355,7 @@ def test_a_softmax_of_16_bits_may_stay_in_float32(dtype: torch.dtype) -> None:
     assert grad.dtype == dtype
 
 
-def test_lists_on_several_devices_are_taken_one_after_the_other(run_python) -> None:
+def test_lists_on_several_devices_are_taken_one_after_the_other(run_forked) -> None:
     code = """
 import softnpu, torch
 lists = [torch.ones(2, device="npu:0"), torch.ones(3, device="npu:1")]
@@ -373,7 +373,7 @@ except RuntimeError as error:
 else:
     raise SystemExit("the device has read memory of the host")
 """
-    run_python(code, SOFTNPU_DEVICES="2")
+    run_forked(code, SOFTNPU_DEVICES="2")
 
 
 def test_a_packed_sequence_keeps_its_padding_between_the_rows() -> None:

@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 import torch_npu
 
@@ -95,26 +96,26 @@ def test_a_device_node_counts_only_with_a_number(monkeypatch) -> None:
         assert runtime.real_device() is expected
 
 
-def test_the_number_of_devices_can_be_set(run_python) -> None:
-    run_python("import softnpu, torch; assert torch.npu.device_count() == 3", SOFTNPU_DEVICES="3")
+def test_the_number_of_devices_can_be_set(run_forked) -> None:
+    run_forked("import softnpu, torch; assert torch.npu.device_count() == 3", SOFTNPU_DEVICES="3")
 
 
-def test_a_process_may_see_some_of_the_devices(run_python) -> None:
+def test_a_process_may_see_some_of_the_devices(run_forked) -> None:
     code = "import softnpu, torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').device)"
-    result = run_python(code, SOFTNPU_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="4,6")
+    result = run_forked(code, SOFTNPU_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="4,6")
     assert result.stdout.split("\n")[-2] == "2 npu:1"
 
 
-def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forks) -> None:
+def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forked) -> None:
     """A server has eight, unless SOFTNPU_DEVICES says otherwise."""
-    count = "os.environ |= {}; print(torch.npu.device_count(), torch.npu.is_available())"
+    count = "import softnpu, torch; print(torch.npu.device_count(), torch.npu.is_available())"
     cases = {("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True", ("8", "16"): "1 True"}
-    calls = [count.format({"ASCEND_RT_VISIBLE_DEVICES": visible, "SOFTNPU_DEVICES": there}) for visible, there in cases]
-    results = run_forks("import os, softnpu, torch", calls)
-    assert [result.stdout.splitlines()[-1] for result in results] == list(cases.values())
+    for (visible, there), said in cases.items():
+        result = run_forked(count, ASCEND_RT_VISIBLE_DEVICES=visible, SOFTNPU_DEVICES=there)
+        assert result.stdout.splitlines()[-1] == said
 
 
-def test_expandable_segments_grow_and_give_memory_back(run_python) -> None:
+def test_expandable_segments_grow_and_give_memory_back(run_forked) -> None:
     code = """
 import softnpu, torch
 x = torch.arange(30 << 20, device="npu", dtype=torch.int32)  # 120 MB and the padding behind it: seven pieces of 20 MB
@@ -129,10 +130,10 @@ try:
 except torch.OutOfMemoryError:
     assert (torch.ones(30, device="npu") + 1).sum().item() == 60
 """
-    run_python(code, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+    run_forked(code, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
 
 
-def test_a_device_has_a_context_of_its_own_once_it_is_used(run_python) -> None:
+def test_a_device_has_a_context_of_its_own_once_it_is_used(run_forked) -> None:
     """What torch_npu asks the runtime when it is to behave as CUDA does."""
     code = """
 import softnpu, torch, torch_npu
@@ -140,10 +141,10 @@ torch_npu.npu.use_compatible_impl(True)
 assert (torch.ones(2, device="npu") + 1).sum().item() == 4
 assert torch.ones(2).pin_memory().npu(non_blocking=True).sum().item() == 2
 """
-    run_python(code)
+    run_forked(code)
 
 
-def test_a_device_that_is_not_there_is_refused_with_the_variable_that_sets_how_many(run_python) -> None:
+def test_a_device_that_is_not_there_is_refused_with_the_variable_that_sets_how_many(run_forked) -> None:
     code = """
 import softnpu, torch
 for call in (lambda: torch.npu.set_device(2), lambda: torch.ones(2, device="npu:2")):
@@ -156,7 +157,7 @@ for call in (lambda: torch.npu.set_device(2), lambda: torch.ones(2, device="npu:
         raise SystemExit("there are two devices")
 assert torch.npu.current_device() == 0
 """
-    run_python(code, SOFTNPU_DEVICES="2")
+    run_forked(code, SOFTNPU_DEVICES="2")
 
 
 def test_a_script_runs_as_a_module(run_python, tmp_path: Path) -> None:
@@ -170,23 +171,23 @@ def test_a_script_runs_as_a_module(run_python, tmp_path: Path) -> None:
     assert result.stdout.split("\n")[-2] == f"__main__ ['a', '--b'] {tmp_path} 3.0"
 
 
-def test_a_module_runs_as_a_module(run_python) -> None:
-    result = run_python(None, "-m", "softnpu", "-m", "torch.utils.collect_env", check=False)
-    assert "PyTorch version" in result.stdout
+def test_a_module_runs_as_a_module(run_forked, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
+        "import sys, torch; print(__name__, sys.argv, torch.ones(3, device='npu').sum())"
+    )
+    result = run_forked(None, "-m", "softnpu", "-m", "module", "a", directory=tmp_path)
+    assert result.stdout == f"__main__ ['{tmp_path}/module.py', 'a'] tensor(3., device='npu:0')\n"
 
 
-def test_wrong_calls_print_the_usage(run_forks) -> None:
-    """As ``python -m softnpu`` runs the module."""
-    wrong = [[], ["-m"], ["--help"], ["missing.py"]]
-    call = "sys.argv[1:] = {}; runpy.run_module('softnpu', run_name='__main__', alter_sys=True)"
-    results = run_forks("import runpy, sys, softnpu", [call.format(arguments) for arguments in wrong], check=False)
-    for arguments, result in zip(wrong, results, strict=True):
-        assert result.returncode, arguments
-        assert "usage: python -m softnpu" in result.stderr, arguments
-        assert "Traceback" not in result.stderr, arguments
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["missing.py"]])
+def test_wrong_calls_print_the_usage(run_forked, arguments: list[str]) -> None:
+    result = run_forked(None, "-m", "softnpu", *arguments, check=False)
+    assert result.returncode
+    assert "usage: python -m softnpu" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_the_pytest_plugin_provides_the_device(run_python, tmp_path: Path) -> None:
+def test_the_pytest_plugin_provides_the_device(run_forked, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import torch\n\n"
         "def test_it(npu_counters, poisoned_memory):\n"
@@ -194,7 +195,7 @@ def test_the_pytest_plugin_provides_the_device(run_python, tmp_path: Path) -> No
         "    torch.ones(2, device='npu') * 2\n"
         "    assert npu_counters()['mul'] == 1\n"
     )
-    result = run_python(None, "-m", "pytest", "-p", "softnpu.pytest_plugin", str(tmp_path), "-c", os.devnull)
+    result = run_forked(None, "-m", "pytest", "-p", "softnpu.pytest_plugin", str(tmp_path), "-c", os.devnull)
     assert "1 passed" in result.stdout
     assert "npu: software device" in result.stdout
 

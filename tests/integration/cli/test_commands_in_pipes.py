@@ -55,7 +55,7 @@ def test_json_is_all_that_is_written(name: str) -> None:
     json.loads(ran(name, "--json"))
 
 
-def test_what_a_command_did_not_expect_is_no_output(run_python) -> None:
+def test_what_a_command_did_not_expect_is_no_output(run_forked) -> None:
     """torch_npu prints to standard output at the end of a process that an exception has ended."""
     code = """
 import softnpu, torch, torch_npu
@@ -66,7 +66,7 @@ def fail(*arguments):
 survey.survey = fail
 app(["coverage", "--json"])
 """
-    result = run_python(code, check=False)
+    result = run_forked(code, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     assert "RuntimeError: nobody thought of this" in result.stderr
 

@@ -55,25 +55,25 @@ print(kernels_ext_npu.report(model))
 
 
 @pytest.fixture
-def publish(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., dict[str, str]]:
+def publish(run_forked, localhub: LocalHub, tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Publishes all repositories, or those named; gives the commits of their versions."""
 
     def run(card: str, names: Sequence[str] = catalogue.REPOSITORIES, **changes: bytes) -> dict[str, str]:
         code = PUBLISH.format(names=names, root=str(sources.root("bundled")), card=card, changes=changes)
         environment = localhub.environment(tmp_path / "publisher") | {"HF_HUB_DISABLE_XET": "1"}
-        return dict(zip(names, run_python(code, **environment).stdout.split()))
+        return dict(zip(names, run_forked(code, **environment).stdout.split()))
 
     return run
 
 
 @pytest.fixture
-def bundle(run_python, localhub: LocalHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def bundle(run_forked, localhub: LocalHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command on a machine that reaches the Hub; it writes kernels.zip."""
 
     def run(**environment: str) -> subprocess.CompletedProcess[str]:
         arguments = ["bundle", "--source", "hub", "--output", str(tmp_path / "kernels.zip")]
         environment = localhub.environment(tmp_path / "connected") | environment
-        return run_python(COMMAND, *arguments, check=False, **environment)
+        return run_forked(COMMAND, *arguments, check=False, **environment)
 
     return run
 
@@ -86,21 +86,21 @@ def at(home: Path) -> dict[str, str]:
     return {"HF_HOME": str(home), **OFFLINE}
 
 
-def test_from_the_hub_to_a_machine_without_a_network(run_python, publish, bundle, tmp_path: Path) -> None:
+def test_from_the_hub_to_a_machine_without_a_network(run_forked, publish, bundle, tmp_path: Path) -> None:
     published = publish("first")
     archive, home = tmp_path / "kernels.zip", tmp_path / "cluster"
     assert bundle().returncode == 0
     assert commits(archive) == published
     (norm,) = [each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm"]
     assert {"README.md", ".gitattributes", "benchmarks/large.bin"} <= norm.files.keys()
-    run_python(COMMAND, "bundle", "--install", str(archive), **at(home))
+    run_forked(COMMAND, "bundle", "--install", str(archive), **at(home))
     folder = home / "hub" / "kernels--kernels-ext-npu--RMSNorm"
-    file = run_python(LOAD, **at(home)).stdout.strip()
+    file = run_forked(LOAD, **at(home)).stdout.strip()
     assert file == f"{folder}/snapshots/{published['RMSNorm']}/build/torch-npu/__init__.py"
 
     before, after = published["RMSNorm"], publish("second", ["RMSNorm"])["RMSNorm"]
     assert bundle().returncode == 0
-    output = run_python(COMMAND, "bundle", "--install", str(archive), **at(home)).stdout
+    output = run_forked(COMMAND, "bundle", "--install", str(archive), **at(home)).stdout
     assert f"RMSNorm v1, commit {after}: in place of {before}, whose files stay in the cache\n" in output
     assert f"RoPE v1, commit {published['RoPE']}: was there already\n" in output
     assert (folder / "refs" / "v1").read_text() == after
@@ -109,21 +109,21 @@ def test_from_the_hub_to_a_machine_without_a_network(run_python, publish, bundle
 
 @pytest.mark.long
 def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation(
-    run_python, localhub: LocalHub, publish, bundle, tmp_path: Path
+    run_forked, localhub: LocalHub, publish, bundle, tmp_path: Path
 ) -> None:
     """A mirror needs HF_ENDPOINT and nothing else. What kernels downloads from it cannot be found offline."""
     published, home = publish("card"), tmp_path / "home"
     mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
-    output = " ".join(run_python(REGISTER, **mirror).stdout.split())
+    output = " ".join(run_forked(REGISTER, **mirror).stdout.split())
     swapped = (
         "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, 1 of 1 heads"
     )
     assert f"{swapped} swapped" in output
-    result = run_python(LOOK_UP, check=False, HF_HUB_DISABLE_TELEMETRY="1", **at(home))
+    result = run_forked(LOOK_UP, check=False, HF_HUB_DISABLE_TELEMETRY="1", **at(home))
     assert "is not available in the local cache" in result.stderr  # no refs/v1, and one variant of five
     assert bundle().returncode == 0
-    run_python(COMMAND, "bundle", "--install", str(tmp_path / "kernels.zip"), **at(home))
-    assert published["RMSNorm"] in run_python(LOAD, **at(home)).stdout
+    run_forked(COMMAND, "bundle", "--install", str(tmp_path / "kernels.zip"), **at(home))
+    assert published["RMSNorm"] in run_forked(LOAD, **at(home)).stdout
 
 
 def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, publish, bundle, tmp_path: Path) -> None:

@@ -73,20 +73,20 @@ def snapshot(home: Path, name: str, commit: str | None = None) -> str:
     return str(folder / "snapshots" / (commit or (folder / "refs" / "v1").read_text()))
 
 
-def test_kernels_load_offline(run_python, home: Path) -> None:
-    result = run_python(LOAD, HF_HOME=str(home), **OFFLINE)
+def test_kernels_load_offline(run_forked, home: Path) -> None:
+    result = run_forked(LOAD, HF_HOME=str(home), **OFFLINE)
     file, layer = result.stdout.splitlines()
     assert file == f"{snapshot(home, 'RMSNorm')}/build/torch-npu/__init__.py"
     assert layer == "RotaryPosEmb"
     assert "Skipping publisher trust check for 'kernels-ext-npu/RMSNorm'" in result.stderr
 
 
-def test_models_take_kernels_of_either_source_offline(run_python, home: Path, checkpoint) -> None:
+def test_models_take_kernels_of_either_source_offline(run_forked, home: Path, checkpoint) -> None:
     dense, mixture = checkpoint("qwen3"), checkpoint("qwen3_moe")
     for name, folder in (("qwen3", dense), ("qwen3_moe", mixture)):
         torch.save(dict(zoo.inputs(name, zoo.build(name))), folder / "inputs.pt")
     arguments = ["hub", str(dense), "hub", str(mixture), "bundled", str(dense)]
-    lines = run_python(SERVE, *arguments, HF_HOME=str(home), **OFFLINE).stdout.splitlines()
+    lines = run_forked(SERVE, *arguments, HF_HOME=str(home), **OFFLINE).stdout.splitlines()
     of_dense = "CrossEntropy", "FlashAttention", "RMSNorm", "RoPE", "SwiGLU"
     for line, expected in zip(
         lines,
@@ -100,10 +100,10 @@ def test_models_take_kernels_of_either_source_offline(run_python, home: Path, ch
         assert line.split() == [f"{folder}/build/torch-npu/__init__.py" for folder in expected]
 
 
-def test_without_a_network_kernels_has_to_be_told_so(run_python, home: Path) -> None:
+def test_without_a_network_kernels_has_to_be_told_so(run_forked, home: Path) -> None:
     """It asks the Hub which versions there are, whatever the cache holds: README says to set HF_HUB_OFFLINE."""
     environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": NOBODY, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    untrusted, refused = run_python(ASK, **environment).stdout.splitlines()
+    untrusted, refused = run_forked(ASK, **environment).stdout.splitlines()
     assert "could not verify publisher trust status" in untrusted
     assert refused == "ConnectError [Errno 111] Connection refused"
 

@@ -73,7 +73,7 @@ def test_the_estimate_is_compared_with_products_and_attention_alone(folder: Path
     assert after["step"]["estimate_of_products"] < before["step"]["estimate_of_products"]
 
 
-def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_python, tmp_path: Path) -> None:
+def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_forked, tmp_path: Path) -> None:
     """A folder, its config.json, and an id in the cache."""
     cached = tmp_path / "hub" / "models--somebody--tiny"
     (cached / "snapshots" / "0123").mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_python,
     code = (
         "import sys; from kernels_ext_npu.cli import app; sys.argv = ['x', 'inspect', 'somebody/tiny', '--json']; app()"
     )
-    by_id = run_python(code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1").stdout
+    by_id = run_forked(code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1").stdout
     reports = [json.loads(inspect(name, "--json").stdout) for name in (folder, folder / "config.json")]
     reports.append(json.loads(by_id))  # nothing else is on standard output
     names = [report.pop("model") for report in reports]

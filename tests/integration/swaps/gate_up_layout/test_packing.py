@@ -597,9 +597,9 @@ for has_dlpack in (True, False):  # as in releases without it
 """
 
 
-def test_memory_is_freed_when_both_have_left_it(run_python) -> None:
+def test_memory_is_freed_when_both_have_left_it(run_forked) -> None:
     """In a process of its own: what other tests have left counts as memory, too."""
-    run_python(FREED)
+    run_forked(FREED)
 
 
 def test_global_hooks_see_what_they_see_without_kernels() -> None:

@@ -1,0 +1,37 @@
+"""Forked processes are to a test what fresh ones are: the same program gives the same in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import atexit, os, sys
+atexit.register(print, "the end")
+print(__name__, sys.argv[1:], os.getcwd(), {name: os.environ.get(name) for name in ("HF_HOME", "OF_THE_TEST")})
+print("an error", file=sys.stderr)
+import huggingface_hub.constants, softnpu, torch
+print(huggingface_hub.constants.HF_HOME, torch.ones(2, device="npu").sum().item())
+"""
+ENDS = {"": 0, "raise SystemExit": 0, "raise SystemExit(3)": 3, "raise SystemExit('a sentence')": 1, "1 / 0": 1}
+
+
+@pytest.mark.parametrize("environment", [{}, {"HF_HOME": "/elsewhere", "OF_THE_TEST": "1"}], ids=["none", "some"])
+def test_a_program_gives_the_same(run_python, run_forked, tmp_path: Path, environment: dict[str, str]) -> None:
+    options = {"directory": tmp_path, **environment}
+    fresh, forked = (run(PROGRAM, "a", "-b", **options) for run in (run_python, run_forked))
+    assert (fresh.stdout, fresh.stderr) == (forked.stdout, forked.stderr)
+    (tmp_path / "script.py").write_text(PROGRAM)
+    assert run_forked(None, "script.py", "a", "-b", **options).stdout == fresh.stdout
+    assert run_forked(None, "-m", "script", "a", "-b", **options).stdout == fresh.stdout
+
+
+@pytest.mark.parametrize(("end", "status"), ENDS.items())
+def test_it_ends_with_the_same_status(run_forked, end: str, status: int) -> None:
+    result = run_forked(f"print('here')\n{end}", check=False)
+    assert (result.returncode, result.stdout.splitlines()[0]) == (status, "here")
+    assert ("a sentence" in result.stderr) == ("sentence" in end)
+    assert ("ZeroDivisionError" in result.stderr) == ("1 /" in end)
+    with pytest.raises(AssertionError, match="ended with -9"):
+        run_forked("import os; os.kill(os.getpid(), 9)")

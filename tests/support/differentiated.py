@@ -11,6 +11,12 @@ from kernels import get_local_kernel
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels_ext_npu.measuring.nested import tensors
+from kernels_ext_npu.selftest import functions
+from kernels_ext_npu.selftest.cases import Function
+from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
+from kernels_ext_npu.selftest.functions.rotary import rotated
+
 ROOT = Path(__file__).parents[2]
 T, H, INNER, E, K = 6, 32, 16, 4, 2  # tokens, hidden and inner size, experts, choices
 INDEX = torch.tensor([[0, 1], [3, 1], [2, 0], [1, 3], [3, 0], [1, 0]])
@@ -43,27 +49,34 @@ def kernel(repository: str) -> ModuleType:
     return get_local_kernel(ROOT / repository)
 
 
-def rms_norm(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+# functions of the selftest whose formulas torch.func takes, too: their numbers of tokens are no matter of limits here
+SIMPLE = {
+    *("rms_norm", "zero_centered_rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu"),
+    *("clamped_swiglu", "clipped_swiglu", "gelu_tanh", "quick_gelu", "rotary_mul", "apply_rotary_pos_emb"),
+    *("softmax_top_k", "linear"),
+}
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, 1e-6)
+def is_simple(function: Function) -> bool:
+    return function.name in SIMPLE and function.at in ("", "neighbours")
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+def of_selftest(function: Function) -> Case:
+    def joined(found: object) -> Tensor:
+        return torch.cat([tensor.flatten() for tensor in tensors(found)])
+
+    return Case(
+        lambda *xs: joined(function.call(getattr(kernel(function.repository), function.name), *xs)),
+        lambda *xs: joined(function.exact(*xs)),
+        tuple(tuple(tensor.shape) for tensor in function.arguments()),
+    )
 
 
-def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate=approximate) * up
+swiglu = gated(F.silu)
 
 
-def clamped(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+def normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 def clipped(gate_up: Tensor, interleaved: bool) -> Tensor:
@@ -72,37 +85,21 @@ def clipped(gate_up: Tensor, interleaved: bool) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def table(like: Tensor, positions: int, size: int) -> tuple[Tensor, Tensor]:
+def table(like: Tensor) -> tuple[Tensor, Tensor]:
     """Make cos and sin whose halves differ, so that a gradient that confuses them is seen."""
+    positions, size = like.shape[-2:]
     angles = torch.arange(positions * size, dtype=torch.float64).view(1, positions, size) / 7
     return angles.cos().to(like), angles.sin().to(like)
-
-
-def turned(x: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-
-def rotated(x: Tensor, interleaved: bool = False) -> Tensor:
-    cos, sin = (t.unsqueeze(1) for t in table(x, x.shape[-2], x.shape[-1]))
-    return x * cos + turned(x, interleaved) * sin
-
-
-def rotate_one(x: Tensor, interleaved: bool) -> Tensor:
-    cos, sin = (t.unsqueeze(1) for t in table(x, x.shape[-2], x.shape[-1]))
-    return kernel("RoPE").rotary_mul(x, cos, sin, interleaved)
 
 
 def rotate_both(q: Tensor, k: Tensor) -> Tensor:
     """q and k as projections give them: views of ``[B, S, N, D]``."""
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    return torch.cat(kernel("RoPE").apply_rotary_pos_emb(q, k, *table(q, q.shape[-2], q.shape[-1])), 1)
+    return torch.cat(kernel("RoPE").apply_rotary_pos_emb(q, k, *table(q)), 1)
 
 
 def both_rotated(q: Tensor, k: Tensor) -> Tensor:
-    return torch.cat((rotated(q), rotated(k)), 1)
+    return torch.cat([rotated(x, *(t.unsqueeze(1) for t in table(q))) for x in (q, k)], 1)
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -164,15 +161,6 @@ def our_listed_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
     return blocks.fused_listed_experts(listed, x, INDEX.to(x.device), weights)
 
 
-def softmax_top_k(logits: Tensor, renormalise: bool) -> Tensor:
-    weights = torch.softmax(logits, -1).topk(K, -1).values
-    return weights / weights.sum(-1, keepdim=True) if renormalise else weights
-
-
-def our_softmax_top_k(logits: Tensor, renormalise: bool) -> Tensor:
-    return kernel("FusedMoE").softmax_top_k(logits, K, renormalise)[0]
-
-
 def routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Let tokens choose their experts, by which they are weighed."""
     weights, index = torch.softmax(x @ router, -1).topk(K, -1)
@@ -191,36 +179,13 @@ def our_routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tens
 TOKENS, MATRICES = (T, H), ((E, 2 * INNER, H), (E, H, INNER))
 MIXTURE = (TOKENS, (T, K), *MATRICES)
 CASES: dict[str, Case] = {
-    "rms_norm": Case(lambda x, w: kernel("RMSNorm").rms_norm(x, w, 1e-6), rms_norm, (TOKENS, (H,))),
-    "rms_norm without weight": Case(lambda x: kernel("RMSNorm").rms_norm(x, None, 1e-6), rms_norm, (TOKENS,)),
-    "add_rms_norm": Case(
-        lambda x, r, w: kernel("RMSNorm").add_rms_norm(x, r, w, 1e-6)[0],
-        lambda x, r, w: rms_norm(x + r, w),
-        (TOKENS, TOKENS, (H,)),
+    **{function.title: of_selftest(function) for function in functions.FUNCTIONS if is_simple(function)},
+    "rms_norm without weight": Case(
+        lambda x: kernel("RMSNorm").rms_norm(x, None, 1e-6), lambda x: F.rms_norm(x, (H,), None, 1e-6), (TOKENS,)
     ),
-    "layer_norm": Case(lambda x, w: kernel("RMSNorm").layer_norm(x, w, None, 1e-6), layer_norm, (TOKENS, (H,))),
-    "add_layer_norm": Case(
-        lambda x, r, w, b: kernel("RMSNorm").add_layer_norm(x, r, w, b, 1e-6),
-        lambda x, r, w, b: layer_norm(x + r, w, b),
-        (TOKENS, TOKENS, (H,), (H,)),
-    ),
-    "swiglu": Case(lambda x: kernel("SwiGLU").swiglu(x), swiglu, (TOKENS,)),
     "swiglu of two": Case(lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)),
-    "geglu": Case(lambda x: kernel("SwiGLU").geglu(x), geglu, (TOKENS,)),
-    "geglu, exact": Case(
-        lambda x: kernel("SwiGLU").geglu(x, approximate="none"), partial(geglu, approximate="none"), (TOKENS,)
-    ),
-    "clamped_swiglu": Case(lambda x: kernel("SwiGLU").clamped_swiglu(x, limit=LIMIT), clamped, (TOKENS,)),
-    "clipped_swiglu": Case(
-        lambda x: kernel("SwiGLU").clipped_swiglu(x, limit=LIMIT), partial(clipped, interleaved=True), (TOKENS,)
-    ),
-    "gelu_tanh": Case(lambda x: kernel("Activation").gelu_tanh(x), lambda x: F.gelu(x, approximate="tanh"), (TOKENS,)),
-    "quick_gelu": Case(lambda x: kernel("Activation").quick_gelu(x), lambda x: x * torch.sigmoid(1.702 * x), (TOKENS,)),
-    "rotary_mul": Case(partial(rotate_one, interleaved=False), rotated, ((2, 3, 4, H),)),
-    "rotary_mul, interleaved": Case(
-        partial(rotate_one, interleaved=True), partial(rotated, interleaved=True), ((2, 3, 4, H),)
-    ),
-    "apply_rotary_pos_emb": Case(rotate_both, both_rotated, ((2, 3, 4, H), (2, 2, 4, H))),
+    "geglu, exact": Case(lambda x: kernel("SwiGLU").geglu(x, approximate="none"), gated(F.gelu), (TOKENS,)),
+    "apply_rotary_pos_emb, views": Case(rotate_both, both_rotated, ((2, 3, 4, H), (2, 2, 4, H))),
     "grouped_matmul": Case(our_products, products, (TOKENS, (E, H, INNER), (E, INNER))),
     "HybridGmmFunction": Case(our_listed_products, products, (TOKENS, (E, H, INNER), (E, INNER)), is_node=True),
     "fused_experts": Case(our_experts, experts, MIXTURE),
@@ -231,16 +196,12 @@ CASES: dict[str, Case] = {
         (*MIXTURE, (E, 2 * INNER), (E, H)),
     ),
     "fused_experts, normed": Case(
-        partial(our_experts, post_expert_norm=rms_norm), partial(experts, norm=rms_norm), MIXTURE
+        partial(our_experts, post_expert_norm=normed), partial(experts, norm=normed), MIXTURE
     ),
-    "fused_experts, GeGLU": Case(partial(our_experts, activation=geglu), partial(experts, gate=geglu), MIXTURE),
+    "fused_experts, GeGLU": Case(
+        partial(our_experts, activation=gated(gelu_tanh)), partial(experts, gate=gated(gelu_tanh)), MIXTURE
+    ),
     "routed experts": Case(our_routed, routed, (TOKENS, (H, E), *MATRICES)),
     "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE, is_node=True),
     "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE, is_node=True),
-    "softmax_top_k": Case(
-        partial(our_softmax_top_k, renormalise=True), partial(softmax_top_k, renormalise=True), ((T, 8),)
-    ),
-    "softmax_top_k, as it is": Case(
-        partial(our_softmax_top_k, renormalise=False), partial(softmax_top_k, renormalise=False), ((T, 8),)
-    ),
 }

@@ -1,13 +1,10 @@
-"""Makes a small instance of a norm of transformers, arguments for it, and its exact result in float64."""
+"""Makes a small instance of a norm of transformers, and arguments for it."""
 
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-
-from kernels_ext_npu.matching.lookup import find_pattern
 
 SIZE = 32
 
@@ -41,20 +38,3 @@ def inputs(module: nn.Module, dtype: torch.dtype, seed: int = 1) -> list[Tensor]
     generator = torch.Generator().manual_seed(seed)
     gates = "gate" in inspect.signature(type(module).forward).parameters
     return [torch.randn(4, 6, SIZE, generator=generator).to(dtype) for _ in range(1 + gates)]
-
-
-def exact(module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Compute what the module computes, without any rounding but that of its weights."""
-    reference = find_pattern(type(module))
-    assert reference is not None
-    layer = reference.layer_for(module)
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = None if layer == "RMSNormWeightless" else getattr(module, "weight", None)
-    if layer == "MambaRMSNormGated" and gate is not None:
-        x, gate = x * F.silu(gate), None
-    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-    if weight is not None:
-        y = y * (weight + 1 if layer == "RMSNormZeroCentered" else weight)
-    if gate is not None:
-        y = y * (torch.sigmoid(gate) if module.activation == "sigmoid" else F.silu(gate))
-    return y

@@ -38,22 +38,8 @@ def launches(model, **inputs) -> int:
     return sum(softnpu.counters().get(name, 0) for name in ("npu_rms_norm", "npu_gemma_rms_norm"))
 
 
-# every layer, among them undecorated classes and one that is decorated for another layer
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3",
-        "llama",
-        "gemma3_text",
-        "olmo3",
-        "gemma4_text",
-        "qwen3_next",
-        "nanochat",
-        "llama4_text",
-        "bamba",
-        "gpt_oss",
-    ],
-)
+# what each architecture computes is in test_kernelized_models.py
+@pytest.mark.parametrize("name", ["qwen3", "gemma4_text", "qwen3_next"])
 def test_from_pretrained_swaps_every_norm(registered, checkpoint, name) -> None:
     folder = checkpoint(name)
     reference, model = AutoModelForCausalLM.from_pretrained(folder), load(folder)
@@ -81,20 +67,6 @@ def test_kernels_survive_a_change_of_mode(registered, checkpoint) -> None:
     for change in (model.train, model.eval, model.eval, lambda: model.train(False)):
         change()
         assert counts(model) == (13, 13)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo3"])
-def test_training_gives_the_gradients_of_the_original(registered, checkpoint, name) -> None:
-    folder = checkpoint(name)
-    reference, model = AutoModelForCausalLM.from_pretrained(folder), load(folder)
-    inputs = zoo.inputs(name, reference)
-    for m, device in ((reference, "cpu"), (model, "npu")):
-        m.train()
-        moved = {key: value.to(device) for key, value in inputs.items()}
-        m(**moved, labels=moved["input_ids"]).loss.backward()
-    whole = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
-    for (n, a), b in zip(model.named_parameters(), reference.parameters()):
-        assert (a.grad.cpu() - b.grad).norm() <= 1e-5 * whole, n
 
 
 def test_several_models_in_one_process(registered, checkpoint) -> None:
@@ -216,33 +188,6 @@ def test_a_copy_has_kernels_of_its_own(registered, checkpoint) -> None:
     inputs = {key: value.to("npu") for key, value in zoo.inputs("qwen3", model).items()}
     assert twin(**inputs).logits.abs().max() > 0
     assert counts(twin) == (9, 9)
-
-
-def test_state_dict_and_checkpoints_do_not_change(registered, checkpoint, tmp_path) -> None:
-    folder = checkpoint("gemma3_text")
-    model, plain = load(folder), AutoModelForCausalLM.from_pretrained(folder)
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    model.save_pretrained(tmp_path)
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
-        assert torch.equal(tensor, plain.state_dict()[name])
-
-
-def test_a_wrapped_forward_is_kept_and_what_it_calls_is_served(registered, checkpoint) -> None:
-    """As tensor parallelism and accelerate wrap it: what they do must stay."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu")
-    norm, calls = model.model.norm, []
-    original = norm.forward
-
-    def counted_forward(hidden_states):
-        calls.append(1)
-        return original(hidden_states)
-
-    norm.forward = counted_forward
-    kernels_ext_npu.kernelize(model)
-    assert counts(model) == (9, 9)
-    assert norm.forward is counted_forward
-    assert launches(model, **zoo.inputs("qwen3", model)) == 9
-    assert calls == [1]
 
 
 def test_transformers_starts_torch_distributed_with_hccl_while_registered(registered) -> None:

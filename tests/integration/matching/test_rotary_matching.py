@@ -1,90 +1,18 @@
 """Which rotary functions a kernel serves: what they do decides, and nothing else gets a kernel for the NPU."""
 
 import importlib
-import inspect
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-import transformers
 from kernels.layer.globals import _KERNEL_MAPPING
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import ROTARY
-from kernels_ext_npu.matching.classification import UNSUPPORTED
-from kernels_ext_npu.matching.decorated import is_kernel_function
 from kernels_ext_npu.matching.lookup import find_function_pattern
-from tests.support.counted import counted
 from tests.support.rotary_functions import calls, modeling
-from tests.support.transformers_files import rotary_functions
-
-TESTS = Path(__file__).resolve().parents[2]
-UNSERVED = UNSUPPORTED[ROTARY.name].keys()
-
-
-@counted
-def test_every_rotary_function_is_served_or_has_a_reason() -> None:
-    methods = {name for name in UNSERVED if "." in name}
-    unserved = {name for name, function in rotary_functions().items() if find_function_pattern(function) is None}
-    assert unserved == UNSERVED - methods
-    for name in methods:
-        module, _, path = name.partition(":")
-        (package,) = {p.parent.name for p in Path(transformers.__path__[0]).glob(f"models/*/modeling_{module}.py")}
-        owner = importlib.import_module(f"transformers.models.{package}.modeling_{module}")
-        for part in path.split("."):
-            owner = getattr(owner, part)
-        assert inspect.isfunction(owner)
-
-
-@counted
-def test_all_that_transformers_decorates_is_served_by_what_it_does() -> None:
-    decorated = {name: f for name, f in rotary_functions().items() if is_kernel_function(f)}
-    assert Counter(find_function_pattern(function).layer for function in decorated.values()) == {
-        "RotaryPosEmb": 104,
-        "RotaryPosEmbCastBack": 6,
-        "RotaryPosEmbFloat32": 4,
-        "RotaryPosEmbTablesInFloat32": 1,
-        "RotaryPosEmbReversed": 1,
-        "RotaryPosEmbHalfWidth": 1,
-        "RotaryPosEmbInterleavedHalfWidth": 1,
-    }
-
-
-@counted
-def test_the_undecorated_families_are_served() -> None:
-    found = {n: find_function_pattern(f) for n, f in rotary_functions().items() if not is_kernel_function(f)}
-    assert Counter(reference.function.__name__ for reference in found.values() if reference) == {
-        "qwen2_vl_vision": 23,
-        "gpt_neox": 16,
-        "llama": 11,
-        "deepseek_v3": 10,
-        "cohere": 5,
-        "gemma4": 4,
-        "glm4": 4,
-        "dinov3_vit": 3,
-        "glmasr": 3,
-        "ernie4_5": 2,
-        "glm4v": 2,
-        "gptj": 2,
-        "phi3": 2,
-        "sam3": 2,
-        "blt": 1,
-        "deepseek_v2": 1,
-        "deepseek_v4": 1,
-        "ernie4_5_vl_moe": 1,
-        "helium": 1,
-        "llama4": 1,
-        "llama4_vision": 1,
-        "minimax_m3_vl_vision": 1,
-        "mistral_large4": 1,
-        "muse_glimmer_assistant": 1,
-        "nemotron": 1,
-        "qwen4_exp": 1,
-    }
 
 
 @pytest.mark.parametrize(

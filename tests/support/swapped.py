@@ -1,0 +1,49 @@
+"""Swap kernels into modules, and compare what these give with what their own forwards give."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import kernels_ext_npu
+
+
+def swapped(*modules: nn.Module) -> list[nn.Module]:
+    """Return copies on the device, each with its kernel: one call finds them all."""
+    # beside a layer with weights: a model without any is on no device
+    model = nn.ModuleDict({"of": nn.ModuleList(map(copy.deepcopy, modules)), "other": nn.Linear(2, 2)}).to("npu")
+    rows = {row.path: row for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(model))}
+    for number, module in enumerate(modules):
+        row = rows[f"of.{number}"]
+        assert row.swapped, f"{type(module).__name__}: {row.reason}"
+    return list(model["of"])
+
+
+def results(module: nn.Module, *arguments: Tensor, call: Callable | None = None, **options: object) -> list:
+    """Return the result, and the gradients of arguments and parameters; None for those that have none.
+
+    Args:
+        module: what is called, unless ``call`` is.
+        arguments: copies of them have gradients, where they are floating.
+        call: takes the arguments in place of the module.
+        options: go on to what is called.
+    """
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in arguments]
+    module.zero_grad()
+    y = (module if call is None else call)(*leaves, **options)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
+    return [y.detach(), *(t.grad for t in leaves if t.requires_grad), *(p.grad for p in module.parameters())]
+
+
+def assert_agree(found: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float) -> None:
+    """Compare dtypes, and values relative to the norm of each."""
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype
+            assert (a.cpu().double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+def moved(arguments: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to("npu") for tensor in arguments]

@@ -77,7 +77,7 @@ def test_the_undecorated_families_are_served() -> None:
         "CpmAntLayerNorm": 1,
         "HeliumRMSNorm": 1,
         "Llama4TextRMSNorm": 1,
-        "MuseSparkTextCenteredRMSNorm": 1,
+        "MuseSparkRMSNorm": 1,
         "Qwen4ExpTextRMSNorm": 1,
         "TimestepRMSNorm": 1,
         "XLSTMRMSNorm": 1,

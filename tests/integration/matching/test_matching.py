@@ -265,7 +265,7 @@ def test_a_variant_has_a_source_of_its_own() -> None:
 
 def test_a_variant_says_which_words_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"LlamaRMSNorm\.forward has no 'nowhere'"):
-        variant({"nowhere": ""})(type("Other", (LlamaRMSNorm,), {}))
+        variant("Other", LlamaRMSNorm, {"nowhere": ""})
 
 
 def test_helper_functions_of_the_file_are_compared() -> None:

@@ -142,16 +142,6 @@ def fused_recurrent_gated_delta_rule(
     return (core_attn_out, last_recurrent_state)
 
 
-@variant(_REPEATS, of=chunk_gated_delta_rule)
-def chunk_gated_delta_rule_of_fewer_keys():
-    """Compute chunks of tokens, with keys for several heads each."""
-
-
-@variant(_REPEATS, of=fused_recurrent_gated_delta_rule)
-def fused_recurrent_gated_delta_rule_of_fewer_keys():
-    """Compute one token after the other, with keys for several heads each."""
-
-
 def l2norm_by_division(x, dim=-1, eps=1e-06):
     """Divide by the length."""
     inv_norm = torch.sqrt((x * x).sum(dim=dim, keepdim=True) + eps)
@@ -270,11 +260,12 @@ def fused_recurrent_kda(
     return (core_attn_out.to(initial_dtype), last_recurrent_state if output_final_state else None)
 
 
+_CHUNK, _STEP = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 PATTERNS = (
-    FunctionPattern(chunk_gated_delta_rule, "ChunkGatedDeltaRule"),
-    FunctionPattern(fused_recurrent_gated_delta_rule, "FusedRecurrentGatedDeltaRule"),
-    FunctionPattern(chunk_gated_delta_rule_of_fewer_keys, "ChunkGatedDeltaRule"),
-    FunctionPattern(fused_recurrent_gated_delta_rule_of_fewer_keys, "FusedRecurrentGatedDeltaRule"),
+    FunctionPattern(_CHUNK, "ChunkGatedDeltaRule"),
+    FunctionPattern(_STEP, "FusedRecurrentGatedDeltaRule"),
+    FunctionPattern(variant(f"{_CHUNK.__name__}_of_fewer_keys", _CHUNK, _REPEATS), "ChunkGatedDeltaRule"),
+    FunctionPattern(variant(f"{_STEP.__name__}_of_fewer_keys", _STEP, _REPEATS), "FusedRecurrentGatedDeltaRule"),
     FunctionPattern(chunk_kda, "ChunkKDA"),
     FunctionPattern(fused_recurrent_kda, "FusedRecurrentKDA"),
 )

@@ -22,25 +22,40 @@ GATED = tuple(ACTIVATED_BY)
 FUSED = tuple(f"Fused{layer}" for layer in GATED)
 
 
-class LlamaMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self.act_fn = ACT2FN[hidden_act]
+class MLP(nn.Module):
+    """Members with the names that transformers gives them, of those that the forward of a class reads."""
 
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", bias: bool = False, p: float = 0.1
+    ) -> None:
+        super().__init__()
+        made: dict[str, Callable[[], Any]] = {
+            "gate_proj up_proj w1 w3 wi_0 wi_1": lambda: nn.Linear(hidden_size, intermediate_size, bias=bias),
+            "gate_up_proj Wi fc1": lambda: nn.Linear(hidden_size, 2 * intermediate_size, bias=bias),
+            "down_proj w2 wo Wo fc2": lambda: nn.Linear(intermediate_size, hidden_size, bias=bias),
+            "act_fn activation_fn act": lambda: ACT2FN[hidden_act],
+            "dropout drop": lambda: nn.Dropout(p),
+            "ffn_sub_norm": lambda: nn.RMSNorm(intermediate_size),
+            "global_scale": lambda: nn.Parameter(torch.ones(1)),
+        }
+        for names, make in made.items():
+            for name in names.split():
+                if name in type(self).forward.__code__.co_names:
+                    setattr(self, name, make())
+
+
+class LlamaMLP(MLP):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class RecurrentGemmaMlp(LlamaMLP):
+class RecurrentGemmaMlp(MLP):
     def forward(self, hidden_states):
         gate = self.act_fn(self.gate_proj(hidden_states))
         return self.down_proj(gate * self.up_proj(hidden_states))
 
 
-class Gemma3nTextMLP(LlamaMLP):
+class Gemma3nTextMLP(MLP):
     """The MLP that in some layers sets all but the largest gates to zero, which the kernel does not."""
 
     def forward(self, hidden_states):
@@ -62,7 +77,7 @@ class Gemma3nTextMLP(LlamaMLP):
         return nn.functional.relu(inputs - cutoff_x)
 
 
-class BeamMLP(LlamaMLP):
+class BeamMLP(MLP):
     """The MLP that multiplies in float32, as the kernel does for all of them."""
 
     def forward(self, x):
@@ -72,40 +87,27 @@ class BeamMLP(LlamaMLP):
         return self.down_proj(activated)
 
 
-class Llama4TextMLP(nn.Module):
+class Llama4TextMLP(MLP):
     def forward(self, x):
         down_proj = self.activation_fn(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(down_proj)
 
 
-class Lfm2MLP(nn.Module):
+class Lfm2MLP(MLP):
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class MixtralBlockSparseTop2MLP(nn.Module):
+class MixtralBlockSparseTop2MLP(MLP):
     """The expert of Mixtral in transformers 4, where each is a module of its own."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
-        super().__init__()
-        self.w1 = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.w2 = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.w3 = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.act_fn = ACT2FN[hidden_act]
 
     def forward(self, hidden_states):
         current_hidden_states = self.act_fn(self.w1(hidden_states)) * self.w3(hidden_states)
         return self.w2(current_hidden_states)
 
 
-class Phi3MLP(nn.Module):
+class Phi3MLP(MLP):
     """The MLP with gate and up in one projection, the gate first."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.activation_fn = ACT2FN[hidden_act]
 
     def forward(self, hidden_states):
         up_states = self.gate_up_proj(hidden_states)
@@ -114,7 +116,7 @@ class Phi3MLP(nn.Module):
         return self.down_proj(up_states)
 
 
-class GraniteMoeSharedMLP(nn.Module):
+class GraniteMoeSharedMLP(MLP):
     def forward(self, hidden_states):
         hidden_states = self.input_linear(hidden_states)
         chunked_hidden_states = hidden_states.chunk(2, dim=-1)

@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.mlps.gated_mlps import (
     GATED,
-    LlamaMLP,
+    MLP,
     activated_layer,
     gated_layer,
     refuse_activation,
@@ -18,22 +17,14 @@ from kernels_ext_npu.patterns.pattern import Pattern, alike
 from kernels_ext_npu.patterns.variant import variant
 
 
-class T5GemmaMLP(LlamaMLP):
+class T5GemmaMLP(MLP):
     def forward(self, x):
         hidden_states = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         hidden_states = self.dropout(hidden_states)
         return self.down_proj(hidden_states)
 
 
-class LongT5DenseGatedActDense(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu_new", p: float = 0.1) -> None:
-        super().__init__()
-        self.wi_0 = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.wi_1 = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.wo = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.dropout = nn.Dropout(p)
-        self.act = ACT2FN[hidden_act]
-
+class LongT5DenseGatedActDense(MLP):
     def forward(self, hidden_states):
         hidden_gelu = self.act(self.wi_0(hidden_states))
         hidden_linear = self.wi_1(hidden_states)
@@ -42,7 +33,9 @@ class LongT5DenseGatedActDense(nn.Module):
         return self.wo(hidden_states)
 
 
-@variant(
+T5DenseGatedActDense = variant(  # its last projection may stay in float32
+    "T5DenseGatedActDense",
+    LongT5DenseGatedActDense,
     {
         "    return": """
     if (
@@ -52,26 +45,17 @@ class LongT5DenseGatedActDense(nn.Module):
     ):
         hidden_states = hidden_states.to(self.wo.weight.dtype)
     return"""
-    }
+    },
 )
-class T5DenseGatedActDense(LongT5DenseGatedActDense):
-    """The MLP whose last projection may stay in float32."""
 
 
-class ModernBertMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu", p: float = 0.1) -> None:
-        super().__init__()
-        self.Wi = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.act = ACT2FN[hidden_act]
-        self.drop = nn.Dropout(p)
-        self.Wo = nn.Linear(intermediate_size, hidden_size, bias=False)
-
+class ModernBertMLP(MLP):
     def forward(self, hidden_states):
         input, gate = self.Wi(hidden_states).chunk(2, dim=-1)
         return self.Wo(self.drop(self.act(input) * gate))
 
 
-class SeedOssMLP(LlamaMLP):
+class SeedOssMLP(MLP):
     residual_dropout = 0.1
 
     def forward(self, x):
@@ -79,29 +63,19 @@ class SeedOssMLP(LlamaMLP):
         return nn.functional.dropout(down_proj, p=self.residual_dropout, training=self.training)
 
 
-class InklingMLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.global_scale = nn.Parameter(torch.ones(1))
-
+class InklingMLP(MLP):
     def forward(self, hidden_states):
         hidden_states = self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
         return hidden_states * self.global_scale
 
 
-class BitNetMLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.ffn_sub_norm = nn.RMSNorm(intermediate_size)
-
+class BitNetMLP(MLP):
     def forward(self, x):
         return self.down_proj(self.ffn_sub_norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class DeepseekV4MLP(LlamaMLP):
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", limit: float = 1.0) -> None:
-        super().__init__(hidden_size, intermediate_size, hidden_act)
-        self.limit = limit
+class DeepseekV4MLP(MLP):
+    limit = 1.0
 
     def forward(self, x):
         gate = self.gate_proj(x).clamp(max=self.limit)
@@ -109,7 +83,7 @@ class DeepseekV4MLP(LlamaMLP):
         return self.down_proj(self.act_fn(gate) * up)
 
 
-class Glm5NextMLP(LlamaMLP):
+class Glm5NextMLP(MLP):
     def forward(self, x):
         gate = self.gate_proj(x)
         up = self.up_proj(x)
@@ -118,7 +92,7 @@ class Glm5NextMLP(LlamaMLP):
         return self.down_proj(self.act_fn(gate) * up)
 
 
-class Step3p7MLP(LlamaMLP):
+class Step3p7MLP(MLP):
     """The MLP that clamps what its activation gives. No operator does that: it is served where the limit is none."""
 
     def forward(self, x):
@@ -127,7 +101,7 @@ class Step3p7MLP(LlamaMLP):
         return self.down_proj(gate * up)
 
 
-class FalconH1MLP(LlamaMLP):
+class FalconH1MLP(MLP):
     gate_multiplier, down_multiplier = 0.875, 0.625
 
     def forward(self, x):
@@ -135,14 +109,8 @@ class FalconH1MLP(LlamaMLP):
         return self.down_proj(y) * self.down_multiplier
 
 
-class MoshiGatingMLP(nn.Module):
+class MoshiGatingMLP(MLP):
     """The MLP whose projections may have weights for each layer: these are chosen by number then."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu") -> None:
-        super().__init__()
-        self.activation_fn = ACT2FN[hidden_act]
-        self.fc1 = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, hidden_states, layer_idx=None):
         hidden_states = self.fc1(hidden_states) if layer_idx is None else self.fc1(hidden_states, layer_idx)
@@ -152,14 +120,11 @@ class MoshiGatingMLP(nn.Module):
         return self.fc2(hidden_states) if layer_idx is None else self.fc2(hidden_states, layer_idx)
 
 
-class Zamba2MLP(nn.Module):
+class Zamba2MLP(MLP):
     """The MLP of blocks that share their weights, with an adapter for each layer."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str = "gelu") -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.act_fn = ACT2FN[hidden_act]
+        super().__init__(hidden_size, intermediate_size, hidden_act)
         self.gate_up_proj_adapter_list = nn.ModuleList([nn.Linear(hidden_size, 2 * intermediate_size, bias=False)])
         self.layer_dic = {None: 0}
 

@@ -42,42 +42,32 @@ class DeepseekV3TopkRouter(Router):
         return router_logits, topk_weights, topk_indices
 
 
-@variant(
-    {
-        ".type(torch.float32)": ".float()",
-        ", sorted=False": "",
-        "        denominator = topk_weights": "        topk_weights /= topk_weights",
-        "        topk_weights /= denominator\n": "",
-        "    topk_weights = topk_weights * self.routed_scaling_factor\n": "",
-    }
-)
-class BeamTopKRouter(DeepseekV3TopkRouter):
-    """The same without a scale, which Beam applies to what its experts give."""
-
-
-@variant(
-    {
-        "hidden_states.type(torch.float32), self.weight.type(torch.float32)": "hidden_states, self.weight",
-        "router_logits.sigmoid()": "router_logits.softmax(-1)",
-        "    scores_for_choice = scores + self.e_score_correction_bias\n": "",
-        "        scores_for_choice.view": "        scores.view",
-        "scores_for_choice.masked_fill": "scores.masked_fill",
-        'float("-inf")': "0.0",
-    }
-)
-class Mistral4TopkRouter(DeepseekV3TopkRouter):
-    """The router by the softmax of logits, which compares groups by their two best experts."""
-
-
-@variant(
-    {
-        "hidden_states, self.weight)": "hidden_states.float(), self.weight.float())",
-        "    if self.norm_topk_prob:\n        denominator": "    denominator",
-        "        topk_weights /=": "    topk_weights /=",
-    }
-)
-class MistralLarge4TextTopkRouter(Mistral4TopkRouter):
-    """The same in float32, which always divides by the sum."""
+# of Beam, whose scale is applied to what its experts give
+_WITHOUT_SCALE = {
+    ".type(torch.float32)": ".float()",
+    ", sorted=False": "",
+    "        denominator = topk_weights": "        topk_weights /= topk_weights",
+    "        topk_weights /= denominator\n": "",
+    "    topk_weights = topk_weights * self.routed_scaling_factor\n": "",
+}
+# by the softmax of logits; groups are compared by their two best experts
+_SOFTMAX = {
+    "hidden_states.type(torch.float32), self.weight.type(torch.float32)": "hidden_states, self.weight",
+    "router_logits.sigmoid()": "router_logits.softmax(-1)",
+    "    scores_for_choice = scores + self.e_score_correction_bias\n": "",
+    "        scores_for_choice.view": "        scores.view",
+    "scores_for_choice.masked_fill": "scores.masked_fill",
+    'float("-inf")': "0.0",
+}
+# the same in float32, which always divides by the sum
+_IN_FLOAT32 = {
+    "hidden_states, self.weight)": "hidden_states.float(), self.weight.float())",
+    "    if self.norm_topk_prob:\n        denominator": "    denominator",
+    "        topk_weights /=": "    topk_weights /=",
+}
+BeamTopKRouter = variant("BeamTopKRouter", DeepseekV3TopkRouter, _WITHOUT_SCALE)
+Mistral4TopkRouter = variant("Mistral4TopkRouter", DeepseekV3TopkRouter, _SOFTMAX)
+MistralLarge4TextTopkRouter = variant("MistralLarge4TextTopkRouter", Mistral4TopkRouter, _IN_FLOAT32)
 
 
 class DeepseekV2TopkRouter(Router):

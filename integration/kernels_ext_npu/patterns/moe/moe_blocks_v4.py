@@ -7,13 +7,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
-from kernels_ext_npu.patterns.pattern import Part, Pattern
+from kernels_ext_npu.patterns.pattern import Part, alike
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
-    norm_topk_prob = True
+    norm_topk_prob, jitter_noise = True, 0.0
     expert: type[nn.Module] = LlamaMLP
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 32) -> None:
@@ -21,6 +21,9 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.experts = nn.ModuleList([self.expert(hidden_size, intermediate_size) for _ in range(num_experts)])
+        if "shared_expert" in type(self).forward.__code__.co_names:
+            self.shared_expert = LlamaMLP(hidden_size, 2 * intermediate_size)
+            self.shared_expert_gate = torch.nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, hidden_states):
         batch_size, sequence_length, hidden_dim = hidden_states.shape
@@ -46,51 +49,33 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
         return final_hidden_states, router_logits
 
 
-@variant(
-    {
-        "    final_hidden_states = final_hidden_states.reshape": """
+# with an expert that all tokens go to; Qwen3-Next's is the same
+_SHARED = {
+    "    final_hidden_states = final_hidden_states.reshape": """
     shared_expert_output = self.shared_expert(hidden_states)
     shared_expert_output = F.sigmoid(self.shared_expert_gate(hidden_states)) * shared_expert_output
     final_hidden_states = final_hidden_states + shared_expert_output
     final_hidden_states = final_hidden_states.reshape"""
-    }
-)
-class Qwen2MoeSparseMoeBlock(Qwen3MoeSparseMoeBlock):
-    """The block with an expert that all tokens go to; Qwen3-Next's is the same."""
-
-    norm_topk_prob = False
-
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 32) -> None:
-        super().__init__(hidden_size, num_experts, top_k, intermediate_size)
-        self.shared_expert = LlamaMLP(hidden_size, 2 * intermediate_size)
-        self.shared_expert_gate = torch.nn.Linear(hidden_size, 1, bias=False)
-
-
-@variant(
-    {
-        "    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()\n": "",
-        "in expert_hit": "in range(self.num_experts)",
-        ".squeeze(0)": "",
-    }
-)
-class OlmoeSparseMoeBlock(Qwen3MoeSparseMoeBlock):
-    """The block that runs through all experts; FlexOlmo's is the same."""
-
-
-@variant(
-    {
-        "    hidden_states = hidden_states.view": """
+}
+# runs through all experts; FlexOlmo's is the same
+_ALL_EXPERTS = {
+    "    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()\n": "",
+    "in expert_hit": "in range(self.num_experts)",
+    ".squeeze(0)": "",
+}
+# with noise in training; MiniMax's is the same
+_NOISE = {
+    "    hidden_states = hidden_states.view": """
     if self.training and self.jitter_noise > 0:
         hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
     hidden_states = hidden_states.view""",
-        "    if self.norm_topk_prob:\n        routing": "    routing",
-    }
-)
-class MixtralSparseMoeBlock(Qwen3MoeSparseMoeBlock):
-    """The block with noise in training; MiniMax's is the same."""
-
-    jitter_noise = 0.0
-    expert = MixtralBlockSparseTop2MLP
+    "    if self.norm_topk_prob:\n        routing": "    routing",
+}
+Qwen2MoeSparseMoeBlock = variant("Qwen2MoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _SHARED)
+Qwen2MoeSparseMoeBlock.norm_topk_prob = False
+OlmoeSparseMoeBlock = variant("OlmoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _ALL_EXPERTS)
+MixtralSparseMoeBlock = variant("MixtralSparseMoeBlock", Qwen3MoeSparseMoeBlock, _NOISE)
+MixtralSparseMoeBlock.expert = MixtralBlockSparseTop2MLP
 
 
 class Gate(nn.Module):
@@ -180,6 +165,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def _refuse(block: Any) -> str | None:
     """What changes later, and what only the weights show, the kernel sees in every forward, and the report says."""
+    if getattr(block, "ep_rank", 0):  # of DeepSeek-V2
+        return f"it has the experts of rank {block.ep_rank} only"
     experts = list(block.experts)
     weight = static_getattr(block.gate, "weight")
     if weight is not COMPUTED and len(experts) != weight.shape[0]:
@@ -193,12 +180,6 @@ def _refuse(block: Any) -> str | None:
     return None
 
 
-def _refuse_parallel(block: Any) -> str | None:
-    if block.ep_rank:
-        return f"it has the experts of rank {block.ep_rank} only"
-    return _refuse(block)
-
-
 _EXPERTS = Part(
     "experts",
     (LlamaMLP, MixtralBlockSparseTop2MLP),
@@ -206,14 +187,10 @@ _EXPERTS = Part(
     is_called=True,  # where it has hooks
 )
 
-PATTERNS = tuple(
-    Pattern(module, (layer,), refuse, parts=(_EXPERTS,), rechecks_every_call=True)
-    for module, layer, refuse in (
-        (Qwen3MoeSparseMoeBlock, "SparseMoEBlock", _refuse),
-        (Qwen2MoeSparseMoeBlock, "SparseMoEBlock", _refuse),
-        (OlmoeSparseMoeBlock, "SparseMoEBlock", _refuse),
-        (MixtralSparseMoeBlock, "SparseMoEBlock", _refuse),
-        (DeepseekV3MoE, "GatedMoEBlock", _refuse),
-        (DeepseekV2MoE, "GatedMoEBlock", _refuse_parallel),
-    )
+_SPARSE = Qwen3MoeSparseMoeBlock, Qwen2MoeSparseMoeBlock, OlmoeSparseMoeBlock, MixtralSparseMoeBlock
+PATTERNS = (
+    *alike(("SparseMoEBlock",), *_SPARSE, limits=_refuse, parts=(_EXPERTS,), rechecks_every_call=True),
+    *alike(
+        ("GatedMoEBlock",), DeepseekV3MoE, DeepseekV2MoE, limits=_refuse, parts=(_EXPERTS,), rechecks_every_call=True
+    ),
 )

@@ -44,19 +44,13 @@ class Qwen3MoeTopKRouter(Router):
         return router_logits, router_scores, router_indices
 
 
-@variant({"    if self.norm_topk_prob:\n        router": "    router"})
-class Qwen3_5MoeTopKRouter(Qwen3MoeTopKRouter):
-    """The router that always divides by the sum."""
-
-
-@variant(
-    {
-        "(router_logits, dtype=torch.float, dim=-1)": "(router_logits.float(), dim=-1)",
-        "    router_top_value = router_top_value.to(router_logits.dtype)\n": "",
-    }
-)
-class MixtralTopKRouter(Qwen3_5MoeTopKRouter):
-    """The router that gives the weights of the experts in float32."""
+_ALWAYS_NORMALISED = {"    if self.norm_topk_prob:\n        router": "    router"}
+_WEIGHTS_IN_FLOAT32 = {
+    "(router_logits, dtype=torch.float, dim=-1)": "(router_logits.float(), dim=-1)",
+    "    router_top_value = router_top_value.to(router_logits.dtype)\n": "",
+}
+Qwen3_5MoeTopKRouter = variant("Qwen3_5MoeTopKRouter", Qwen3MoeTopKRouter, _ALWAYS_NORMALISED)
+MixtralTopKRouter = variant("MixtralTopKRouter", Qwen3_5MoeTopKRouter, _WEIGHTS_IN_FLOAT32)
 
 
 class JambaTopKRouter(Router):

@@ -6,18 +6,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.patterns.norms.rms_norms import refuse_eps
+from kernels_ext_npu.patterns.norms.rms_norms import Norm, refuse_eps
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 
 
-class CohereLayerNorm(nn.Module):
+class CohereLayerNorm(Norm):
     """The layer norm without a bias, in float32 and rounded once."""
-
-    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
 
     def forward(self, hidden_states):
         input_dtype = hidden_states.dtype

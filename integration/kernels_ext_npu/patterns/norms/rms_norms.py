@@ -13,12 +13,16 @@ from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
 
-class LlamaRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
+class Norm(nn.Module):
+    """The members of norms, of which each reads some."""
 
+    def __init__(self, hidden_size: int = 0, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size)) if hidden_size else None
+        self.eps = self.variance_epsilon = eps
+
+
+class LlamaRMSNorm(Norm):
     def forward(self, hidden_states):
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -27,14 +31,11 @@ class LlamaRMSNorm(nn.Module):
         return self.weight * hidden_states.to(input_dtype)
 
 
-@variant({"self.weight * hidden_states.to(input_dtype)": "(self.weight * hidden_states).to(input_dtype)"})
-class Olmo2RMSNorm(LlamaRMSNorm):
-    """The norm that rounds once, at its end."""
-
-
-@variant({"self.weight * hidden_states": "self.weight.to(torch.float32) * hidden_states"})
-class HeliumRMSNorm(Olmo2RMSNorm):
-    """The same, with its weight in float32."""
+# the norms that round once, at their end
+_ROUNDED_ONCE = {"self.weight * hidden_states.to(input_dtype)": "(self.weight * hidden_states).to(input_dtype)"}
+_WEIGHT_IN_FLOAT32 = {"self.weight * hidden_states": "self.weight.to(torch.float32) * hidden_states"}
+Olmo2RMSNorm = variant("Olmo2RMSNorm", LlamaRMSNorm, _ROUNDED_ONCE)
+HeliumRMSNorm = variant("HeliumRMSNorm", Olmo2RMSNorm, _WEIGHT_IN_FLOAT32)
 
 
 class T5LayerNorm(LlamaRMSNorm):
@@ -54,11 +55,7 @@ class TimestepRMSNorm(LlamaRMSNorm):
         return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 
 
-class NanoChatRMSNorm(nn.Module):
-    def __init__(self, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-
+class NanoChatRMSNorm(Norm):
     def _norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
@@ -72,10 +69,6 @@ class DeepseekV4UnweightedRMSNorm(NanoChatRMSNorm):
 
 
 class MoshiRMSNorm(NanoChatRMSNorm):
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__(eps)
-        self.weight = nn.Parameter(torch.ones(dim))
-
     def forward(self, x):
         output = self._norm(x.float())
         output = output * self.weight.float()
@@ -88,14 +81,9 @@ class Llama4TextRMSNorm(MoshiRMSNorm):
         return output * self.weight
 
 
-@variant({"self.weight.float()": "(1.0 + self.weight.float())"})
-class GemmaRMSNorm(MoshiRMSNorm):
-    """The zero-centred norm: the scale is 1 + weight, and the sum is in float32."""
-
-
-@variant({"self.weight.float()": "(1.0 + self.weight).float()"})
-class MuseSparkTextCenteredRMSNorm(MoshiRMSNorm):
-    """The zero-centred norm that adds 1 in the dtype of the weight; the kernel adds it in float32."""
+# zero-centred: the scale is 1 + weight, a sum in float32, and in the second one in the dtype of the weight
+GemmaRMSNorm = variant("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight.float())"})
+MuseSparkRMSNorm = variant("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
 
 
 class Qwen4ExpTextRMSNorm(GemmaRMSNorm):
@@ -179,14 +167,14 @@ class Qwen3NextRMSNormGated(LlamaRMSNorm):
         return hidden_states.to(input_dtype)
 
 
-@variant(
+KimiLinearRMSNormGated = variant(  # rounded once
+    "KimiLinearRMSNormGated",
+    Qwen3NextRMSNormGated,
     {
         "hidden_states, gate": "hidden_states, gate=None",
         "self.weight * hidden_states.to(input_dtype)": "self.weight.to(torch.float32) * hidden_states",
-    }
+    },
 )
-class KimiLinearRMSNormGated(Qwen3NextRMSNormGated):
-    """The same, rounded once."""
 
 
 class MambaRMSNormGated(LlamaRMSNorm):
@@ -259,7 +247,7 @@ PATTERNS = (
     Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _refuse_gemma4),
     Pattern(TorchRMSNorm, ("RMSNormCastLast",), _refuse_torch),
     Pattern(XLSTMRMSNorm, ("RMSNorm",), _refuse_xlstm),
-    *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkTextCenteredRMSNorm, limits=refuse_weighted),
+    *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkRMSNorm, limits=refuse_weighted),
     Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _refuse_grouped),
     *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),

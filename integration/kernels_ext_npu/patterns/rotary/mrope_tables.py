@@ -3,12 +3,14 @@
 They compute cos and sin of every position, and choose from both what belongs to a frequency.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.rotary.rope_tables import refuse_by_layer_type, refuse_single
+from kernels_ext_npu.patterns.pattern import Pattern, alike
+from kernels_ext_npu.patterns.rotary.rope_tables import IN_FLOAT32, refuse_by_type, refuse_single
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -33,14 +35,10 @@ class Qwen2_5_VLRotaryEmbedding(nn.Module):
         return torch.cat((freq, freq), dim=-1)
 
 
-@variant({"(freq, freq)": "[freq, freq]"}, method="recomposition_frequencies")
-class Glm4vMoeTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
-    """The same, with a list where there is a tuple."""
-
-
-@variant({"torch.cat((freq, freq), dim=-1)": "freq.repeat_interleave(2, dim=-1)"}, method="recomposition_frequencies")
-class Glm4vTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
-    """A table in which an angle's two columns are neighbours."""
+_recomposed = partial(variant, of=Qwen2_5_VLRotaryEmbedding, method="recomposition_frequencies")
+_NEIGHBOURS = {"torch.cat((freq, freq), dim=-1)": "freq.repeat_interleave(2, dim=-1)"}  # the two columns of an angle
+Glm4vTextRotaryEmbedding = _recomposed("Glm4vTextRotaryEmbedding", changes=_NEIGHBOURS)
+Glm4vMoeRotaryEmbedding = _recomposed("Glm4vMoeTextRotaryEmbedding", changes={"(freq, freq)": "[freq, freq]"})
 
 
 class Qwen3VLTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
@@ -57,11 +55,11 @@ class Qwen3VLTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
         return torch.cat((freqs_thw, freqs_thw), dim=-1)
 
 
-@variant({"return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)": "return cos, sin"})
 class Ernie4_5_VLMoeTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
     """A table in float32 in which frequencies go by height and width in turn, and the last ones by time."""
 
     mrope_section = (4, 4, 4)
+    forward = variant("in_float32", Qwen2_5_VLRotaryEmbedding.forward, IN_FLOAT32)
 
     def recomposition_frequencies(self, freq):
         freq_h, freq_w, freq_t = (m[(i + 1) % 3] for i, m in enumerate(freq.split([*self.mrope_section], dim=-1)))
@@ -70,11 +68,14 @@ class Ernie4_5_VLMoeTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
         return freq_hwt.repeat_interleave(2, dim=-1)
 
 
-@variant({"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"})
+_BY_SECTIONS = {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}
+
+
 class HunYuanVLRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
     """A table of as many dimensions as there are sections."""
 
     mrope_section = (3, 3, 3, 3)
+    forward = variant("by_sections", Qwen2_5_VLRotaryEmbedding.forward, _BY_SECTIONS)
 
     def recomposition_frequencies(self, freq):
         freq = torch.cat((freq, freq), dim=-1)
@@ -113,16 +114,18 @@ class CohereCompassRotaryEmbedding(nn.Module):
         return torch.cat((freqs_thw, freqs_thw), dim=-1)
 
 
-@variant(
-    {
-        "expand(3,": "expand(2,",
-        "sin = self.recomposition_frequencies(sin, layer_type)": "cos = self.recomposition_frequencies(cos)",
-        "cos = self.recomposition_frequencies(cos, layer_type)": "sin = self.recomposition_frequencies(sin)",
-        "dtype=x.dtype": "x.dtype",
-    }
-)
+_OF_ROWS = {
+    "expand(3,": "expand(2,",
+    "sin = self.recomposition_frequencies(sin, layer_type)": "cos = self.recomposition_frequencies(cos)",
+    "cos = self.recomposition_frequencies(cos, layer_type)": "sin = self.recomposition_frequencies(sin)",
+    "dtype=x.dtype": "x.dtype",
+}
+
+
 class NeoMMERotaryEmbedding(CohereCompassRotaryEmbedding):
     """A table of rows and columns for each type of layer, whose frequencies go by them in turn."""
+
+    forward = variant("of_rows", CohereCompassRotaryEmbedding.forward, _OF_ROWS)
 
     def recomposition_frequencies(self, freq):
         freq_row, freq_col = freq[0][..., 0::2], freq[1][..., 1::2]
@@ -171,14 +174,14 @@ class Step3p7VisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
         return torch.cat((freq_hw, freq_hw), dim=-1)
 
 
-@variant({"return cos, sin": "return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"})
-class MuseSparkVisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
-    """A table in the dtype of x."""
+_IN_DTYPE_OF_X = {"cos, sin": "cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"}
+MuseSparkVisionRotaryEmbedding = variant("MuseSparkVisionRotaryEmbedding", Qwen2VLVisionRotaryEmbedding, _IN_DTYPE_OF_X)
 
 
-@variant({"return cos, sin": "return cos.to(x.dtype), sin.to(x.dtype)"})
 class PixtralVisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
     """A table in the dtype of x, for half of whose frequencies rows count, for the others columns."""
+
+    forward = variant("cast", Qwen2VLVisionRotaryEmbedding.forward, {"cos, sin": "cos.to(x.dtype), sin.to(x.dtype)"})
 
     def recomposition_frequencies(self, freq):
         freq_h, freq_w = (m[:, i % 2] for i, m in enumerate(freq.chunk(2, dim=-1)))
@@ -203,20 +206,23 @@ class Gemma4VisionRotaryEmbedding(PixtralVisionRotaryEmbedding):
 
 
 PATTERNS = (
-    Pattern(Qwen2_5_VLRotaryEmbedding, ("RotaryEmbeddingComposed",), refuse_single),
-    Pattern(Glm4vMoeTextRotaryEmbedding, ("RotaryEmbeddingComposed",), refuse_single),
-    Pattern(Glm4vTextRotaryEmbedding, ("RotaryEmbeddingComposed",), refuse_single),
-    Pattern(Qwen3VLTextRotaryEmbedding, ("RotaryEmbeddingComposed",), refuse_single),
+    *alike(
+        *(("RotaryEmbeddingComposed",), Qwen2_5_VLRotaryEmbedding, Qwen3VLTextRotaryEmbedding),
+        *(Glm4vTextRotaryEmbedding, Glm4vMoeRotaryEmbedding),
+        limits=refuse_single,
+    ),
     Pattern(Ernie4_5_VLMoeTextRotaryEmbedding, ("RotaryEmbeddingComposedFloat32",), refuse_single),
     Pattern(HunYuanVLRotaryEmbedding, ("RotaryEmbeddingComposedBySections",), refuse_single),
-    Pattern(CohereCompassRotaryEmbedding, ("RotaryEmbeddingComposedByType",), refuse_by_layer_type),
-    Pattern(NeoMMERotaryEmbedding, ("RotaryEmbeddingOfRowsByType",), refuse_by_layer_type),
-    Pattern(Qwen2VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Sam2VideoVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Kimi_K25VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Step3p7VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(MuseSparkVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
-    Pattern(PixtralVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
-    Pattern(MiniMaxM3VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
-    Pattern(Gemma4VisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
+    Pattern(CohereCompassRotaryEmbedding, ("RotaryEmbeddingComposedByType",), refuse_by_type),
+    Pattern(NeoMMERotaryEmbedding, ("RotaryEmbeddingOfRowsByType",), refuse_by_type),
+    *alike(
+        ("RotaryEmbeddingOfPatchesFloat32",),
+        *(Qwen2VLVisionRotaryEmbedding, Sam2VideoVisionRotaryEmbedding),
+        *(Kimi_K25VisionRotaryEmbedding, Step3p7VisionRotaryEmbedding),
+    ),
+    *alike(
+        ("RotaryEmbeddingOfPatches",),
+        *(MuseSparkVisionRotaryEmbedding, PixtralVisionRotaryEmbedding),
+        *(MiniMaxM3VLVisionRotaryEmbedding, Gemma4VisionRotaryEmbedding),
+    ),
 )

@@ -9,8 +9,6 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.variant import variant
 
-_ROUNDED = "return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"
-
 
 class LlamaRotaryEmbedding(nn.Module):
     """A table from positions ``[B, S]`` and frequencies ``[F]`` to cos and sin ``[B, S, 2F]``, in the dtype of x."""
@@ -19,38 +17,6 @@ class LlamaRotaryEmbedding(nn.Module):
     @dynamic_rope_update
     def forward(self, x, position_ids):
         freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
-        emb = torch.cat((freqs, freqs), dim=-1)
-        cos = emb.cos() * self.attention_scaling
-        sin = emb.sin() * self.attention_scaling
-        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
-
-
-@variant({_ROUNDED: "return cos, sin"})
-class OlmoRotaryEmbedding(LlamaRotaryEmbedding):
-    """A table whose cos and sin are in float32."""
-
-
-@variant({"torch.cat((freqs, freqs), dim=-1)": "torch.repeat_interleave(freqs, 2, dim=-1)"})
-class CohereRotaryEmbedding(LlamaRotaryEmbedding):
-    """A table in which an angle's two columns are neighbours."""
-
-
-@variant({"torch.cat((freqs, freqs), dim=-1)": "freqs", "dtype=x.dtype": "x.dtype"})
-class GptOssRotaryEmbedding(LlamaRotaryEmbedding):
-    """A table with each angle once: cos and sin are ``[B, S, F]``."""
-
-
-class MistralLarge4TextRotaryEmbedding(nn.Module):
-    """A table whose frequencies are multiplied by a factor that was learned, of which alpha is the logarithm."""
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x, position_ids):
-        scaled_inv_freq = (
-            self.inv_freq.to(device=x.device, dtype=torch.float)
-            * self.alpha.to(device=x.device, dtype=torch.float).exp()
-        )
-        freqs = position_ids[..., None].float() * scaled_inv_freq
         emb = torch.cat((freqs, freqs), dim=-1)
         cos = emb.cos() * self.attention_scaling
         sin = emb.sin() * self.attention_scaling
@@ -72,41 +38,49 @@ class Gemma3RotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
-@variant({_ROUNDED: "return cos, sin"})
-class Olmo3RotaryEmbedding(Gemma3RotaryEmbedding):
-    """A table for each type of layer, whose cos and sin are in float32."""
-
-
-@variant({"layer_type)": "layer_type=None)", "    emb = torch.cat((freqs, freqs), dim=-1)\n": "", "emb.": "freqs."})
-class DeepseekV4RotaryEmbedding(Gemma3RotaryEmbedding):
-    """A table for each type of layer, with each angle once."""
-
-
-@variant({"layer_type)": "layer_type=None)", 'f"{layer_type}_inv': '"inv', 'f"{layer_type}_attention': '"attention'})
-class EsmRotaryEmbedding(Gemma3RotaryEmbedding):
-    """A table that takes a type of layer, and does not use it."""
-
-
 def refuse_single(module: Any) -> str | None:
-    if not isinstance(module.rope_type, str):
-        return f"its rope type is {module.rope_type!r}, not one name"
-    return None
+    kind = module.rope_type
+    return None if isinstance(kind, str) else f"its rope type is {kind!r}, not one name"
 
 
-def refuse_by_layer_type(module: Any) -> str | None:
-    if not isinstance(module.rope_type, dict):
-        return f"its rope type is {module.rope_type!r}, not one for each type of layer"
-    return None
+def refuse_by_type(module: Any) -> str | None:
+    kind = module.rope_type
+    return None if isinstance(kind, dict) else f"its rope type is {kind!r}, not one for each type of layer"
 
+
+# in other words: cos and sin in float32; the two columns of an angle are neighbours; each angle once
+IN_FLOAT32 = {"return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)": "return cos, sin"}
+_NEIGHBOURS = {"torch.cat((freqs, freqs), dim=-1)": "torch.repeat_interleave(freqs, 2, dim=-1)"}
+_ONCE = {"torch.cat((freqs, freqs), dim=-1)": "freqs", "dtype=x.dtype": "x.dtype"}
+_ONCE_BY_TYPE = {
+    "layer_type)": "layer_type=None)",
+    "    emb = torch.cat((freqs, freqs), dim=-1)\n": "",
+    "emb.": "freqs.",
+}
+# takes a type of layer, and does not use it
+_OF_ANY_TYPE = {
+    "layer_type)": "layer_type=None)",
+    'f"{layer_type}_inv': '"inv',
+    'f"{layer_type}_attention': '"attention',
+}
+# frequencies are multiplied by a factor that was learned, of which alpha is the logarithm
+_FREQUENCIES = "self.inv_freq.to(device=x.device, dtype=torch.float)"
+_LEARNED = {
+    f"    freqs = position_ids[..., None].float() * {_FREQUENCIES}": f"""
+    scaled_inv_freq = {_FREQUENCIES} * self.alpha.to(device=x.device, dtype=torch.float).exp()
+    freqs = position_ids[..., None].float() * scaled_inv_freq"""
+}
+_LLAMA, _GEMMA = LlamaRotaryEmbedding, Gemma3RotaryEmbedding
+_DEEPSEEK_V4 = variant("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
 
 PATTERNS = (
-    Pattern(LlamaRotaryEmbedding, ("RotaryEmbedding",), refuse_single),
-    Pattern(OlmoRotaryEmbedding, ("RotaryEmbeddingFloat32",), refuse_single),
-    Pattern(CohereRotaryEmbedding, ("RotaryEmbeddingInterleaved",), refuse_single),
-    Pattern(GptOssRotaryEmbedding, ("RotaryEmbeddingHalfWidth",), refuse_single),
-    Pattern(Gemma3RotaryEmbedding, ("RotaryEmbeddingByType",), refuse_by_layer_type),
-    Pattern(Olmo3RotaryEmbedding, ("RotaryEmbeddingByTypeFloat32",), refuse_by_layer_type),
-    Pattern(DeepseekV4RotaryEmbedding, ("RotaryEmbeddingHalfWidthByType",), refuse_by_layer_type),
-    Pattern(MistralLarge4TextRotaryEmbedding, ("RotaryEmbeddingLearned",), refuse_single),
-    Pattern(EsmRotaryEmbedding, ("RotaryEmbeddingOfAnyType",), refuse_single),
+    Pattern(_LLAMA, ("RotaryEmbedding",), refuse_single),
+    Pattern(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), refuse_single),
+    Pattern(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), refuse_single),
+    Pattern(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), refuse_single),
+    Pattern(variant("MistralLarge4TextRotaryEmbedding", _LLAMA, _LEARNED), ("RotaryEmbeddingLearned",), refuse_single),
+    Pattern(_GEMMA, ("RotaryEmbeddingByType",), refuse_by_type),
+    Pattern(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), refuse_by_type),
+    Pattern(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), refuse_by_type),
+    Pattern(variant("EsmRotaryEmbedding", _GEMMA, _OF_ANY_TYPE), ("RotaryEmbeddingOfAnyType",), refuse_single),
 )

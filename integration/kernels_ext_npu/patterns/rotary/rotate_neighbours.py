@@ -1,4 +1,4 @@
-"""The rotary functions of transformers that rotate pairs of neighbours in a head; rotate_halves.py has the others.
+"""The rotary functions of transformers that rotate neighbours in a form of their own; rotations.py has the others.
 
 q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Docstrings say
 in what a function differs from these shapes, and from others with the same parameters.
@@ -7,31 +7,6 @@ in what a function differs from these shapes, and from others with the same para
 import torch
 
 from kernels_ext_npu.patterns.pattern import FunctionPattern
-from kernels_ext_npu.patterns.rotary.rotate_halves import gpt_neox, gpt_oss, llama, modernbert
-from kernels_ext_npu.patterns.variant import variant
-
-# what makes a function that rotates halves one that rotates neighbours: transformers has several such helpers
-_NEIGHBOURS = {"rotate_half": "rotate_neighbours"}
-_PAIRS = {"rotate_half": "rotate_pairs"}
-# what takes the angles from the first half of cos and sin
-_REPEATED = {
-    "sin = sin.unsqueeze(unsqueeze_dim)\n": """sin = sin.unsqueeze(unsqueeze_dim)
-    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
-"""
-}
-
-
-def rotate_pairs(x):
-    x1 = x[..., 0::2]
-    x2 = x[..., 1::2]
-    return torch.stack((-x2, x1), dim=-1).flatten(-2)
-
-
-def rotate_neighbours(x):
-    x1 = x[..., ::2]
-    x2 = x[..., 1::2]
-    return torch.stack([-x2, x1], dim=-1).flatten(-2)
 
 
 def rotate_every_two(x):
@@ -46,70 +21,6 @@ def rotate_pairwise(x):
     x1, x2 = x.unbind(dim=-1)
     x = torch.stack((-x2, x1), dim=-1)
     return x.flatten(start_dim=-2)
-
-
-@variant(_NEIGHBOURS, of=llama)
-def blt():
-    """Rotate as Llama does, but neighbours against each other: only the helper differs."""
-
-
-def cohere(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate in float32; k gets the dtype of q."""
-    dtype = q.dtype
-    q = q.float()
-    k = k.float()
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_neighbours(q) * sin)
-    k_embed = (k * cos) + (rotate_neighbours(k) * sin)
-    return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
-
-
-@variant(_PAIRS | {"(q.float())": "(q).float()", "(k.float())": "(k).float()"}, of=modernbert)
-def ernie4_5_vl_moe():
-    """Rotate in float32, cast after the helper; k gets the dtype of q."""
-
-
-@variant(_REPEATED, of=ernie4_5_vl_moe)
-def ernie4_5():
-    """Rotate as Ernie 4.5 VL does, with the angles in the first half of cos and sin."""
-
-
-@variant(_PAIRS | _REPEATED, of=llama)
-def helium():
-    """Rotate as Llama does, but neighbours, with the angles in the first half of cos and sin."""
-
-
-@variant(_PAIRS | _REPEATED, of=gpt_neox)
-def glm4():
-    """Rotate the first part of a head, with the angles in the first half of cos and sin."""
-
-
-@variant(_PAIRS, of=gpt_neox)
-def glm4v():
-    """Rotate the first part of a head as GPT-NeoX does, but neighbours against each other: only the helper differs."""
-
-
-def _apply_neighbours(x, cos, sin):
-    first_half, second_half = x[..., ::2], x[..., 1::2]
-    first_ = first_half * cos - second_half * sin
-    second_ = second_half * cos + first_half * sin
-    return torch.stack((first_, second_), dim=-1).flatten(-2)
-
-
-@variant({"_apply_halves": "_apply_neighbours"}, of=gpt_oss)
-def openai_privacy_filter():
-    """Rotate as gpt-oss does, by cos and sin half as wide as a head, but neighbours: only the helper differs."""
-
-
-def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
-    """Rotate the tail of each head of one tensor, in float32; cos and sin are half as wide as the tail."""
-    cos = cos.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
-    sin = sin.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
-    rope_dim = cos.shape[-1]
-    nope, rope = x[..., :-rope_dim], x[..., -rope_dim:]
-    rotated = ((rope.float() * cos) + (rotate_pairs(rope).float() * sin)).to(x.dtype)
-    return torch.cat([nope, rotated], dim=-1)
 
 
 def gptj(tensor, sin, cos):
@@ -191,15 +102,6 @@ def llama4_vision(query, key, freqs_ci):
 
 
 PATTERNS = (
-    FunctionPattern(blt, "RotaryPosEmbInterleaved"),
-    FunctionPattern(cohere, "RotaryPosEmbInterleavedFloat32"),
-    FunctionPattern(ernie4_5_vl_moe, "RotaryPosEmbInterleavedFloat32"),
-    FunctionPattern(ernie4_5, "RotaryPosEmbInterleavedRepeatedFloat32"),
-    FunctionPattern(helium, "RotaryPosEmbInterleavedRepeated"),
-    FunctionPattern(glm4, "RotaryPosEmbInterleavedRepeatedPartial"),
-    FunctionPattern(glm4v, "RotaryPosEmbInterleavedPartial"),
-    FunctionPattern(openai_privacy_filter, "RotaryPosEmbInterleavedHalfWidth"),
-    FunctionPattern(deepseek_v4, "RotaryPosEmbInterleavedTail"),
     FunctionPattern(gptj, "RotaryPosEmbEveryTwo"),
     FunctionPattern(sam3, "RotaryPosEmbPairwise"),
     FunctionPattern(deepseek_v2, "RotaryEmbComplex"),

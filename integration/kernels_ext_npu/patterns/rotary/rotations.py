@@ -1,8 +1,8 @@
-"""The rotary functions of transformers that rotate the halves of a head, or of a part of it, against each other.
+"""The rotary functions of transformers: they rotate the halves of a head, or its neighbours, against each other.
 
 q and k are ``[B, N, S, D]``, or ``[B, S, N, D]`` with another unsqueeze_dim; cos and sin ``[B, S, D]``. Docstrings say
-in what a function differs from these shapes, and from others with the same parameters. rotate_neighbours.py has those
-that rotate pairs of neighbours.
+in what a function differs from these shapes, and from others with the same parameters. rotate_neighbours.py has
+functions of other forms.
 """
 
 import torch
@@ -18,10 +18,19 @@ def rotate_half(x):
     return torch.cat((-x2, x1), dim=-1)
 
 
-def rotate_half_reversed(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((x2, -x1), dim=-1)
+rotate_half_reversed = variant("rotate_half_reversed", rotate_half, {"-x2, x1": "x2, -x1"})
+
+
+def rotate_pairs(x):
+    x1 = x[..., 0::2]
+    x2 = x[..., 1::2]
+    return torch.stack((-x2, x1), dim=-1).flatten(-2)
+
+
+def rotate_neighbours(x):
+    x1 = x[..., ::2]
+    x2 = x[..., 1::2]
+    return torch.stack([-x2, x1], dim=-1).flatten(-2)
 
 
 def llama(q, k, cos, sin, unsqueeze_dim=1):
@@ -30,21 +39,6 @@ def llama(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
-
-
-@variant({"rotate_half": "rotate_half_reversed"}, of=llama)
-def nanochat():
-    """Rotate by the negative angle: the helper has the other sign."""
-
-
-def olmo(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate by cos and sin in float32, and cast back to the dtypes of q and k."""
-    q_type, k_type = q.dtype, k.dtype
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(q_type), k_embed.to(k_type)
 
 
 def modernbert(q, k, cos, sin, unsqueeze_dim=1):
@@ -75,6 +69,13 @@ def _apply_halves(x, cos, sin):
     return torch.cat((first_, second_), dim=-1)
 
 
+def _apply_neighbours(x, cos, sin):
+    first_half, second_half = x[..., ::2], x[..., 1::2]
+    first_ = first_half * cos - second_half * sin
+    second_ = second_half * cos + first_half * sin
+    return torch.stack((first_, second_), dim=-1).flatten(-2)
+
+
 def gpt_oss(q, k, cos, sin, unsqueeze_dim=1):
     """Rotate by cos and sin that are half as wide as a head."""
     cos = cos.unsqueeze(unsqueeze_dim)
@@ -91,16 +92,6 @@ def gemma4(x, cos, sin, unsqueeze_dim=1):
     return (x * cos) + (rotate_half(x) * sin)
 
 
-def muse_glimmer_assistant(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate q by the last positions, which are its own, and k by all of them."""
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_len = q.size(-2)
-    q_embed = (q * cos[..., -q_len:, :]) + (rotate_half(q) * sin[..., -q_len:, :])
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
-
-
 def qwen2_vl_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
     """Compose cos and sin of time, height and width, as embeddings do by now, and rotate by them."""
     mrope_section = mrope_section * 2
@@ -109,6 +100,29 @@ def qwen2_vl_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
+
+
+# ---- neighbours ------------------------------------------------------------------------------------------------------
+def cohere(q, k, cos, sin, unsqueeze_dim=1):
+    """Rotate in float32; k gets the dtype of q."""
+    dtype = q.dtype
+    q = q.float()
+    k = k.float()
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_neighbours(q) * sin)
+    k_embed = (k * cos) + (rotate_neighbours(k) * sin)
+    return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
+
+
+def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
+    """Rotate the tail of each head of one tensor, in float32; cos and sin are half as wide as the tail."""
+    cos = cos.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
+    sin = sin.repeat_interleave(2, dim=-1).unsqueeze(unsqueeze_dim)
+    rope_dim = cos.shape[-1]
+    nope, rope = x[..., :-rope_dim], x[..., -rope_dim:]
+    rotated = ((rope.float() * cos) + (rotate_pairs(rope).float() * sin)).to(x.dtype)
+    return torch.cat([nope, rotated], dim=-1)
 
 
 # ---- part of a head --------------------------------------------------------------------------------------------------
@@ -123,11 +137,6 @@ def gpt_neox(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = torch.cat([q_embed, q_pass], dim=-1)
     k_embed = torch.cat([k_embed, k_pass], dim=-1)
     return q_embed, k_embed
-
-
-@variant({"sin, unsqueeze_dim": "sin, position_ids=None, unsqueeze_dim"}, of=gpt_neox)
-def glmasr():
-    """Rotate as GPT-NeoX does, with positions that nobody reads."""
 
 
 def phi3(q, k, cos, sin, unsqueeze_dim=1):
@@ -206,18 +215,50 @@ def dinov3_vit(q, k, cos, sin, **kwargs):
     return q, k
 
 
+# ---- functions that differ from another one in a few words -----------------------------------------------------------
+_REVERSED = {"rotate_half": "rotate_half_reversed"}  # by the negative angle
+_NEIGHBOURS = {"rotate_half": "rotate_neighbours"}
+_PAIRS = {"rotate_half": "rotate_pairs"}  # the same in other words
+_POSITIONS = {"sin, unsqueeze_dim": "sin, position_ids=None, unsqueeze_dim"}  # that nobody reads
+_CAST_BACK = {  # where cos and sin are in float32
+    "    cos = ": "    q_type, k_type = q.dtype, k.dtype\n    cos = ",
+    "return q_embed, k_embed": "return q_embed.to(q_type), k_embed.to(k_type)",
+}
+_LAST_QUERIES = {  # q is of the last positions, and k of all
+    "    q_embed = (q * cos)": "    q_len = q.size(-2)\n    q_embed = (q * cos[..., -q_len:, :])",
+    "(rotate_half(q) * sin)": "(rotate_half(q) * sin[..., -q_len:, :])",
+}
+_REPEATED = {  # the angles are in the first half of cos and sin
+    "sin = sin.unsqueeze(unsqueeze_dim)\n": """sin = sin.unsqueeze(unsqueeze_dim)
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+"""
+}
+_HALF_WIDTH = {"_apply_halves": "_apply_neighbours"}
+_CAST_BEHIND = {"(q.float())": "(q).float()", "(k.float())": "(k).float()"}  # the helper
+ernie4_5_vl_moe = variant("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
+
 PATTERNS = (
     FunctionPattern(llama, "RotaryPosEmb"),
-    FunctionPattern(nanochat, "RotaryPosEmbReversed"),
-    FunctionPattern(olmo, "RotaryPosEmbCastBack"),
+    FunctionPattern(variant("nanochat", llama, _REVERSED), "RotaryPosEmbReversed"),
+    FunctionPattern(variant("blt", llama, _NEIGHBOURS), "RotaryPosEmbInterleaved"),
+    FunctionPattern(variant("helium", llama, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeated"),
+    FunctionPattern(variant("olmo", llama, _CAST_BACK), "RotaryPosEmbCastBack"),
+    FunctionPattern(variant("muse_glimmer_assistant", llama, _LAST_QUERIES), "RotaryPosEmbLastQueries"),
     FunctionPattern(modernbert, "RotaryPosEmbFloat32"),
+    FunctionPattern(ernie4_5_vl_moe, "RotaryPosEmbInterleavedFloat32"),
+    FunctionPattern(variant("ernie4_5", ernie4_5_vl_moe, _REPEATED), "RotaryPosEmbInterleavedRepeatedFloat32"),
+    FunctionPattern(cohere, "RotaryPosEmbInterleavedFloat32"),
+    FunctionPattern(deepseek_v4, "RotaryPosEmbInterleavedTail"),
     FunctionPattern(hunyuan_vl, "RotaryPosEmbTablesInFloat32"),
     FunctionPattern(gpt_oss, "RotaryPosEmbHalfWidth"),
+    FunctionPattern(variant("openai_privacy_filter", gpt_oss, _HALF_WIDTH), "RotaryPosEmbInterleavedHalfWidth"),
     FunctionPattern(gemma4, "RotaryPosEmbSingle"),
-    FunctionPattern(muse_glimmer_assistant, "RotaryPosEmbLastQueries"),
     FunctionPattern(qwen2_vl_multimodal, "MultimodalRotaryPosEmb"),
     FunctionPattern(gpt_neox, "RotaryPosEmbPartial"),
-    FunctionPattern(glmasr, "RotaryPosEmbPartialPositions"),
+    FunctionPattern(variant("glmasr", gpt_neox, _POSITIONS), "RotaryPosEmbPartialPositions"),
+    FunctionPattern(variant("glm4", gpt_neox, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeatedPartial"),
+    FunctionPattern(variant("glm4v", gpt_neox, _PAIRS), "RotaryPosEmbInterleavedPartial"),
     FunctionPattern(phi3, "RotaryPosEmbPartial"),
     FunctionPattern(nemotron, "RotaryPosEmbPartial"),
     FunctionPattern(qwen4_exp, "RotaryPosEmbPartialOptionalKey"),

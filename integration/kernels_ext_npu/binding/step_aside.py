@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -62,7 +63,7 @@ def steps_aside(module: nn.Module) -> bool:
     return getattr(function, MATCHED, type(module).forward) is not type(module).forward
 
 
-def _now(module: nn.Module, stepping: FunctionType, matched: FunctionType) -> Any:
+def _now(module: nn.Module, stepping: Callable, matched: FunctionType) -> Any:
     """Return what computes when a module without kernels is called.
 
     What was put over the module's forward holds what the class had then, whatever it was given later.

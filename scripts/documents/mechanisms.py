@@ -111,7 +111,7 @@ MECHANISMS = (
         "gate and up as one product",
         ("swaps/gate_up_layout.py", "SwiGLU/torch-ext/swiglu/packing.py"),
         off=(
-            (f"{_SWAPS}.gate_up_layout:_pair_of", lambda _: lambda *_: None),
+            (f"{_SWAPS}.gate_up_layout:_multiplied", lambda _: lambda *_: None),
             (f"{_SWAPS}.gate_up_layout:JOINING", lambda _: ()),
         ),
     ),

@@ -45,7 +45,7 @@ WAY = (
         "layers",
         "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of each "
         "layer to the modules that are marked for it.",
-        ("swaps.kernel_marks:decided", "lifecycle.pipeline:take_for_npu"),
+        ("swaps.kernel_marks:mark", "lifecycle.pipeline:take_for_npu"),
     ),
     Step(
         "functions",

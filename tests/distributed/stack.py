@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.forward_binding import with_layers
 from kernels_ext_npu.swaps import gate_up_layout
 from tests.distributed.modules import SIZE, gelu_mlp, mlp, normal
 from tests.distributed.parallel import seeded
@@ -39,8 +38,8 @@ def batch() -> Tensor:
 
 def is_packed(model: nn.Module) -> list[bool]:
     """Whether gate and up of each MLP are one product."""
-    pairs = (gate_up_layout._pair_of(*placed) for placed in with_layers(model.modules()))
-    return [kernel.separate(gate, up) is None for kernel, gate, up in filter(None, pairs)]
+    with_pairs = filter(gate_up_layout.called, model.modules())
+    return [gate_up_layout.why_not_packed(module) is None for module in with_pairs]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

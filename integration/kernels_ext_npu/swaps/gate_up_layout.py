@@ -5,7 +5,7 @@ It stays when the kernel is taken out: each weight has a storage of its own ther
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -21,35 +21,27 @@ WITH_GATE_AND_UP = tuple([layer for layer in MLPS.layers if not layer.startswith
 JOINING = ("SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP")
 
 
-class Pair(NamedTuple):
-    """The projections of a swapped MLP, of those with adapters what they adapt, and the packing of its kernel."""
-
-    kernel: Any
-    gate: nn.Module
-    up: nn.Module
-
-
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
     for module, layer, package in swapping.placed:
-        if (pair := _pair_of(module, layer, package)) is not None:
-            pair.kernel.pack(pair.gate, pair.up)
+        if (pair := _multiplied(module)) is not None:
+            package.packing.pack(*pair)
         if layer in MLPS.layers:
             package.packing.meet(module)
 
 
 def why_not_packed(module: nn.Module) -> str | None:
     """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
-    pair = _pair_of(module, layer_of(module), package_of(module))
+    pair = _multiplied(module)
     if pair is None:
         return None
-    kernel, gate, up = pair
-    apart = kernel.separate(gate, up)
+    packing = package_of(module).packing
+    apart = packing.separate(*pair)
     if apart is None:
         return None
     if awaits_weights():
         return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
-    return kernel.obstacle(gate, up) or f"{apart}: kernelize(model) lays them so"
+    return packing.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
 
 
 def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
@@ -67,10 +59,9 @@ def unaligned(module: nn.Module) -> str | None:
     return package_of(module).alignment.unaligned(module)
 
 
-def _pair_of(module: nn.Module, layer: str | None, package: Any) -> Pair | None:
-    if layer not in WITH_GATE_AND_UP:
-        return None
-    gate, up, _ = package.packing.projections(module)
-    if layer in JOINING and owner_of(gate) == owner_of(up) == "lora":
-        gate, up = gate.base_layer, up.base_layer
-    return Pair(package.packing, gate, up)
+def _multiplied(module: nn.Module) -> tuple[Any, Any] | None:
+    """Return the layers of a swapped MLP that are laid side by side: of those with adapters what they adapt."""
+    pair = called(module)
+    if pair is None or layer_of(module) not in JOINING or any(owner_of(each) != "lora" for each in pair):
+        return pair
+    return pair[0].base_layer, pair[1].base_layer  # type: ignore[return-value]

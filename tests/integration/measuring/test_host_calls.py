@@ -20,18 +20,19 @@ from tests.support import llama_factory
 from tests.support.forwards import Compared, compared
 from tests.support.host_calls import HostCalls, host_calls
 
-# What ours asks more than LLaMA-Factory's: in inference, and in training, forward and backward. Whether an operator
-# takes a tensor, and whether weights lie side by side, is looked at each time, in Python and by methods of C; so is the
-# shape of a norm's weight, of which the operator takes a larger one, silently, for the norm over several dimensions. Of
-# torch ours asks no more, but for RoPE: views that save copies of q and k on the device; and three operators less for a
-# zero-centred norm in inference, whose operator adds the one itself, once it is known that it takes the tensors.
+# What ours asks more than LLaMA-Factory's: in inference, and in training, forward and backward. A function around each
+# layer asks whether the class of its module computes what was matched. Whether an operator takes a tensor, and whether
+# weights lie side by side, is looked at each time, in Python and by methods of C; so is the shape of a norm's weight,
+# of which the operator takes a larger one, silently, for the norm over several dimensions. Of torch ours asks no more,
+# but for RoPE: views that save copies of q and k on the device; and three operators less for a zero-centred norm in
+# inference, whose operator adds the one itself, once it is known that it takes the tensors.
 MORE = {
-    "RMSNorm": (HostCalls(3, 4, 0), HostCalls(3, 4, 0)),
-    "RMSNorm, zero-centred": (HostCalls(3, 8, -3), HostCalls(2, 3, 0)),
-    "RMSNorm, gated": (HostCalls(5, 6, 0), HostCalls(5, 6, 0)),
-    "SwiGLU MLP": (HostCalls(9, 30, 0), HostCalls(39, 79, 0)),
-    "RoPE": (HostCalls(6, 8, 2), HostCalls(28, 33, 7)),
-    "FusedMoE experts": (HostCalls(11, 42, 0), HostCalls(47, 83, 0)),
+    "RMSNorm": (HostCalls(4, 4, 0), HostCalls(4, 4, 0)),
+    "RMSNorm, zero-centred": (HostCalls(4, 8, -3), HostCalls(3, 3, 0)),
+    "RMSNorm, gated": (HostCalls(6, 6, 0), HostCalls(6, 6, 0)),
+    "SwiGLU MLP": (HostCalls(10, 30, 0), HostCalls(39, 79, 0)),
+    "RoPE": (HostCalls(7, 8, 2), HostCalls(28, 33, 7)),
+    "FusedMoE experts": (HostCalls(12, 42, 0), HostCalls(47, 83, 0)),
 }
 SIDES = ("ours", "LLaMA-Factory's", "transformers'")
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import nn
 
+from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
 from kernels_ext_npu.catalogue import LAYERS
@@ -169,9 +170,7 @@ def install() -> None:
     only: the kernel that was bound to a module comes back as what its class has under the name ``forward``, and bound
     to the module it would hide what the class is given later.
     """
-    from kernels.layer import layer
-
-    original: Any = layer._replace_forward  # what everything that swaps kernels ends in
+    original: Any = kernels_internals.need(kernels_internals.REPLACE)  # what everything that swaps kernels ends in
     unpickle: Any = nn.Module.__setstate__
 
     @functools.wraps(original)
@@ -195,7 +194,7 @@ def install() -> None:
         unpickle(self, state)
         _leave_to_class(self)
 
-    layer._replace_forward = _replace_forward
+    kernels_internals.replace(kernels_internals.REPLACE, _replace_forward)
     nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import nn
 
+from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
 from kernels_ext_npu.catalogue import LAYERS
@@ -165,11 +166,9 @@ def install() -> None:
     only: the kernel that was bound to a module comes back as what its class has under the name ``forward``, and bound
     to the module it would hide what the class is given later.
     """
-    from kernels.layer import layer
-
     unpickle: Any = nn.Module.__setstate__
 
-    @functools.wraps(layer._replace_forward)  # what everything that swaps kernels ends in
+    @functools.wraps(kernels_internals.need(kernels_internals.REPLACE))  # what everything that swaps kernels ends in
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
         below, forward = _below_wrappers(module), layer.forward
         if layer is type(module):  # there is no kernel
@@ -185,7 +184,7 @@ def install() -> None:
         if isinstance(forward, MethodType) and forward.__self__ is self and forward.__func__ is type(self).forward:
             del self.forward
 
-    layer._replace_forward = _replace_forward
+    kernels_internals.replace(kernels_internals.REPLACE, _replace_forward)
     nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import httpx2
 from huggingface_hub import HfApi
 
+from kernels_ext_npu.kernels_internals import need
+
 KERNEL = "kernel"
 FAILURES = (httpx2.HTTPError, OSError)  # what its client raises where it cannot be asked, or refuses
 
@@ -31,9 +33,8 @@ def head(api: HfApi, repo_id: str, version: int) -> str:
 
 def cached_commit(repo_id: str, version: int) -> str:
     """Return the commit that `kernels` takes for a version without a network; it raises where the cache names none."""
-    from kernels._versions import resolve_version_spec_as_ref
-
-    return resolve_version_spec_as_ref(repo_id, version, local_files_only=True).target_commit
+    resolve = need("kernels._versions.resolve_version_spec_as_ref")
+    return resolve(repo_id, version, local_files_only=True).target_commit
 
 
 def download(api: HfApi, repo_id: str, commit: str, cache: Path) -> tuple[Path, list[str]]:
@@ -55,10 +56,9 @@ def refusal(repo_id: str, version: int) -> str | None:
 
     The reason is in its own words; None if it loads the repository.
     """
-    from kernels.hf_hub import _check_trust_remote_code
-
+    check = need("kernels.hf_hub._check_trust_remote_code")
     try:
-        _check_trust_remote_code(repo_id, local_files_only=False, trust_remote_code=False)
+        check(repo_id, local_files_only=False, trust_remote_code=False)
     except ValueError as error:
         return (
             f"{error}\nName the repository, and kernels loads it:\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
+from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.distribution import published
 from kernels_ext_npu.distribution.variants import METADATA
 from kernels_ext_npu.distribution.verification import Verified, verify_build, verify_variant
@@ -100,10 +102,9 @@ def verify_cached(repo_id: str, version: int) -> tuple[str, list[Verified]]:
     Raises:
         ValueError: the cache does not hold it.
     """
-    from kernels.hf_hub import CACHE_DIR
-
     commit = published.cached_commit(repo_id, version)
-    cache = Path(CACHE_DIR or constants.HF_HUB_CACHE)
+    chosen = kernels_internals.find("kernels.hf_hub.CACHE_DIR", os.environ.get("KERNELS_CACHE"))
+    cache = Path(chosen or constants.HF_HUB_CACHE)
     (target,) = find(cache / f"kernels--{repo_id.replace('/', '--')}" / "snapshots" / commit)
     return commit, target.verify()
 

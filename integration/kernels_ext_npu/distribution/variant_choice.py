@@ -7,11 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from kernels.backends import CANN, CPU
-from kernels.variants import VariantRejected, _resolve_variant_for_system, parse_variant, resolve_variants
+from kernels import VariantRejected
 from packaging.version import InvalidVersion, Version
 
-from kernels_ext_npu.distribution.verification import Verified
+from kernels_ext_npu.distribution.verification import Verified, parse_variant
+from kernels_ext_npu.kernels_internals import need
+
+CANN, CPU = need("kernels.backends.CANN"), need("kernels.backends.CPU")
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def decide(variants: list[str], machine: Machine | None = None) -> list[Decision
         with suppress(ValueError):  # kernels passes over what it does not know, as we do
             parsed.append(parse_variant(name))
     if machine is None:
-        accepted, trace = resolve_variants(parsed)
+        accepted, trace = need("kernels.variants.resolve_variants")(parsed)
     else:
-        accepted, trace = _resolve_variant_for_system(
+        accepted, trace = need("kernels.variants._resolve_variant_for_system")(
             variants=parsed,
             selected_backend=CANN(version=Version(machine.cann)) if machine.cann else CPU(),
             cpu=machine.arch,
@@ -92,9 +94,8 @@ def this_machine() -> str:
     import sys
 
     import torch
-    from kernels.backends import _backend
 
-    backend = _backend()
+    backend = need("kernels.backends._backend")()
     softnpu = sys.modules.get("softnpu")
     software = " (software device)" if softnpu is not None and softnpu.is_software() else ""
     cann = f"CANN {backend.version}{software}" if isinstance(backend, CANN) else f"backend {backend.name}"

@@ -9,12 +9,17 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, DigestViolation, Metadata
-from kernels.variants import parse_variant
+from kernels import Metadata
 
 from kernels_ext_npu.distribution.variants import METADATA, identity, published_files, render
+from kernels_ext_npu.kernels_internals import need
 
+Digest, DigestAlgorithm = need("kernels._rust.Digest"), need("kernels._rust.DigestAlgorithm")
+DigestValidationError = need("kernels._rust.DigestValidationError")
+DigestViolation = need("kernels._rust.DigestViolation")
+parse_variant = need("kernels.variants.parse_variant")
 SIGNATURE = "metadata.json.sigstore"
 
 
@@ -120,7 +125,7 @@ def _digest_problems(path: Path, metadata: Metadata) -> list[str]:
     return problems
 
 
-def _violation(violation: DigestViolation) -> str:
+def _violation(violation: Any) -> str:
     match violation:
         case DigestViolation.MissingFile(path=path):
             return f"{path}: missing"

@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from kernels_ext_npu import catalogue, sources
+from kernels_ext_npu import catalogue, kernels_internals, sources
 from kernels_ext_npu.distribution.bundle_archive import BundleError
 from kernels_ext_npu.environment import RefusedError, first_line
 from kernels_ext_npu.machine import description
@@ -90,6 +90,8 @@ def imports(names: list[str]) -> None:
     for name in names:
         say(step=f"import {name}")
         import_module(name)
+        if name == "kernels":
+            say(gone=kernels_internals.gone())
 
 
 # ---- what a user does ------------------------------------------------------------------------------------------------
@@ -113,6 +115,7 @@ def swapped_and_compared(source: str | None) -> None:
     say(step=KERNELS)
     import kernels
 
+    say(gone=kernels_internals.gone())
     say(step=TRANSFORMERS)
     from transformers import Qwen3MoeForCausalLM
 
@@ -219,7 +222,6 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
 def _offline(repo_id: str, folder: Path) -> Path:
     """Return the folder that `kernels` would load from."""
     from huggingface_hub import HfApi
-    from kernels.resolver import _BYTECODE_IGNORE_PATTERNS
 
     from kernels_ext_npu.distribution import published
 
@@ -228,7 +230,7 @@ def _offline(repo_id: str, folder: Path) -> Path:
         repo_type=published.KERNEL,
         revision=published.cached_commit(repo_id, sources.VERSION),
         cache_dir=folder,
-        ignore_patterns=_BYTECODE_IGNORE_PATTERNS,
+        ignore_patterns=kernels_internals.find("kernels.resolver._BYTECODE_IGNORE_PATTERNS"),
         local_files_only=True,
     )
     return Path(str(found)).resolve()
@@ -261,10 +263,10 @@ def versions_and_publisher(timeout: float) -> None:
         say(trusted=None, untold=f"{type(error).__name__}: {first_line(error)}")
     if quiet:  # kernels names itself with an empty user agent then, which no request survives
         say(step=HEADERS)
-        from kernels.hf_hub import _get_hf_api
-
         with suppress(RepositoryNotFoundError):
-            _get_hf_api().list_repo_refs(next(iter(repo_ids.values())), repo_type=KERNEL)
+            kernels_internals.find("kernels.hf_hub._get_hf_api", HfApi)().list_repo_refs(
+                next(iter(repo_ids.values())), repo_type=KERNEL
+            )
 
 
 def _head(api: Any, repo_id: str) -> str | None:

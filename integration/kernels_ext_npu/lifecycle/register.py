@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels_ext_npu import environment
+from kernels_ext_npu import environment, kernels_internals
 from kernels_ext_npu.catalogue import REPOSITORIES
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def register(
         '3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, 1 of 1 heads'
     """
     environment.check()  # before torch and transformers are imported: what is wrong shows there first
+    kernels_internals.check()
     from transformers.distributed import utils
 
     from kernels_ext_npu import sources

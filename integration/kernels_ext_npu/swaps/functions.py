@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import forward_binding, loaded_kernels, registration
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
@@ -27,7 +28,7 @@ from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.matching.lookup import find_function_pattern
-from kernels_ext_npu.swaps import kernel_mapping, kernel_marks, refusals
+from kernels_ext_npu.swaps import kernel_mapping, refusals
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 SHARED = (
@@ -57,7 +58,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
                 if getattr(type(use.function), "kernel_layer_name", None) == pattern.layer:
                     served[use.function] = None
     for function in served:
-        kernel_marks.take(function, swapping.mode)
+        kernels_internals.take(function, swapping.mode)
 
 
 def revert(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import kernels
 
-from kernels_ext_npu import sources
+from kernels_ext_npu import kernels_internals, sources
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS
 
@@ -49,7 +49,6 @@ def _set(registration: Registration, layers: Table) -> None:
 
     `kernels` never forgets an entry, but fills a dictionary that is there: these can be taken away.
     """
-    from kernels.layer.globals import _KERNEL_MAPPING
-
     registration.patches.items(_table(), layers)
-    registration.patches.items(_KERNEL_MAPPING.get(), {layer: {} for layer in layers})
+    if (given := kernels_internals.table()) is not None:
+        registration.patches.items(given, {layer: {} for layer in layers})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
@@ -36,20 +37,12 @@ def mark(swapping: Swapping) -> None:
             _mark(active, modules[0])
 
 
-def take(module: nn.Module, mode: Mode) -> None:
-    """Let `kernels` take the layer for a module that its class is marked for, for the NPU."""
-    from kernels import Device, KernelizeFallback
-    from kernels.layer.layer import kernelize_layer
-
-    kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
-
-
 def take_as(module: nn.Module, layer: str, mode: Mode) -> None:
     """Let `kernels` take a layer for a module that its class is not marked for."""
     cls: Any = type(module)
     before, cls.kernel_layer_name = cls.kernel_layer_name, layer
     try:
-        take(module, mode)
+        kernels_internals.take(module, mode)
     finally:
         cls.kernel_layer_name = before
 

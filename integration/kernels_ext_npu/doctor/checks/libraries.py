@@ -32,7 +32,7 @@ def transformers(seen: Observations) -> Finding:
 
 
 def kernels(seen: Observations) -> Finding:
-    """Check that kernels can be imported, and is inside the window of transformers."""
+    """Check that kernels can be imported, is inside the window of transformers, and has all that is reached of it."""
     package, window = seen.packages["kernels"], _window(seen.packages["transformers"])
     if failed := _unusable(seen, package, KERNELS):
         return failed
@@ -46,6 +46,10 @@ def kernels(seen: Observations) -> Finding:
             **remedy("kernels outside of the window", lowest=lowest, beyond=beyond),
             facts=facts,
         )
+    if gone := next((each.facts["gone"] for each in (seen.use, seen.imports) if each and "gone" in each.facts), None):
+        said = f"{package.version} is another inside than what was tested: {TESTED['kernels']}"
+        told = remedy("kernels is another inside", wanted=f"kernels{TESTED['kernels']}")
+        return warning(said, details=tuple(gone), **told, facts=facts)
     found = _in_range(package, f"; transformers takes >= {lowest}, < {beyond}")
     return replace(found, facts=found.facts | facts)
 

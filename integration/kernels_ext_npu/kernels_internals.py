@@ -1,0 +1,123 @@
+"""What is reached of `kernels` beside its public names: here alone, and what is lost where a release has it no more.
+
+A name that was moved is found wherever `kernels` holds it now. Nothing asks for a version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from kernels_ext_npu.environment import TESTED, RefusedError, UnsupportedEnvironmentError, installed
+
+if TYPE_CHECKING:
+    from kernels import Mode
+    from torch import nn
+
+_VERIFY = "verify and doctor can say nothing of variants"
+_DIGESTS = "verify, doctor and bundle cannot check files"
+REPLACE, TAKE = "kernels.layer.layer._replace_forward", "kernels.layer.layer.kernelize_layer"
+TABLE = "kernels.layer.globals._KERNEL_MAPPING"
+# full name -> what is lost without it
+NAMES = {
+    REPLACE: "kernels would take the place of what other libraries wrapped around a forward, and no model gets any",
+    TAKE: "a module is taken with all that is below it, by kernelize()",
+    TABLE: "kernels keeps what unregister() takes away, until it is told another kernel",
+    "kernels.backends.CANN": _VERIFY,
+    "kernels.backends.CPU": _VERIFY,
+    "kernels.backends._backend": _VERIFY,
+    "kernels.variants._resolve_variant_for_system": _VERIFY,
+    "kernels.variants.parse_variant": _VERIFY,
+    "kernels.variants.resolve_variants": _VERIFY,
+    "kernels._rust.Digest": _DIGESTS,
+    "kernels._rust.DigestAlgorithm": _DIGESTS,
+    "kernels._rust.DigestValidationError": _DIGESTS,
+    "kernels._rust.DigestViolation": _DIGESTS,
+    "kernels._versions.resolve_version_spec_as_ref": "verify and doctor cannot read the Hub's cache",
+    "kernels.hf_hub._check_trust_remote_code": "verify cannot say whether a publisher is trusted",
+    "kernels.hf_hub._get_hf_api": "doctor asks the Hub as huggingface_hub does, not as kernels does",
+    "kernels.hf_hub.CACHE_DIR": "verify and doctor take KERNELS_CACHE for the cache, or that of the Hub",
+    "kernels.resolver._BYTECODE_IGNORE_PATTERNS": "doctor takes a cached kernel without bytecode for incomplete",
+}
+_NEEDED = (REPLACE,)  # for any model
+_NOTHING = object()
+_ADVICE = f"Take a release that was tested: pip install 'kernels{TESTED['kernels']}'"
+
+
+class GoneError(RefusedError):
+    """The installed release of `kernels` lacks a name that is needed. The message says which, and what to do."""
+
+
+def find(name: str, otherwise: Any = None) -> Any:
+    """Return what `kernels` has under a full name, or under its last part in another module; else ``otherwise``."""
+    last = name.rpartition(".")[2]
+    return next((vars(module)[last] for module in _holders(name)), otherwise)
+
+
+def need(name: str) -> Any:
+    """Return what `find` does.
+
+    Raises:
+        GoneError: `kernels` lacks it.
+    """
+    found = find(name, _NOTHING)
+    if found is _NOTHING:
+        raise GoneError(f"{_gone(name)}. {_ADVICE}")
+    return found
+
+
+def gone() -> list[str]:
+    """Say what the installed release of `kernels` lacks, and what is lost with it, a sentence a name."""
+    return [_gone(name) for name in NAMES if find(name, _NOTHING) is _NOTHING]
+
+
+def check() -> None:
+    """Raise UnsupportedEnvironmentError where no model can get kernels without what is gone."""
+    lacking = [_gone(name) for name in _NEEDED if find(name, _NOTHING) is _NOTHING]
+    if lacking:
+        raise UnsupportedEnvironmentError(f"{'. '.join(lacking)}. {_ADVICE}")
+
+
+def replace(name: str, function: Callable) -> None:
+    """Put a function in the place of one that `kernels` calls by its name, in each of its modules that does."""
+    original = need(name)
+    last = name.rpartition(".")[2]
+    for module in [module for module in _holders(name) if vars(module)[last] is original]:
+        setattr(module, last, function)
+
+
+def take(module: nn.Module, mode: Mode) -> None:
+    """Let `kernels` take the layer for a module that its class is marked for, for the NPU."""
+    from kernels import Device, KernelizeFallback, kernelize
+
+    kernelize_layer = find(TAKE)
+    if kernelize_layer is None:
+        kernelize(module, mode=mode, device="npu", use_fallback=KernelizeFallback.ALL)
+    else:
+        kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+
+
+def table() -> dict[str, Any] | None:
+    """Return what `kernels` takes kernels from, by layer; None where it is gone."""
+    found = find(TABLE)
+    return None if found is None else found.get()
+
+
+def _gone(name: str) -> str:
+    return f"kernels {installed('kernels')} has no {name} any more: {NAMES[name]}"
+
+
+def _holders(name: str) -> Iterator[ModuleType]:
+    """Yield the modules of `kernels` that have the last part of a name, first the one that the name says."""
+    import kernels  # its modules with it
+
+    path, _, last = name.rpartition(".")
+    with suppress(ImportError):
+        importlib.import_module(path)
+    own = [module for each, module in sys.modules.items() if f"{each}.".startswith(f"{kernels.__name__}.")]
+    modules = dict.fromkeys([*filter(None, [sys.modules.get(path)]), *own])
+    yield from (module for module in modules if last in vars(module))

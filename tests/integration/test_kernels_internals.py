@@ -1,0 +1,97 @@
+"""What is reached of `kernels` beside its public names, those of the installed release: moved or gone, it is said."""
+
+from __future__ import annotations
+
+import sys
+
+import kernels
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kernels_ext_npu
+from kernels_ext_npu import kernels_internals
+from kernels_ext_npu.doctor import probes
+from kernels_ext_npu.doctor.checks import libraries
+from kernels_ext_npu.doctor.findings import Verdict
+from kernels_ext_npu.doctor.observations import Outcome, run
+from kernels_ext_npu.kernels_internals import NAMES, REPLACE
+from tests.support import doctor_faults as faults
+
+EVERYTHING = (
+    "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, 1 of 1 heads"
+)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """Takes a name out of all modules of `kernels`."""
+
+    def take_out(name: str) -> object:
+        last = name.rpartition(".")[2]
+        found = kernels_internals.need(name)
+        for module in [m for n, m in sys.modules.items() if n.partition(".")[0] == "kernels" and last in vars(m)]:
+            monkeypatch.delattr(module, last)
+        return found
+
+    return take_out
+
+
+def swapped() -> str:
+    """What serves a tiny Llama, registered for it alone."""
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+    kernels_ext_npu.register()
+    try:
+        model = LlamaForCausalLM(config).to("npu")
+        model.set_use_kernels(True)
+        summary = kernels_ext_npu.report(model).summary()
+        kernels_ext_npu.restore(model)
+        return summary
+    finally:
+        kernels_ext_npu.unregister()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_gone_is_said_with_what_is_lost(without, monkeypatch, name: str) -> None:
+    assert kernels_internals.gone() == []
+    value = without(name)
+    sentence = f"kernels {kernels.__version__} has no {name} any more: {NAMES[name]}"
+    assert kernels_internals.gone() == [sentence]
+    with pytest.raises(kernels_internals.GoneError) as raised:
+        kernels_internals.need(name)
+    assert str(raised.value).startswith(f"{sentence}. Take a release that was tested: pip install 'kernels")
+    monkeypatch.setattr(kernels.layer, name.rpartition(".")[2], value, raising=False)  # moved
+    assert kernels_internals.gone() == []
+    assert kernels_internals.need(name) is value
+
+
+def test_doctor_says_it(without) -> None:
+    outcome = run(probes.imports, 60, names=["kernels"])  # in a process of its own
+    assert outcome.facts["gone"] == []
+    seen = faults.observed(imports=outcome)
+    assert libraries.kernels(seen).verdict is Verdict.OK
+    without(REPLACE)
+    seen.imports = Outcome(facts={"gone": kernels_internals.gone()})
+    finding = libraries.kernels(seen)
+    assert finding.verdict is Verdict.WARNING
+    assert NAMES[REPLACE] in finding.details[0]
+
+
+@pytest.mark.parametrize("constant", ["TAKE", "TABLE"])
+def test_models_get_their_kernels_without(monkeypatch, constant: str) -> None:
+    """`kernels` itself has them still, under names that are not found."""
+    monkeypatch.setattr(kernels_internals, constant, "kernels.layer.other")
+    assert swapped() == EVERYTHING
+
+
+def test_without_the_place_below_wrappers_register_refuses(without) -> None:
+    without(REPLACE)
+    with pytest.raises(kernels_ext_npu.UnsupportedEnvironmentError, match=r"_replace_forward any more: .* pip install"):
+        kernels_ext_npu.register()
+
+
+def test_a_function_is_replaced_wherever_kernels_has_it(monkeypatch) -> None:
+    value = kernels_internals.need(REPLACE)
+    monkeypatch.setattr(kernels.layer.layer, "_replace_forward", value)
+    monkeypatch.setattr(kernels.layer.mode, "_replace_forward", value, raising=False)
+    kernels_internals.replace(REPLACE, swapped)
+    assert kernels.layer.layer._replace_forward is kernels.layer.mode._replace_forward is swapped

@@ -75,18 +75,16 @@ class Patches:
         found = (lambda: owner) if isinstance(owner, (type, ModuleType)) else weakref.ref(owner)
         self._changes.append(_Attribute(found, name, before, new))
 
-    def method(self, owner: type, name: str, replacement: Callable, is_in_use: Callable[[], bool]) -> None:
-        """Let calls of a method go to `replacement(original, self, ...)`.
+    def method(self, owner: type | ModuleType, name: str, new: Callable, is_in_use: Callable[[], bool]) -> None:
+        """Let calls of a method go to `new(original, self, ...)`, of a function to `new(original, ...)`.
 
         While it is not in use they go to the original: somebody may have wrapped ours since, so that it stays below.
         """
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_in_use():
-                return original(self, *args, **kwargs)
-            return replacement(original, self, *args, **kwargs)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return new(original, *args, **kwargs) if is_in_use() else original(*args, **kwargs)
 
         self.attribute(owner, name, wrapped)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from kernels_ext_npu.binding import registration
@@ -46,22 +44,9 @@ class WhileRegistered:
         return bool, (self.was_asked,)
 
 
-def note(model: Any) -> None:
+def note(model: Any, was_asked: bool) -> None:
     """Let a model of transformers that kernels were swapped into look at them again in ``train()`` and ``eval()``."""
-    before = vars(model).get(_FIELD, False)
-    if not isinstance(before, WhileRegistered):
-        vars(model)[_FIELD] = WhileRegistered(was_asked=bool(before))
-
-
-@contextmanager
-def noted(model: Any) -> Iterator[None]:
-    """Let what transformers notes of a model inside the context, that it uses kernels, mean ours."""
-    before = vars(model).get(_FIELD, False)
-    try:
-        yield
-    finally:
-        if vars(model).get(_FIELD) is True:
-            vars(model)[_FIELD] = before if isinstance(before, WhileRegistered) else WhileRegistered(was_asked=True)
+    vars(model)[_FIELD] = WhileRegistered(was_asked)
 
 
 def is_for_npu_only(model: Any) -> bool:

@@ -7,7 +7,6 @@ the device makes of the lengths: once a step and kind of layer, in the graph, so
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,30 +27,28 @@ def install(patches: Patches) -> None:
     """Tell transformers the class of graphs, and let steps with our attention be captured."""
     if "npu" not in utils.DEVICE_TYPE_TO_GRAPH_NAME:
         patches.item(utils.DEVICE_TYPE_TO_GRAPH_NAME, "npu", GRAPHS)
-    original = continuous_api.resolve_continuous_batching_config
-
-    @functools.wraps(original)
-    def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take graphs where they are asked for only, since not every model can be captured.
-
-        Batches are prepared while others run on CUDA and XPU only (``ContinuousBatchingAsyncIOs``): who asks for it on
-        an NPU gets transformers' error, and who leaves it open does without.
-        """
-        if registration.is_active() and utils.get_accelerator_graph_name() == GRAPHS:
-            cb_config = copy.copy(cb_config)
-            if cb_config.use_async_batching is None:
-                cb_config.use_async_batching = False
-            asks = cb_config.q_padding_interval_size or cb_config.kv_padding_interval_size
-            if cb_config.use_cuda_graph is None and not asks:
-                cb_config.use_cuda_graph = False
-        return original(config, cb_config, *args, **kwargs)
-
-    patches.attribute(continuous_api, "resolve_continuous_batching_config", resolve)
+    patches.method(continuous_api, "resolve_continuous_batching_config", _resolve, registration.is_active)
     patches.method(
         continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch, registration.is_active
     )
     patches.method(ModelRunner, "_forward_process_and_sample", _with_masks, registration.is_active)
     patches.method(ModelRunner, "_capture_graph", _capture, registration.is_active)
+
+
+def _resolve(original: Callable, config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take graphs where they are asked for only, since not every model can be captured.
+
+    Batches are prepared while others run on CUDA and XPU only (``ContinuousBatchingAsyncIOs``): who asks for it on an
+    NPU gets transformers' error, and who leaves it open does without.
+    """
+    if utils.get_accelerator_graph_name() == GRAPHS:
+        cb_config = copy.copy(cb_config)
+        if cb_config.use_async_batching is None:
+            cb_config.use_async_batching = False
+        asks = cb_config.q_padding_interval_size or cb_config.kv_padding_interval_size
+        if cb_config.use_cuda_graph is None and not asks:
+            cb_config.use_cuda_graph = False
+    return original(config, cb_config, *args, **kwargs)
 
 
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:

@@ -62,7 +62,8 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     def take(mode: kernels.Mode) -> None:
         take_for_npu(model, mode)
         for pretrained in _pretrained(model):  # whose train() and eval() swap kernels again
-            use_kernels_flag.note(pretrained)
+            was_asked = use_kernels_flag.is_noted(pretrained) and not use_kernels_flag.is_for_npu_only(pretrained)
+            use_kernels_flag.note(pretrained, was_asked)
 
     run(model, mode, take)
 

@@ -33,7 +33,8 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
         is_here = model.device.type == "npu"
         is_offloaded = not is_here and not without_weights and device_of(model) == "npu"
         is_away = not (is_here or is_offloaded or without_weights)
-        if is_away and not use_kernels_flag.is_for_npu_only(model):
+        is_for_npu_only = use_kernels_flag.is_for_npu_only(model)
+        if is_away and not is_for_npu_only:
             warnings.warn(
                 f"use_kernels=True: {type(model).__name__} is on {model.device.type}, and kernels are swapped in for "
                 "models on the NPU. Load it with device_map='npu', or move it there and call "
@@ -43,14 +44,12 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
         has_config = model.kernel_config is not None or given.get("kernel_config") is not None
 
         def take(mode: Mode) -> None:
-            if is_away and use_kernels_flag.is_for_npu_only(model):  # nobody has asked for kernels of other devices
+            if is_away and is_for_npu_only:  # nobody has asked for kernels of other devices
                 return
-            if is_offloaded and not has_config:  # transformers would take kernels for the CPU, where its weights wait
-                model._use_kernels = True
-            else:
+            if has_config or not is_offloaded:  # transformers would take kernels for the CPU, where its weights wait
                 original(model, use_kernels, *args, **kwargs)
+            use_kernels_flag.note(model, was_asked=not is_for_npu_only)
             if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
                 pipeline.take_for_npu(model, mode)
 
-        with use_kernels_flag.noted(model):
-            pipeline.run(model, given.get("mode"), take)
+        pipeline.run(model, given.get("mode"), take)

@@ -58,7 +58,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for module in modules:
             place = None if sums is None else _place(module, sums)
             if place is None:
-                _leave(module)
+                take_out(module, _OWNER)
                 continue
             _places[module] = place
             if "forward" not in vars(module):
@@ -69,17 +69,11 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
                 _places[before].behind = weakref.ref(behind)
 
 
-def revert(model: nn.Module) -> None:
-    """Let the layers of a model add and norm as they did."""
-    for module in model.modules():
-        _leave(module)
-
-
 def remark(model: nn.Module) -> str | None:
     """Say for how many layers of a model sums are computed with their norms; None if for none."""
     if not registration.is_active():
         return None
-    counted = Counter(type(m).__name__ for m in model.modules() if m in _places)
+    counted = Counter(type(m).__name__ for m in model.modules() if owner_of(m) == _OWNER)
     found = ", ".join(f"{count} × {name}" for name, count in counted.items())
     return f"fused add and norm during decoding: {found}" if found else None
 
@@ -89,11 +83,6 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
     kept, place = x.__dict__.get(_NORMED), _places.get(layer)
     if kept is not None and place is not None and place.behind is not None:
         setattr(x, _NORMED, (_first_norm(place.behind()), *kept[1:]))  # type: ignore[arg-type]
-
-
-def _leave(module: nn.Module) -> None:
-    _places.pop(module, None)
-    take_out(module, _OWNER)
 
 
 def _place(module: nn.Module, sums: Sums) -> Place | None:

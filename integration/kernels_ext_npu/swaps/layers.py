@@ -55,7 +55,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Give the modules of a model the forwards of their classes."""
+    """Give the modules of a model the forwards of their classes, whatever has put another one there."""
     for module in model.modules():
         forward_binding.take_out(module)
 

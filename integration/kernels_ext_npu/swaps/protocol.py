@@ -79,7 +79,7 @@ class Swap:
         name: of the kind.
         apply: swaps into a model; what is in place and as it should be is left alone.
         install: changes transformers when kernels are registered, through `registration.patches`.
-        revert: undoes exactly what `apply` did to a model or a part of one.
+        revert: undoes what `apply` did to a model or a part of one, but for forwards: that of layers takes all out.
         rows: says what was swapped in a model, and what was not, and why.
     """
 

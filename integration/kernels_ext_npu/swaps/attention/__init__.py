@@ -53,10 +53,9 @@ def install(registration: Registration) -> None:
     patches.method(PreTrainedModel, "set_attn_implementation", names.set_implementation, is_registered)
     patches.method(PreTrainedModel, "__init__", _make, is_registered)
     patches.method(PreTrainedModel, "__call__", calls.call_model, calls.reads_no_positions)
-    preprocess = calls.preprocess_standing_in(masking_utils._preprocess_mask_arguments)
-    patches.attribute(masking_utils, "_preprocess_mask_arguments", preprocess)
-    importing = functools.partial(names.answer_import, modeling_flash_attention_utils.lazy_import_flash_attention)
-    patches.attribute(modeling_flash_attention_utils, "lazy_import_flash_attention", importing)
+    patches.method(masking_utils, "_preprocess_mask_arguments", calls.preprocess, calls.reads_no_positions)
+    importing = modeling_flash_attention_utils
+    patches.method(importing, "lazy_import_flash_attention", names.answer_import, is_registered)
     accelerator = sys.modules.get("accelerate.accelerator")  # transformers imports it where it is installed
     if (attach := getattr(accelerator, _DROPS_MASKS, None)) is not None:
         patches.attribute(accelerator, _DROPS_MASKS, functools.partial(calls.attach_context_parallel_hooks, attach))

@@ -164,34 +164,30 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
         _counts_itself.reset(token)
 
 
-def preprocess_standing_in(original: Callable) -> Callable:
-    """Return what stands in for ``_preprocess_mask_arguments`` of masking_utils, and does not look at positions."""
-
-    @functools.wraps(original)
-    def preprocess(
-        config: Any,
-        inputs_embeds: Tensor,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Any,
-        *args,
-        **kwargs,
-    ) -> tuple:
-        given = config, inputs_embeds, attention_mask, past_key_values
-        is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
-        if not reads_no_positions() or not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
-            return original(*given, position_ids, *args, **kwargs)
-        is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
-        packed = None
-        if split_sequences.exchanges_keys() and not is_done:
-            packed, mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask), None
-        elif split_sequences.are_split():
-            pass  # positions of a part tell nothing of the whole
-        elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
-            packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
-        return is_done, mask, packed, *sizes
-
-    return preprocess
+def preprocess(
+    original: Callable,
+    config: Any,
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple:
+    """Prepare a mask, in place of ``_preprocess_mask_arguments`` of masking_utils, without a look at positions."""
+    given = config, inputs_embeds, attention_mask, past_key_values
+    is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
+    if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
+        return original(*given, position_ids, *args, **kwargs)
+    is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
+    packed = None
+    if split_sequences.exchanges_keys() and not is_done:
+        packed, mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask), None
+    elif split_sequences.are_split():
+        pass  # positions of a part tell nothing of the whole
+    elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
+        packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
+    return is_done, mask, packed, *sizes
 
 
 def _attend(

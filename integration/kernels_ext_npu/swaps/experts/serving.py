@@ -39,9 +39,7 @@ def kernel_of(module: nn.Module) -> Any:
 
 def served(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the experts modules of a model that are served, each with the package of the kernel."""
-    found = {cls for cls in set(map(type, model.modules())) if is_experts_class(cls)}
-    experts = [module for module in model.modules() if type(module) in found]
-    return [(module, kernel) for module in experts if (kernel := kernel_of(module)) is not None]
+    return [(module, kernel) for module in model.modules() if (kernel := kernel_of(module)) is not None]
 
 
 def remark(module: nn.Module) -> str | None:

@@ -48,12 +48,6 @@ def apply(model: nn.Module, served: Set[nn.Module]) -> None:
             take_out(module, _OWNER)
 
 
-def revert(model: nn.Module) -> None:
-    """Give modules the forward of their class."""
-    for module in model.modules():
-        take_out(module, _OWNER)
-
-
 def groups_of(module: nn.Module) -> Iterator[list[nn.Module]]:
     """Find the layers of a module that it calls with one input, where all of them are served."""
     served = {name: child for name, child in module._modules.items() if child is not None and owner_of(child) == LORA}

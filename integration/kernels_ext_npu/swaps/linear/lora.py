@@ -75,13 +75,6 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     linear_groups.apply(model, served)
 
 
-def revert(model: nn.Module) -> None:
-    """Let the class of each layer with adapters compute it."""
-    for module in model.modules():
-        take_out(module, LORA)
-    linear_groups.revert(model)
-
-
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every linear layer of a model, and every one with adapters in place of what it adapts."""
     adapted, together = {module: reason for _, module, reason in _adapted_of(model)}, _called_together(model)

@@ -51,12 +51,6 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             take_out(head, _OWNER)
 
 
-def revert(model: nn.Module) -> None:
-    """Let the heads of a model compute their logits."""
-    for module in model.modules():
-        take_out(module, _OWNER)
-
-
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every head of a language model that computes a loss from labels."""
     for path, head, owner in heads_of(model):

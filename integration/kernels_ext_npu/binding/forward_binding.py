@@ -42,15 +42,9 @@ def own_forward(module: nn.Module) -> FunctionType | None:
 
     It is the forward of its class, or that of a kernel.
     """
-    forward = vars(module).get("forward")
-    if forward is None:
-        forward = type(module).forward
-        return forward if isinstance(forward, FunctionType) else None
-    if _is_own(forward, module):
-        return forward.__func__
-    functions = {held.__func__ for held, _ in _slots(module)}
+    functions = {function for function, _ in _slots(module)}
     (function,) = functions if len(functions) == 1 else (None,)
-    return function  # type: ignore[return-value]
+    return function if isinstance(function, FunctionType) else None
 
 
 def put(module: nn.Module, function: Callable) -> bool:
@@ -59,33 +53,23 @@ def put(module: nn.Module, function: Callable) -> bool:
     Returns:
         Whether it could be put there; if not, nothing has changed.
     """
-    if "forward" not in vars(module) or _is_own(vars(module)["forward"], module):
-        if function is type(module).forward:
-            vars(module).pop("forward", None)
-        else:
-            module.forward = MethodType(function, module)  # type: ignore[method-assign]
-        return True
-    if own_forward(module) is None:
+    slots = list(_slots(module))
+    if len({held for held, _ in slots}) != 1:
         return False
-    for _, place in list(_slots(module)):
-        place(MethodType(function, module))
+    for _, place in slots:
+        place(function)
     return True
 
 
 def take_out(module: nn.Module) -> None:
-    """Put the forward of its class wherever a module holds that of a kernel.
-
-    `kernels` also binds the forward of the class itself, where it has no kernel: the module is left without that too.
-    """
-    forward = vars(module).get("forward")
-    if forward is None:
+    """Put what computes without a kernel wherever a module holds the forward of one, or another forward of ours."""
+    if wrapper(module) is None:
+        vars(module).pop("forward", None)
         return
-    if _is_own(forward, module):
-        del module.forward
-        return
-    for held, place in _slots(module):
-        if kernel_name(held.__func__) is not None:
-            place(MethodType(_below_wrappers(module), module))
+    below = _below_wrappers(module)
+    for held, place in list(_slots(module)):
+        if held is not below:
+            place(below)
 
 
 def wrapper(module: nn.Module) -> str | None:
@@ -196,19 +180,30 @@ def _is_own(value: Any, module: nn.Module) -> bool:
     return function is type(module).forward or is_marked(function) or kernel_name(function) is not None
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:
-    """Find the forwards of a module that are held below its wrappers, each with what puts another one there.
+def _slots(module: nn.Module) -> Iterator[tuple[Callable, Callable[[Callable], None]]]:
+    """Find the forwards of a module below its wrappers, each with what puts another function there.
 
-    A copy of a model shares the wrappers of the original, which call the original: nothing is found for the copy.
+    Without a wrapper that is the module's own. A copy of a model shares the wrappers of the original, which call the
+    original: nothing is found for the copy.
     """
+    if "forward" not in vars(module) or _is_own(vars(module)["forward"], module):
+        yield getattr(vars(module).get("forward"), "__func__", type(module).forward), functools.partial(_bind, module)
+        return
     waiting, seen = [vars(module)["forward"]], set()
     for value in waiting:  # grows while it runs
         for child, place in _held_by(value, module):
             if _is_own(child, module):
-                yield child, place
+                yield child.__func__, lambda function, place=place: place(MethodType(function, module))  # type: ignore
             elif callable(child) and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
+
+
+def _bind(module: nn.Module, function: Callable) -> None:
+    if function is type(module).forward:
+        vars(module).pop("forward", None)
+    else:
+        module.forward = MethodType(function, module)  # type: ignore[method-assign]
 
 
 def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:

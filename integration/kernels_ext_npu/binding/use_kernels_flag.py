@@ -34,9 +34,6 @@ class WhileRegistered:
     def __repr__(self) -> str:
         return repr(bool(self))
 
-    def __copy__(self) -> WhileRegistered:
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> WhileRegistered:
         return self
 

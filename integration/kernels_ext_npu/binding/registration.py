@@ -46,12 +46,6 @@ class Registration:
     packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
-    def package(self, repository: str) -> ModuleType:
-        """Return the package of a kernel repository, which is loaded when it is first asked for."""
-        if repository not in self.packages:
-            self.packages[repository] = sources.load_package(self.source, repository)
-        return self.packages[repository]
-
 
 current: Registration | None = None
 # the modules of parts of a model that restore() was called for: they stay as they are while the rest is looked at again
@@ -59,9 +53,11 @@ restored: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def package(repository: str) -> ModuleType:
-    """Return the package of a kernel repository of the registration."""
+    """Return the package of a kernel repository of the registration, which is loaded when it is first asked for."""
     assert current is not None
-    return current.package(repository)
+    if repository not in current.packages:
+        current.packages[repository] = sources.load_package(current.source, repository)
+    return current.packages[repository]
 
 
 def try_package(repository: str) -> ModuleType | None:

@@ -25,59 +25,34 @@ _READ = {
 
 def install(patches: Patches) -> None:
     """Let layers of static caches take one token anew."""
-    patches.method(StaticLayer, "update", _update, registration.is_active)
-    patches.method(StaticSlidingWindowLayer, "update", _update_window, registration.is_active)
+    for cls in (StaticLayer, StaticSlidingWindowLayer):
+        patches.method(cls, "update", _update, registration.is_active)
 
 
 def _update(
     original: Callable, self: StaticLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Write a token in three launches: the number of tokens is the place of the next one, until it is added to."""
-    if not _takes_one(original, self, key_states):
+    """Write a token in three launches: the number of tokens is the place of the next one, until it is added to.
+
+    A window that is full moves on in four.
+    """
+    is_one = self.is_initialized and key_states.shape[-2] == 1 and key_states.device.type == "npu"
+    if torch.compiler.is_compiling() or not is_one or not _was_read(original):
         return original(self, key_states, value_states, *args, **kwargs)
-    return _write(self, key_states, value_states)
-
-
-def _write(self: StaticLayer, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-    assert self.keys is not None
-    assert self.values is not None
+    caches: Any = self.keys, self.values
+    is_full = False
+    if isinstance(self, StaticSlidingWindowLayer):
+        is_full = self.cumulative_length_int >= self.max_cache_len
+        self.cumulative_length_int += 1
     length: Any = self.cumulative_length  # a tensor
-    self.keys.index_copy_(2, length, key_states)
-    self.values.index_copy_(2, length, value_states)
-    length.add_(1)
-    return self.keys, self.values
-
-
-def _update_window(
-    original: Callable,
-    self: StaticSlidingWindowLayer,
-    key_states: Tensor,
-    value_states: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Do the same while there is room, and move a full window on in four launches."""
-    if not _takes_one(original, self, key_states):
-        return original(self, key_states, value_states, *args, **kwargs)
-    is_full = self.cumulative_length_int >= self.max_cache_len
-    self.cumulative_length_int += 1
+    for cache, states in zip(caches, (key_states, value_states)):
+        if is_full:
+            cache.copy_(torch.cat((cache[:, :, 1:], states), dim=-2))
+        else:
+            cache.index_copy_(2, length, states)
     if not is_full:
-        return _write(self, key_states, value_states)
-    assert self.keys is not None
-    assert self.values is not None
-    self.keys.copy_(torch.cat((self.keys[:, :, 1:], key_states), dim=-2))
-    self.values.copy_(torch.cat((self.values[:, :, 1:], value_states), dim=-2))
-    return self.keys, self.values
-
-
-def _takes_one(original: Callable, layer: StaticLayer, key_states: Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and layer.is_initialized
-        and key_states.shape[-2] == 1
-        and key_states.device.type == "npu"
-        and _was_read(original)
-    )
+        length.add_(1)
+    return caches
 
 
 @functools.cache

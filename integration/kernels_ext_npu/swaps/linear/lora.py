@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
@@ -68,7 +69,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     for _, module, reason in _adapted_of(model):
         if reason is None:
             served.add(module)
-            kernel = swapping.registration.package(REPOSITORY)
+            kernel = registration.package(REPOSITORY)
             put(module, _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
         else:
             take_out(module, LORA)

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
@@ -46,7 +47,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the heads of a model defer their logits, where they may."""
     for path, head, owner in heads_of(model):
         if refusal(path, head, owner) is None:
-            put(head, _forward_with(swapping.registration.package(REPOSITORY)), _OWNER)
+            put(head, _forward_with(registration.package(REPOSITORY)), _OWNER)
         else:
             take_out(head, _OWNER)
 

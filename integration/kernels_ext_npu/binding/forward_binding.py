@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -128,12 +128,6 @@ def layer_of(module: nn.Module) -> str | None:
     """Return the layer of ours that computes a module, also below wrappers; None if none does."""
     owner = getattr(own_forward(module), OWNER, None) if "forward" in vars(module) else None
     return owner if owner in LAYERS else None
-
-
-def with_layers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """Return those of some modules that layers of ours compute, each with its layer, and the package of its kernel."""
-    placed = [(module, layer) for module in modules if (layer := layer_of(module)) is not None]
-    return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
 
 
 def package_of(module: nn.Module) -> Any:

@@ -13,42 +13,15 @@ ABSENT = object()
 
 
 @dataclass(frozen=True, eq=False)
-class _Attribute:
-    """An attribute of an object, what it was before, and what it was set to."""
+class _Change:
+    """A change of an object: of which attribute, none of a mapping, and what takes it back.
+
+    What somebody else has changed since is theirs, and is left alone.
+    """
 
     owner: Callable[[], Any]
-    name: str
-    before: Any
-    new: Any
-
-    def undo(self) -> None:
-        """Take it back, unless somebody else has changed it since: then it is theirs."""
-        owner = self.owner()
-        if owner is None or vars(owner).get(self.name, ABSENT) is not self.new:
-            return
-        if self.before is ABSENT:
-            delattr(owner, self.name)
-        else:
-            setattr(owner, self.name, self.before)
-
-
-@dataclass(frozen=True, eq=False)
-class _Entries:
-    """Entries of a mapping: what stood there before, and what was put there."""
-
-    mapping: MutableMapping
-    before: Mapping
-    new: Mapping
-
-    def undo(self) -> None:
-        """Take them back, but for those that somebody else has changed since."""
-        for key, value in self.before.items():
-            if self.mapping.get(key, ABSENT) is not self.new[key]:
-                continue
-            if value is ABSENT:
-                del self.mapping[key]
-            else:
-                self.mapping[key] = value
+    name: str | None
+    undo: Callable[[], None]
 
 
 class Patches:
@@ -59,7 +32,7 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._changes: list[_Attribute | _Entries] = []
+        self._changes: list[_Change] = []
 
     def attribute(self, owner: Any, name: str, new: Any) -> None:
         """Set an attribute of an object, a class or a module.
@@ -73,7 +46,17 @@ class Patches:
     def note(self, owner: Any, name: str, before: Any, new: Any) -> None:
         """Remember an attribute that somebody else will set to `new` on our word, to take it back."""
         found = (lambda: owner) if isinstance(owner, (type, ModuleType)) else weakref.ref(owner)
-        self._changes.append(_Attribute(found, name, before, new))
+
+        def undo() -> None:
+            changed = found()
+            if changed is None or vars(changed).get(name, ABSENT) is not new:
+                return
+            if before is ABSENT:
+                delattr(changed, name)
+            else:
+                setattr(changed, name, before)
+
+        self._changes.append(_Change(found, name, undo))
 
     def method(self, owner: type | ModuleType, name: str, new: Callable, is_in_use: Callable[[], bool]) -> None:
         """Let calls of a method go to `new(original, self, ...)`, of a function to `new(original, ...)`.
@@ -90,14 +73,14 @@ class Patches:
 
     def give_back(self, owner: Any, name: str) -> None:
         """Take back what was changed of one attribute, as `undo` does."""
-        found = [c for c in self._changes if isinstance(c, _Attribute) and c.name == name and c.owner() is owner]
+        found = [change for change in self._changes if change.name == name and change.owner() is owner]
         self._changes = [change for change in self._changes if change not in found]
         for change in reversed(found):
             change.undo()
 
     def knows(self, owner: Any, name: str) -> bool:
         """Tell whether an attribute of an object was changed or noted."""
-        return any(isinstance(c, _Attribute) and c.name == name and c.owner() is owner for c in self._changes)
+        return any(change.name == name and change.owner() is owner for change in self._changes)
 
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
         """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""
@@ -105,7 +88,18 @@ class Patches:
 
     def items(self, mapping: MutableMapping, new: Mapping) -> None:
         """Set entries of a mapping, in one change."""
-        self._changes.append(_Entries(mapping, {key: mapping.get(key, ABSENT) for key in new}, new))
+        before = {key: mapping.get(key, ABSENT) for key in new}
+
+        def undo() -> None:
+            for key, value in before.items():
+                if mapping.get(key, ABSENT) is not new[key]:
+                    continue
+                if value is ABSENT:
+                    del mapping[key]
+                else:
+                    mapping[key] = value
+
+        self._changes.append(_Change(lambda: mapping, None, undo))
         mapping.update(new)
 
     def undo(self) -> None:

@@ -10,7 +10,6 @@ or ``use_kernels = True`` look again, and take the layer that fits by then.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from torch import nn
 
@@ -43,7 +42,7 @@ _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.L
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
     layers: dict[nn.Module, str | None] = {}
-    for module in chain.from_iterable(swapping.by_class.values()):
+    for module in swapping.modules:
         layers[module] = kernel_marks.layer_for(module)
         if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
             forward_binding.take_out(module)

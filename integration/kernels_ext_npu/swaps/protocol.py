@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kernels_ext_npu.binding.forward_binding import with_layers
+from kernels_ext_npu.binding.forward_binding import layer_of, package_of
 from kernels_ext_npu.binding.registration import Registration
 
 if TYPE_CHECKING:
@@ -66,9 +66,16 @@ class Swapping:
     by_class: dict[type[nn.Module], list[nn.Module]]
 
     @functools.cached_property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the model."""
+        return list(chain.from_iterable(self.by_class.values()))
+
+    @functools.cached_property
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package: for swaps after that of layers."""
-        return with_layers(chain.from_iterable(self.by_class.values()))
+        return [
+            (module, layer, package_of(module)) for module in self.modules if (layer := layer_of(module)) is not None
+        ]
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def install(registration: Registration) -> None:
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the kernel, which is loaded now, compute the attention of a model, but of parts that were restored."""
-    for module in model.modules():
+    for module in swapping.modules:
         if serving.PLAIN in vars(module) and module not in registration.restored:
             delattr(module, serving.PLAIN)
     if NPU_FLASH_ATTENTION.is_registered():

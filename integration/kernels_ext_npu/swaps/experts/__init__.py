@@ -41,7 +41,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             passed_by: Any = module._modules[name]
             first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
             package.blocks.remember_forward(passed_by, kernel_forward(first))
-    for module, kernel in serving.served(model):
+    for module, kernel in serving.served(swapping.modules):
         if not kernel.gates.is_current(module):
             kernel.gates.forget(module)
         kernel.gates.activation_of(module)
@@ -49,7 +49,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 def revert(model: nn.Module) -> None:
     """Give a model the default and its weights' memory back, where nobody else holds it and would not follow."""
-    for module, kernel in serving.served(model):
+    for module, kernel in serving.served(model.modules()):
         kernel.gates.forget(module)
         transposing.move_back(module, kernel.layout)
     for module in filter(serving.is_experts, model.modules()):  # one config is that of many

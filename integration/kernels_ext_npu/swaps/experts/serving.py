@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -37,9 +38,9 @@ def kernel_of(module: nn.Module) -> Any:
     return registration.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
 
 
-def served(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the experts modules of a model that are served, each with the package of the kernel."""
-    return [(module, kernel) for module in model.modules() if (kernel := kernel_of(module)) is not None]
+def served(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """Return the experts among some modules that are served, each with the package of the kernel."""
+    return [(module, kernel) for module in modules if (kernel := kernel_of(module)) is not None]
 
 
 def remark(module: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from types import FunctionType
 from typing import Any
 
@@ -38,13 +38,13 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def apply(model: nn.Module, served: Set[nn.Module]) -> None:
-    """Let the modules whose layers of one input are all among those that are served run with these together."""
-    for module in model.modules():
+def apply(modules: Iterable[nn.Module], served: Set[nn.Module]) -> None:
+    """Let modules whose layers of one input are all among those that are served run with these together."""
+    for module in modules:
         if not served.isdisjoint(module._modules.values()) and any(groups_of(module)):
             if "forward" not in vars(module):
                 put(module, _forward_of(type(module).forward), _OWNER)  # type: ignore[arg-type]
-        elif "forward" in vars(module):
+        else:
             take_out(module, _OWNER)
 
 

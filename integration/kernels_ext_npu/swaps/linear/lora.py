@@ -73,7 +73,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             put(module, _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
         else:
             take_out(module, LORA)
-    linear_groups.apply(model, served)
+    linear_groups.apply(swapping.modules, served)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:

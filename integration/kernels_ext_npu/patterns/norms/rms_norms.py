@@ -86,8 +86,9 @@ GemmaRMSNorm = variant("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1
 MuseSparkRMSNorm = variant("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
 
 
-class Qwen4ExpTextRMSNorm(GemmaRMSNorm):
+class Qwen4ExpTextRMSNorm(MoshiRMSNorm):
     group_size: int | None = None
+    forward = GemmaRMSNorm.forward
 
     def _norm(self, x):
         if self.group_size is not None:

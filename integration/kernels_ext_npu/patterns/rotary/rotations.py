@@ -139,28 +139,6 @@ def gpt_neox(q, k, cos, sin, unsqueeze_dim=1):
     return q_embed, k_embed
 
 
-def phi3(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    rotary_dim = cos.shape[-1]
-    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
-    k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
-    return q_embed, k_embed
-
-
-def nemotron(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    rot_dim = cos.shape[-1]
-    q, q_pass = q[..., :rot_dim], q[..., rot_dim:]
-    k, k_pass = k[..., :rot_dim], k[..., rot_dim:]
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)
-
-
 def qwen4_exp(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -224,6 +202,19 @@ _CAST_BACK = {  # where cos and sin are in float32
     "    cos = ": "    q_type, k_type = q.dtype, k.dtype\n    cos = ",
     "return q_embed, k_embed": "return q_embed.to(q_type), k_embed.to(k_type)",
 }
+_AT_ONCE = {
+    "    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)\n": "",
+    "    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)\n": "",
+    "[q_embed": "[(q_rot * cos) + (rotate_half(q_rot) * sin)",
+    "[k_embed": "[(k_rot * cos) + (rotate_half(k_rot) * sin)",
+}
+_NEW_NAMES = {  # where others assign to q_embed and k_embed twice
+    "q_rot": "q",
+    "k_rot": "k",
+    "    q_embed = torch.cat([q_embed, q_pass], dim=-1)\n": "",
+    "    k_embed = torch.cat([k_embed, k_pass], dim=-1)\n": "",
+    "return q_embed, k_embed": "return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)",
+}
 _LAST_QUERIES = {  # q is of the last positions, and k of all
     "    q_embed = (q * cos)": "    q_len = q.size(-2)\n    q_embed = (q * cos[..., -q_len:, :])",
     "(rotate_half(q) * sin)": "(rotate_half(q) * sin[..., -q_len:, :])",
@@ -259,8 +250,8 @@ PATTERNS = (
     FunctionPattern(variant("glmasr", gpt_neox, _POSITIONS), "RotaryPosEmbPartialPositions"),
     FunctionPattern(variant("glm4", gpt_neox, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeatedPartial"),
     FunctionPattern(variant("glm4v", gpt_neox, _PAIRS), "RotaryPosEmbInterleavedPartial"),
-    FunctionPattern(phi3, "RotaryPosEmbPartial"),
-    FunctionPattern(nemotron, "RotaryPosEmbPartial"),
+    FunctionPattern(variant("phi3", gpt_neox, _AT_ONCE), "RotaryPosEmbPartial"),
+    FunctionPattern(variant("nemotron", gpt_neox, _NEW_NAMES), "RotaryPosEmbPartial"),
     FunctionPattern(qwen4_exp, "RotaryPosEmbPartialOptionalKey"),
     FunctionPattern(qwen2_vl_vision, "VisionRotaryPosEmb"),
     FunctionPattern(minimax_m3_vl_vision, "VisionRotaryPosEmbPartial"),

@@ -51,17 +51,6 @@ def modernbert(q, k, cos, sin, unsqueeze_dim=1):
     return q_embed.to(original_dtype), k_embed.to(original_dtype)
 
 
-def hunyuan_vl(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate in float32, to which cos and sin are cast too; k gets the dtype of q."""
-    origin_dtype = q.dtype
-    q, k = q.float(), k.float()
-    cos = cos.unsqueeze(unsqueeze_dim).float()
-    sin = sin.unsqueeze(unsqueeze_dim).float()
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(origin_dtype), k_embed.to(origin_dtype)
-
-
 def _apply_halves(x, cos, sin):
     first_half, second_half = torch.chunk(x, 2, dim=-1)
     first_ = first_half * cos - second_half * sin
@@ -74,15 +63,6 @@ def _apply_neighbours(x, cos, sin):
     first_ = first_half * cos - second_half * sin
     second_ = second_half * cos + first_half * sin
     return torch.stack((first_, second_), dim=-1).flatten(-2)
-
-
-def gpt_oss(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate by cos and sin that are half as wide as a head."""
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = _apply_halves(q, cos, sin)
-    k_embed = _apply_halves(k, cos, sin)
-    return q_embed, k_embed
 
 
 def gemma4(x, cos, sin, unsqueeze_dim=1):
@@ -100,19 +80,6 @@ def qwen2_vl_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
-
-
-# ---- neighbours ------------------------------------------------------------------------------------------------------
-def cohere(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate in float32; k gets the dtype of q."""
-    dtype = q.dtype
-    q = q.float()
-    k = k.float()
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_neighbours(q) * sin)
-    k_embed = (k * cos) + (rotate_neighbours(k) * sin)
-    return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
 
 
 def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
@@ -219,14 +186,28 @@ _LAST_QUERIES = {  # q is of the last positions, and k of all
     "    q_embed = (q * cos)": "    q_len = q.size(-2)\n    q_embed = (q * cos[..., -q_len:, :])",
     "(rotate_half(q) * sin)": "(rotate_half(q) * sin[..., -q_len:, :])",
 }
+_IN_FLOAT32 = {  # cos and sin too; k gets the dtype of q
+    "    cos = ": "    origin_dtype = q.dtype\n    q, k = q.float(), k.float()\n    cos = ",
+    "unsqueeze(unsqueeze_dim)": "unsqueeze(unsqueeze_dim).float()",
+    "return q_embed, k_embed": "return q_embed.to(origin_dtype), k_embed.to(origin_dtype)",
+}
+_TENSORS_IN_FLOAT32 = {  # without cos and sin; k gets the dtype of q
+    "    cos = ": "    dtype = q.dtype\n    q = q.float()\n    k = k.float()\n    cos = ",
+    "return q_embed, k_embed": "return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)",
+}
+_HALVES = {  # by cos and sin that are half as wide as a head
+    "(q * cos) + (rotate_half(q) * sin)": "_apply_halves(q, cos, sin)",
+    "(k * cos) + (rotate_half(k) * sin)": "_apply_halves(k, cos, sin)",
+}
+_HALF_WIDTH = {"_apply_halves": "_apply_neighbours"}
 _REPEATED = {  # the angles are in the first half of cos and sin
     "sin = sin.unsqueeze(unsqueeze_dim)\n": """sin = sin.unsqueeze(unsqueeze_dim)
     cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
     sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
 """
 }
-_HALF_WIDTH = {"_apply_halves": "_apply_neighbours"}
 _CAST_BEHIND = {"(q.float())": "(q).float()", "(k.float())": "(k).float()"}  # the helper
+gpt_oss = variant("gpt_oss", llama, _HALVES)
 ernie4_5_vl_moe = variant("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
 
 PATTERNS = (
@@ -239,9 +220,9 @@ PATTERNS = (
     FunctionPattern(modernbert, "RotaryPosEmbFloat32"),
     FunctionPattern(ernie4_5_vl_moe, "RotaryPosEmbInterleavedFloat32"),
     FunctionPattern(variant("ernie4_5", ernie4_5_vl_moe, _REPEATED), "RotaryPosEmbInterleavedRepeatedFloat32"),
-    FunctionPattern(cohere, "RotaryPosEmbInterleavedFloat32"),
+    FunctionPattern(variant("cohere", llama, _NEIGHBOURS | _TENSORS_IN_FLOAT32), "RotaryPosEmbInterleavedFloat32"),
     FunctionPattern(deepseek_v4, "RotaryPosEmbInterleavedTail"),
-    FunctionPattern(hunyuan_vl, "RotaryPosEmbTablesInFloat32"),
+    FunctionPattern(variant("hunyuan_vl", llama, _IN_FLOAT32), "RotaryPosEmbTablesInFloat32"),
     FunctionPattern(gpt_oss, "RotaryPosEmbHalfWidth"),
     FunctionPattern(variant("openai_privacy_filter", gpt_oss, _HALF_WIDTH), "RotaryPosEmbInterleavedHalfWidth"),
     FunctionPattern(gemma4, "RotaryPosEmbSingle"),

@@ -14,6 +14,7 @@ import re
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -55,11 +56,13 @@ UNSUPPORTED = {
     for kind, codes in json.loads(Path(__file__).with_name("unsupported.json").read_text()).items()
 }
 
-_MLP_NAMES = re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert")
-_ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$")
+_NAMES = {
+    TABLES: re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$"),
+    ROUTERS: re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$"),
+    MLPS: re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert"),
+    EXPERTS: re.compile("Experts$|NaiveMoe$"),
+}
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
-_EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
-_TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
@@ -95,14 +98,9 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
         return NORMS
     if cls.__module__ == _ACTIVATIONS_FILE and reason(ACTIVATIONS, name) != UNKNOWN:
         return ACTIVATIONS
-    if _TABLE_NAMES.search(name):
-        return TABLES
-    if _ROUTER_NAMES.search(name):
-        return ROUTERS
-    if _MLP_NAMES.search(name) and _looks_gated(cls):
-        return MLPS
-    if _EXPERTS_NAMES.search(name):
-        return EXPERTS
+    for kind, called in _NAMES.items():
+        if called.search(name) and (kind is not MLPS or _looks_gated(cls)):
+            return kind
     return ATTENTION if attends(cls) else None
 
 
@@ -133,8 +131,7 @@ def has_gated_projections(module: nn.Module) -> bool:
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
-    forward = inspect.unwrap(cls.forward)
-    return inspect.isfunction(forward) and names(forward) >= _ATTENTION_BY_NAME
+    return names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:
@@ -143,10 +140,9 @@ def attends(cls: type[nn.Module]) -> bool:
         return True
     if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
         return False
-    used = names(inspect.unwrap(cls.forward)) if inspect.isfunction(inspect.unwrap(cls.forward)) else frozenset()
-    methods = (inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value))
-    helpers = (names(method) for method in methods if inspect.isfunction(method))
-    return any(used & _SOFTMAX for used in (used, *helpers))
+    used = names(inspect.unwrap(cls.forward))
+    helpers = [inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value)]
+    return any(each & _SOFTMAX for each in (used, *map(names, helpers)))
 
 
 def attends_by_itself(cls: type[nn.Module]) -> bool:
@@ -201,9 +197,9 @@ def is_helper(name: str) -> bool:
     return name.startswith(_HELPERS)
 
 
-def names(function: FunctionType | None) -> AbstractSet[str]:
-    """Return the attributes and global names that a function uses."""
-    return _names(function.__code__) if function else frozenset()
+def names(function: Any) -> AbstractSet[str]:
+    """Return the attributes and global names that a function uses; none of anything else."""
+    return _names(function.__code__) if isinstance(function, FunctionType) else frozenset()
 
 
 def rotary_methods(cls: type[nn.Module]) -> list[str]:

@@ -22,6 +22,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 
 from kernels_ext_npu.matching.source_tree import function_tree, maker
@@ -47,20 +48,10 @@ class Sums:
     norms: tuple[str, ...]
 
 
-_found: dict[FunctionType, Sums | None] = {}
-
-
+@cache
 def sums_of(forward: object) -> Sums | None:
     """Return the sums of a forward; None where it norms none, or its source cannot be read."""
-    if not isinstance(forward, FunctionType):
-        return None
-    if forward not in _found:
-        _found[forward] = _look(forward)
-    return _found[forward]
-
-
-def _look(forward: FunctionType) -> Sums | None:
-    if hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
         return None
     tree = function_tree(forward)
     if tree is None or tree.decorator_list or len(tree.args.args) < 2:

@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern, alike
+from kernels_ext_npu.patterns.variant import variant
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -47,6 +48,10 @@ class MLP(nn.Module):
 class LlamaMLP(MLP):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+_LFM2 = {"self.act_fn": "F.silu", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+Lfm2MLP = variant("Lfm2MLP", LlamaMLP, _LFM2)
 
 
 class RecurrentGemmaMlp(MLP):
@@ -91,11 +96,6 @@ class Llama4TextMLP(MLP):
     def forward(self, x):
         down_proj = self.activation_fn(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(down_proj)
-
-
-class Lfm2MLP(MLP):
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class MixtralBlockSparseTop2MLP(MLP):

@@ -83,6 +83,11 @@ class DeepseekV4MLP(MLP):
         return self.down_proj(self.act_fn(gate) * up)
 
 
+# clamps what its activation gives: no operator does that, and it is served where the limit is none
+_CLAMPED_LATE = {"self.gate_proj(x)": "self.act_fn(self.gate_proj(x))", "self.act_fn(gate)": "gate"}
+Step3p7MLP = variant("Step3p7MLP", DeepseekV4MLP, _CLAMPED_LATE)
+
+
 class Glm5NextMLP(MLP):
     def forward(self, x):
         gate = self.gate_proj(x)
@@ -90,15 +95,6 @@ class Glm5NextMLP(MLP):
         gate = gate.clamp(min=None, max=self.swiglu_limit)
         up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
         return self.down_proj(self.act_fn(gate) * up)
-
-
-class Step3p7MLP(MLP):
-    """The MLP that clamps what its activation gives. No operator does that: it is served where the limit is none."""
-
-    def forward(self, x):
-        gate = self.act_fn(self.gate_proj(x)).clamp(max=self.limit)
-        up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
-        return self.down_proj(gate * up)
 
 
 class FalconH1MLP(MLP):

@@ -25,16 +25,10 @@ from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 
 @use_experts_implementation
 class Experts(nn.Module):
+    """The weighted sum over the chosen experts of ``down(act(gate(x)) * up(x))``: the decorator computes it."""
+
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        final_hidden_states = torch.zeros_like(hidden_states)
-        for expert_idx in range(self.num_experts):
-            token_idx, top_k_pos = torch.where(top_k_index == expert_idx)
-            current_state = hidden_states[token_idx]
-            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)
-            current_hidden_states = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])
-            current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]
-            final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))
-        return final_hidden_states
+        raise NotImplementedError
 
 
 class Step3p7Experts(nn.Module):

@@ -150,14 +150,13 @@ class DeepseekV2MoE(DeepseekV3MoE):
         outs = torch.cat(outputs, dim=0) if outputs else sorted_tokens.new_empty(0)
         new_x = torch.empty_like(outs)
         new_x[indices] = outs
-        hidden_states = (
+        return (
             new_x.view(*topk_ids.shape, -1)
             .type(topk_weight.dtype)
             .mul_(topk_weight.unsqueeze(dim=-1))
             .sum(dim=1)
             .type(new_x.dtype)
         )
-        return hidden_states
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")

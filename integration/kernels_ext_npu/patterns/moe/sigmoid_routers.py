@@ -10,6 +10,7 @@ from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
 from kernels_ext_npu.patterns.pattern import Part, Pattern
+from kernels_ext_npu.patterns.variant import variant
 
 
 class AXK2TopkRouter(Router):
@@ -52,21 +53,6 @@ class AXK2TopkRouter(Router):
         return scores_for_choice.masked_fill(~score_mask.bool(), 0.0)
 
 
-class HYV3TopKRouter(Router):
-    router_scaling_factor = 1.0
-
-    def forward(self, hidden_states, e_score_correction_bias):
-        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        router_logits = F.linear(hidden_states.float(), self.weight.float())
-        routing_weights = torch.sigmoid(router_logits)
-        scores_for_choice = routing_weights + e_score_correction_bias
-        _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
-        top_k_weights = routing_weights.gather(1, top_k_index)
-        top_k_weights = top_k_weights / (top_k_weights.sum(dim=-1, keepdim=True) + 1e-20)
-        top_k_weights = top_k_weights * self.router_scaling_factor
-        return router_logits, top_k_weights, top_k_index
-
-
 class MiniMaxM3VLTopKRouter(Router):
     def forward(self, hidden_states):
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
@@ -79,17 +65,26 @@ class MiniMaxM3VLTopKRouter(Router):
         return router_logits, top_k_weights, top_k_index
 
 
-class MiniMaxM2TopKRouter(Router):
-    def forward(self, hidden_states, e_score_correction_bias):
-        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        router_logits = F.linear(hidden_states.to(self.weight.dtype), self.weight)
-        routing_weights = nn.functional.sigmoid(router_logits.float())
-        scores_for_choice = routing_weights + e_score_correction_bias
-        _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
-        top_k_weights = routing_weights.gather(1, top_k_index)
-        top_k_weights /= top_k_weights.sum(dim=-1, keepdim=True)
-        router_scores = top_k_weights
-        return router_logits, router_scores, top_k_index
+_GIVEN_BIAS = {
+    "self, hidden_states)": "self, hidden_states, e_score_correction_bias)",
+    "self.e_score_correction_bias": "e_score_correction_bias",
+}
+_IN_FLOAT32 = {
+    "hidden_states.to(self.weight.dtype), self.weight": "hidden_states.float(), self.weight.float()",
+    "F.sigmoid(router_logits.float())": "torch.sigmoid(router_logits)",
+    "    top_k_weights /= top_k_weights.sum(dim=-1, keepdim=True)\n": """
+    top_k_weights = top_k_weights / (top_k_weights.sum(dim=-1, keepdim=True) + 1e-20)
+    top_k_weights = top_k_weights * self.router_scaling_factor
+""",
+}
+_OTHER_WORDS = {
+    "F.sigmoid": "nn.functional.sigmoid",
+    "    return router_logits, top_k_weights": """    router_scores = top_k_weights
+    return router_logits, router_scores""",
+}
+MiniMaxM2TopKRouter = variant("MiniMaxM2TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _OTHER_WORDS)
+HYV3TopKRouter = variant("HYV3TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _IN_FLOAT32)
+HYV3TopKRouter.router_scaling_factor = 1.0
 
 
 class FlintTopKRouter(Router):

@@ -86,8 +86,9 @@ GemmaRMSNorm = variant("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1
 MuseSparkRMSNorm = variant("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
 
 
-class Qwen4ExpTextRMSNorm(GemmaRMSNorm):
+class Qwen4ExpTextRMSNorm(MoshiRMSNorm):
     group_size: int | None = None
+    forward = GemmaRMSNorm.forward
 
     def _norm(self, x):
         if self.group_size is not None:
@@ -167,27 +168,20 @@ class Qwen3NextRMSNormGated(LlamaRMSNorm):
         return hidden_states.to(input_dtype)
 
 
-KimiLinearRMSNormGated = variant(  # rounded once
-    "KimiLinearRMSNormGated",
-    Qwen3NextRMSNormGated,
-    {
-        "hidden_states, gate": "hidden_states, gate=None",
-        "self.weight * hidden_states.to(input_dtype)": "self.weight.to(torch.float32) * hidden_states",
-    },
-)
-
-
-class MambaRMSNormGated(LlamaRMSNorm):
-    """The gated norm that multiplies by the gate first and then norms."""
-
-    def forward(self, hidden_states, gate=None):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        if gate is not None:
-            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
+_GATED_AND_ROUNDED_ONCE = {
+    "hidden_states, gate": "hidden_states, gate=None",
+    "self.weight * hidden_states.to(input_dtype)": "self.weight.to(torch.float32) * hidden_states",
+}
+# multiplies by the gate first, and then norms
+_GATE_FIRST = {
+    "self, hidden_states": "self, hidden_states, gate=None",
+    "    variance =": """
+    if gate is not None:
+        hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+    variance =""",
+}
+KimiLinearRMSNormGated = variant("KimiLinearRMSNormGated", Qwen3NextRMSNormGated, _GATED_AND_ROUNDED_ONCE)
+MambaRMSNormGated = variant("MambaRMSNormGated", LlamaRMSNorm, _GATE_FIRST)
 
 
 def refuse_eps(module: Any) -> str | None:

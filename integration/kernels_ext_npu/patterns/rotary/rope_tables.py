@@ -23,21 +23,6 @@ class LlamaRotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
-class Gemma3RotaryEmbedding(nn.Module):
-    """A table with frequencies, factors and rope types of its own for each type of layer."""
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x, position_ids, layer_type):
-        inv_freq = getattr(self, f"{layer_type}_inv_freq")
-        attention_scaling = getattr(self, f"{layer_type}_attention_scaling")
-        freqs = position_ids[..., None].float() * inv_freq.to(device=x.device, dtype=torch.float)
-        emb = torch.cat((freqs, freqs), dim=-1)
-        cos = emb.cos() * attention_scaling
-        sin = emb.sin() * attention_scaling
-        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
-
-
 def refuse_single(module: Any) -> str | None:
     kind = module.rope_type
     return None if isinstance(kind, str) else f"its rope type is {kind!r}, not one name"
@@ -48,6 +33,16 @@ def refuse_by_type(module: Any) -> str | None:
     return None if isinstance(kind, dict) else f"its rope type is {kind!r}, not one for each type of layer"
 
 
+# frequencies, factors and rope types of its own for each type of layer
+_BY_TYPE = {
+    "position_ids)": "position_ids, layer_type)",
+    "    freqs = ": """
+    inv_freq = getattr(self, f"{layer_type}_inv_freq")
+    attention_scaling = getattr(self, f"{layer_type}_attention_scaling")
+    freqs = """,
+    "self.inv_freq.": "inv_freq.",
+    "self.attention_scaling": "attention_scaling",
+}
 # in other words: cos and sin in float32; the two columns of an angle are neighbours; each angle once
 IN_FLOAT32 = {"return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)": "return cos, sin"}
 _NEIGHBOURS = {"torch.cat((freqs, freqs), dim=-1)": "torch.repeat_interleave(freqs, 2, dim=-1)"}
@@ -70,7 +65,8 @@ _LEARNED = {
     scaled_inv_freq = {_FREQUENCIES} * self.alpha.to(device=x.device, dtype=torch.float).exp()
     freqs = position_ids[..., None].float() * scaled_inv_freq"""
 }
-_LLAMA, _GEMMA = LlamaRotaryEmbedding, Gemma3RotaryEmbedding
+_LLAMA = LlamaRotaryEmbedding
+_GEMMA = variant("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
 _DEEPSEEK_V4 = variant("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
 
 PATTERNS = (

@@ -51,17 +51,6 @@ def modernbert(q, k, cos, sin, unsqueeze_dim=1):
     return q_embed.to(original_dtype), k_embed.to(original_dtype)
 
 
-def hunyuan_vl(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate in float32, to which cos and sin are cast too; k gets the dtype of q."""
-    origin_dtype = q.dtype
-    q, k = q.float(), k.float()
-    cos = cos.unsqueeze(unsqueeze_dim).float()
-    sin = sin.unsqueeze(unsqueeze_dim).float()
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(origin_dtype), k_embed.to(origin_dtype)
-
-
 def _apply_halves(x, cos, sin):
     first_half, second_half = torch.chunk(x, 2, dim=-1)
     first_ = first_half * cos - second_half * sin
@@ -74,15 +63,6 @@ def _apply_neighbours(x, cos, sin):
     first_ = first_half * cos - second_half * sin
     second_ = second_half * cos + first_half * sin
     return torch.stack((first_, second_), dim=-1).flatten(-2)
-
-
-def gpt_oss(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate by cos and sin that are half as wide as a head."""
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = _apply_halves(q, cos, sin)
-    k_embed = _apply_halves(k, cos, sin)
-    return q_embed, k_embed
 
 
 def gemma4(x, cos, sin, unsqueeze_dim=1):
@@ -100,19 +80,6 @@ def qwen2_vl_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
-
-
-# ---- neighbours ------------------------------------------------------------------------------------------------------
-def cohere(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate in float32; k gets the dtype of q."""
-    dtype = q.dtype
-    q = q.float()
-    k = k.float()
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_neighbours(q) * sin)
-    k_embed = (k * cos) + (rotate_neighbours(k) * sin)
-    return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)
 
 
 def deepseek_v4(x, cos, sin, unsqueeze_dim=1):
@@ -137,28 +104,6 @@ def gpt_neox(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = torch.cat([q_embed, q_pass], dim=-1)
     k_embed = torch.cat([k_embed, k_pass], dim=-1)
     return q_embed, k_embed
-
-
-def phi3(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    rotary_dim = cos.shape[-1]
-    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
-    k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
-    return q_embed, k_embed
-
-
-def nemotron(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    rot_dim = cos.shape[-1]
-    q, q_pass = q[..., :rot_dim], q[..., rot_dim:]
-    k, k_pass = k[..., :rot_dim], k[..., rot_dim:]
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)
 
 
 def qwen4_exp(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
@@ -224,18 +169,45 @@ _CAST_BACK = {  # where cos and sin are in float32
     "    cos = ": "    q_type, k_type = q.dtype, k.dtype\n    cos = ",
     "return q_embed, k_embed": "return q_embed.to(q_type), k_embed.to(k_type)",
 }
+_AT_ONCE = {
+    "    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)\n": "",
+    "    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)\n": "",
+    "[q_embed": "[(q_rot * cos) + (rotate_half(q_rot) * sin)",
+    "[k_embed": "[(k_rot * cos) + (rotate_half(k_rot) * sin)",
+}
+_NEW_NAMES = {  # where others assign to q_embed and k_embed twice
+    "q_rot": "q",
+    "k_rot": "k",
+    "    q_embed = torch.cat([q_embed, q_pass], dim=-1)\n": "",
+    "    k_embed = torch.cat([k_embed, k_pass], dim=-1)\n": "",
+    "return q_embed, k_embed": "return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)",
+}
 _LAST_QUERIES = {  # q is of the last positions, and k of all
     "    q_embed = (q * cos)": "    q_len = q.size(-2)\n    q_embed = (q * cos[..., -q_len:, :])",
     "(rotate_half(q) * sin)": "(rotate_half(q) * sin[..., -q_len:, :])",
 }
+_IN_FLOAT32 = {  # cos and sin too; k gets the dtype of q
+    "    cos = ": "    origin_dtype = q.dtype\n    q, k = q.float(), k.float()\n    cos = ",
+    "unsqueeze(unsqueeze_dim)": "unsqueeze(unsqueeze_dim).float()",
+    "return q_embed, k_embed": "return q_embed.to(origin_dtype), k_embed.to(origin_dtype)",
+}
+_TENSORS_IN_FLOAT32 = {  # without cos and sin; k gets the dtype of q
+    "    cos = ": "    dtype = q.dtype\n    q = q.float()\n    k = k.float()\n    cos = ",
+    "return q_embed, k_embed": "return q_embed.to(dtype=dtype), k_embed.to(dtype=dtype)",
+}
+_HALVES = {  # by cos and sin that are half as wide as a head
+    "(q * cos) + (rotate_half(q) * sin)": "_apply_halves(q, cos, sin)",
+    "(k * cos) + (rotate_half(k) * sin)": "_apply_halves(k, cos, sin)",
+}
+_HALF_WIDTH = {"_apply_halves": "_apply_neighbours"}
 _REPEATED = {  # the angles are in the first half of cos and sin
     "sin = sin.unsqueeze(unsqueeze_dim)\n": """sin = sin.unsqueeze(unsqueeze_dim)
     cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
     sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
 """
 }
-_HALF_WIDTH = {"_apply_halves": "_apply_neighbours"}
 _CAST_BEHIND = {"(q.float())": "(q).float()", "(k.float())": "(k).float()"}  # the helper
+gpt_oss = variant("gpt_oss", llama, _HALVES)
 ernie4_5_vl_moe = variant("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
 
 PATTERNS = (
@@ -248,9 +220,9 @@ PATTERNS = (
     FunctionPattern(modernbert, "RotaryPosEmbFloat32"),
     FunctionPattern(ernie4_5_vl_moe, "RotaryPosEmbInterleavedFloat32"),
     FunctionPattern(variant("ernie4_5", ernie4_5_vl_moe, _REPEATED), "RotaryPosEmbInterleavedRepeatedFloat32"),
-    FunctionPattern(cohere, "RotaryPosEmbInterleavedFloat32"),
+    FunctionPattern(variant("cohere", llama, _NEIGHBOURS | _TENSORS_IN_FLOAT32), "RotaryPosEmbInterleavedFloat32"),
     FunctionPattern(deepseek_v4, "RotaryPosEmbInterleavedTail"),
-    FunctionPattern(hunyuan_vl, "RotaryPosEmbTablesInFloat32"),
+    FunctionPattern(variant("hunyuan_vl", llama, _IN_FLOAT32), "RotaryPosEmbTablesInFloat32"),
     FunctionPattern(gpt_oss, "RotaryPosEmbHalfWidth"),
     FunctionPattern(variant("openai_privacy_filter", gpt_oss, _HALF_WIDTH), "RotaryPosEmbInterleavedHalfWidth"),
     FunctionPattern(gemma4, "RotaryPosEmbSingle"),
@@ -259,8 +231,8 @@ PATTERNS = (
     FunctionPattern(variant("glmasr", gpt_neox, _POSITIONS), "RotaryPosEmbPartialPositions"),
     FunctionPattern(variant("glm4", gpt_neox, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeatedPartial"),
     FunctionPattern(variant("glm4v", gpt_neox, _PAIRS), "RotaryPosEmbInterleavedPartial"),
-    FunctionPattern(phi3, "RotaryPosEmbPartial"),
-    FunctionPattern(nemotron, "RotaryPosEmbPartial"),
+    FunctionPattern(variant("phi3", gpt_neox, _AT_ONCE), "RotaryPosEmbPartial"),
+    FunctionPattern(variant("nemotron", gpt_neox, _NEW_NAMES), "RotaryPosEmbPartial"),
     FunctionPattern(qwen4_exp, "RotaryPosEmbPartialOptionalKey"),
     FunctionPattern(qwen2_vl_vision, "VisionRotaryPosEmb"),
     FunctionPattern(minimax_m3_vl_vision, "VisionRotaryPosEmbPartial"),

@@ -88,11 +88,11 @@ def accelerate_dispatched_to_disk(model: nn.Module, folder: Path) -> Loading:
 
 
 @way("accelerate.Accelerator.save_state", "accelerate.Accelerator.load_state")
-def accelerator_state(model: nn.Module, folder: Path) -> Loading:
+def accelerator_state(model: nn.Module, folder: Path, **options: bool) -> Loading:
     """Saved by one accelerator with its model, loaded by another."""
     accelerator = Accelerator()
     accelerator.prepare(model)
-    accelerator.save_state(folder)
+    accelerator.save_state(folder, **options)
 
     def read(fresh: nn.Module) -> nn.Module:
         other = Accelerator()
@@ -105,17 +105,7 @@ def accelerator_state(model: nn.Module, folder: Path) -> Loading:
 
 @way("accelerate.Accelerator.save_state", "accelerate.Accelerator.load_state")
 def accelerator_state_pickled(model: nn.Module, folder: Path) -> Loading:
-    accelerator = Accelerator()
-    accelerator.prepare(model)
-    accelerator.save_state(folder, safe_serialization=False)
-
-    def read(fresh: nn.Module) -> nn.Module:
-        other = Accelerator()
-        other.prepare_model(fresh, device_placement=False)
-        other.load_state(folder)
-        return fresh
-
-    return read
+    return accelerator_state(model, folder, safe_serialization=False)
 
 
 @way("accelerate.checkpointing.save_custom_state", "accelerate.checkpointing.load_custom_state")

@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -111,15 +112,20 @@ def by_url(model: nn.Module, folder: Path) -> Loading:
     return lambda fresh: into(fresh, torch.hub.load_state_dict_from_url(url, cache, "cpu", progress=False))
 
 
-@way("torch.distributed.checkpoint.save", "torch.distributed.checkpoint.load")
-def dcp_saved(model: nn.Module, folder: Path) -> Loading:
-    dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+def in_place(**options: Any) -> Loading:
+    """Load from a distributed checkpoint into what a fresh model holds."""
 
     def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)  # in place
+        dcp.load(fresh.state_dict(), no_dist=True, **options)
         return fresh
 
     return load
+
+
+@way("torch.distributed.checkpoint.save", "torch.distributed.checkpoint.load")
+def dcp_saved(model: nn.Module, folder: Path) -> Loading:
+    dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+    return in_place(checkpoint_id=folder)
 
 
 @way("torch.distributed.checkpoint.async_save")
@@ -127,12 +133,7 @@ def dcp_saved_meanwhile(model: nn.Module, folder: Path) -> Loading:
     """Another thread writes what was copied to the host first."""
     writing = dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True)
     writing.result()
-
-    def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)
-        return fresh
-
-    return load
+    return in_place(checkpoint_id=folder)
 
 
 @way("torch.distributed.checkpoint.save_state_dict", "torch.distributed.checkpoint.load_state_dict")
@@ -154,12 +155,7 @@ def dcp_by_former_names(model: nn.Module, folder: Path) -> Loading:
 def dcp_as_safetensors(model: nn.Module, folder: Path) -> Loading:
     writer = dcp.HuggingFaceStorageWriter(str(folder))
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-
-    def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-        return fresh
-
-    return load
+    return in_place(storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
 @way(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.package import PackageExporter, PackageImporter
 
-from tests.support.saving.ways import Loading, into, way
+from tests.support.saving.ways import Loading, into, then, way
 
 
 @way("torch.save", "torch.load", "torch.nn.Module.state_dict", "torch.nn.Module.load_state_dict")
@@ -114,12 +114,7 @@ def by_url(model: nn.Module, folder: Path) -> Loading:
 
 def in_place(**options: Any) -> Loading:
     """Load from a distributed checkpoint into what a fresh model holds."""
-
-    def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), no_dist=True, **options)
-        return fresh
-
-    return load
+    return then(lambda fresh: dcp.load(fresh.state_dict(), no_dist=True, **options))
 
 
 @way("torch.distributed.checkpoint.save", "torch.distributed.checkpoint.load")
@@ -164,12 +159,7 @@ def dcp_as_safetensors(model: nn.Module, folder: Path) -> Loading:
 )
 def dcp_model_state_dict(model: nn.Module, folder: Path) -> Loading:
     torch.save(get_model_state_dict(model), folder / "state.pt")
-
-    def load(fresh: nn.Module) -> nn.Module:
-        set_model_state_dict(fresh, torch.load(folder / "state.pt", map_location="cpu"))
-        return fresh
-
-    return load
+    return then(lambda fresh: set_model_state_dict(fresh, torch.load(folder / "state.pt", map_location="cpu")))
 
 
 @way(
@@ -179,18 +169,10 @@ def dcp_model_state_dict(model: nn.Module, folder: Path) -> Loading:
 def dcp_model_state_dict_on_the_host(model: nn.Module, folder: Path) -> Loading:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     torch.save(get_model_state_dict(model, options=options), folder / "state.pt")
-
-    def load(fresh: nn.Module) -> nn.Module:
-        set_model_state_dict(fresh, torch.load(folder / "state.pt"), options=options)
-        return fresh
-
-    return load
+    return then(lambda fresh: set_model_state_dict(fresh, torch.load(folder / "state.pt"), options=options))
 
 
-@way(
-    "torch.distributed.checkpoint.state_dict.get_state_dict",
-    "torch.distributed.checkpoint.state_dict.set_state_dict",
-)
+@way("torch.distributed.checkpoint.state_dict.get_state_dict", "torch.distributed.checkpoint.state_dict.set_state_dict")
 def dcp_state_dicts(model: nn.Module, folder: Path) -> Loading:
     """With an optimizer beside it."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, torch.optim.SGD(model.parameters()))))

@@ -199,85 +199,48 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "npu")
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 5), tensor(2, 1, 5), tensor(2, 1, 5)),
-            ValueError,
-            r"cos \[2, 1, 5\].*even",
-        ),
-        (lambda k: k.rotary_mul(tensor(2, 3, 5), tensor(2, 1, 4), tensor(2, 1, 4)), ValueError, r"x \[2, 3, 5\].*even"),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 4), tensor(2, 1, 4)),
-            ValueError,
-            r"cos \[2, 1, 4\] must have the head size of x \[2, 3, 8\]",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8), tensor(2, 3, 8)),
-            ValueError,
-            r"sin \[2, 3, 8\] must have the shape of cos \[2, 1, 8\]",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8, dtype=torch.int64), tensor(2, 1, 8), tensor(2, 1, 8)),
-            TypeError,
-            r"x \[2, 3, 8\] must be floating point, got torch.int64",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8), tensor(2, 1, 8, dtype=torch.int32)),
-            TypeError,
-            r"sin \[2, 1, 8\] must be floating point, got torch.int32",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8, device="cpu"), tensor(2, 1, 8)),
-            ValueError,
-            r"\[2, .*\] is on npu:0, cos on cpu",
-        ),
-        (
-            lambda k: k.apply_rotary_pos_emb(tensor(1, 2, 3, 8), tensor(1, 2, 3, 4), tensor(1, 3, 8), tensor(1, 3, 8)),
-            ValueError,
-            r"must have the head size of k \[1, 2, 3, 4\]",
-        ),
-        (
-            lambda k: k.apply_multimodal_rotary_pos_emb(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(3, 1, 3, 8), tensor(3, 1, 3, 8), [1, 1, 1]
-            ),
-            ValueError,
-            r"mrope_section \[1, 1, 1\] must add up to half the head size",
-        ),
-        (
-            lambda k: k.apply_multimodal_rotary_pos_emb(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 8), tensor(1, 3, 8), [1, 1, 2]
-            ),
-            ValueError,
-            r"cos \[1, 3, 8\] must be \[3, B, S, D\]",
-        ),
-        (
-            lambda k: k.layers.RotaryPosEmbPartial()(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 16), tensor(1, 3, 16)
-            ),
-            ValueError,
-            r"cos \[1, 3, 16\] must have at most the head size of q",
-        ),
-        (
-            lambda k: k.layers.RotaryPosEmbHalfWidth()(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 8), tensor(1, 3, 8)
-            ),
-            ValueError,
-            r"cos \[1, 3, 8\] must have half the head size of q",
-        ),
-        (
-            lambda k: k.layers.RotaryPosEmbPatches()(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(4, 8), tensor(4, 8)
-            ),
-            ValueError,
-            r"q \[1, 2, 3, 8\].*at least as many as cos \[4, 8\]",
-        ),
-    ],
-)
-def test_bad_input_is_named_before_any_operator_runs(kernel: ModuleType, call, error, message) -> None:
+HEADS, SMALL, WIDE = (1, 2, 3, 8), (1, 3, 8), (1, 3, 16)  # of q and k, and of cos and sin
+BAD_SHAPES = [
+    ("rotary_mul", [(2, 3, 5), (2, 1, 5), (2, 1, 5)], r"cos \[2, 1, 5\].*even"),
+    ("rotary_mul", [(2, 3, 5), (2, 1, 4), (2, 1, 4)], r"x \[2, 3, 5\].*even"),
+    ("rotary_mul", [(2, 3, 8), (2, 1, 4), (2, 1, 4)], r"cos \[2, 1, 4\] must have the head size of x \[2, 3, 8\]"),
+    ("rotary_mul", [(2, 3, 8), (2, 1, 8), (2, 3, 8)], r"sin \[2, 3, 8\] must have the shape of cos \[2, 1, 8\]"),
+    ("apply_rotary_pos_emb", [HEADS, (1, 2, 3, 4), SMALL, SMALL], r"must have the head size of k \[1, 2, 3, 4\]"),
+    (
+        "apply_multimodal_rotary_pos_emb",
+        [HEADS, HEADS, (3, *SMALL), (3, *SMALL), [1, 1, 1]],
+        r"mrope_section \[1, 1, 1\] must add up to half the head size",
+    ),
+    (
+        "apply_multimodal_rotary_pos_emb",
+        [HEADS, HEADS, SMALL, SMALL, [1, 1, 2]],
+        r"cos \[1, 3, 8\] must be \[3, B, S, D\]",
+    ),
+    ("RotaryPosEmbPartial", [HEADS, HEADS, WIDE, WIDE], r"cos \[1, 3, 16\] must have at most the head size of q"),
+    ("RotaryPosEmbHalfWidth", [HEADS, HEADS, SMALL, SMALL], r"cos \[1, 3, 8\] must have half the head size of q"),
+    ("RotaryPosEmbPatches", [HEADS, HEADS, (4, 8), (4, 8)], r"q \[1, 2, 3, 8\].*at least as many as cos \[4, 8\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "shapes", "message"), BAD_SHAPES)
+def test_bad_shapes_are_named_before_any_operator_runs(kernel: ModuleType, name, shapes, message) -> None:
+    call = getattr(kernel, name, None) or getattr(kernel.layers, name)()
     softnpu.reset_counters()
-    with pytest.raises(error, match=message):
-        call(kernel)
+    with pytest.raises(ValueError, match=message):
+        call(*(tensor(*each) if isinstance(each, tuple) else each for each in shapes))
     ran = {name for name, count in softnpu.counters().items() if count}
     assert ran <= {"fill_", "ones", "ones.out", "stream_syncs"}  # the arguments themselves
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": {"dtype": torch.int64}}, TypeError, r"x \[2, 3, 8\] must be floating point, got torch.int64"),
+        ({"sin": {"dtype": torch.int32}}, TypeError, r"sin \[2, 1, 8\] must be floating point, got torch.int32"),
+        ({"cos": {"device": "cpu"}}, ValueError, r"\[2, .*\] is on npu:0, cos on cpu"),
+    ],
+)
+def test_bad_dtypes_and_devices_are_named(kernel: ModuleType, changes, error, message) -> None:
+    shapes = {"x": (2, 3, 8), "cos": (2, 1, 8), "sin": (2, 1, 8)}
+    with pytest.raises(error, match=message):
+        kernel.rotary_mul(*(tensor(*shape, **changes.get(name, {})) for name, shape in shapes.items()))

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import softnpu
-from tests.support.losses import logits_of
+from tests.support.losses import IGNORED, is_near, leaves, logits_of, products
 from tests.support.memory import Largest
 
-IGNORED = -100
 BETAS = [0, 0.1, 0.5, 0.9, 1]
 bends = st.fixed_dictionaries(
     {}, optional={"logit_scale": st.sampled_from([0.25, 3.0, -1.5]), "softcap": st.sampled_from([1.0, 5.0, 30.0])}
@@ -42,11 +41,6 @@ def drawn(tokens: int, words: int, sizes: tuple[int, int] = (8, 5), seed: int = 
     return [*tensors, torch.full((tokens,), words).masked_fill(ignored, IGNORED)]
 
 
-def leaves(tensors: list[Any], dtype: torch.dtype, device: str, wanted: tuple[int, ...] = (0, 1, 2)) -> list[Any]:
-    moved = [None if t is None else t.to(device, dtype if t.is_floating_point() else t.dtype) for t in tensors]
-    return [t.requires_grad_() if t is not None and i in wanted else t for i, t in enumerate(moved)]
-
-
 def expected_of(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
     """Return the divergence of each row of logits, in the words of arXiv:2306.13649."""
     s, t = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
@@ -59,12 +53,6 @@ def expected_of(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -
 
 def found_of(kernel: ModuleType, own: list[Any], **options: Any) -> Tensor:
     return kernel.linear_generalized_jsd(own[0], own[1], own[3], own[4], own[6], own[2], own[5], **options)
-
-
-def is_near(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether a result is right to 2^-16 of the largest value, as those of linear_cross_entropy are."""
-    found, expected = found.detach().cpu().double(), expected.detach()
-    return not found.numel() or bool((found - expected).abs().max() <= 2**-16 * (1 + expected.abs().max()))
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -144,10 +132,6 @@ def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_cou
     expected = 2 + (0 in wanted) + (1 in wanted) + (2 in wanted) + again * is_trained
     assert products(npu_counters()) - before == (pieces or 2) * expected
     assert [i for i in range(6) if own[i].grad is not None] == [*wanted]
-
-
-def products(calls: dict[str, int]) -> int:
-    return sum(count for name, count in calls.items() if name.startswith(("mm", "addmm", "linear", "matmul")))
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.support.losses import logits_of
+from tests.support.losses import IGNORED, is_near, leaves, logits_of
 from tests.support.memory import Largest
 
-IGNORED = -100
 options = st.fixed_dictionaries(
     {}, optional={"logit_scale": st.sampled_from([0.25, 3.0, -1.5]), "softcap": st.sampled_from([1.0, 5.0, 30.0])}
 )
@@ -32,16 +31,6 @@ def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     words = torch.distributions.Categorical(logits=logits, validate_args=False)
     counted = labels != IGNORED
     return tuple(torch.where(counted, x, 0) for x in (words.log_prob(labels.clamp(min=0)), words.entropy()))
-
-
-def leaves(tensors: list[Tensor | None], dtype: torch.dtype, device: str) -> list[Tensor | None]:
-    return [t if t is None else t.to(device, dtype).requires_grad_() for t in tensors]
-
-
-def is_near(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether a result is right to 2^-16 of the largest value, as those of linear_cross_entropy are."""
-    found, expected = found.detach().cpu().double(), expected.detach()
-    return not found.numel() or bool((found - expected).abs().max() <= 2**-16 * (1 + expected.abs().max()))
 
 
 @pytest.mark.parametrize("wanted", ["both", "log_probs", "entropy"])

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.losses import logits_of, loss_of
-
-IGNORED = -100
+from tests.support.losses import IGNORED, is_near, leaves, logits_of, loss_of, products
 
 
 class Drawn(NamedTuple):
@@ -37,23 +35,8 @@ def draw(tokens: int, words: int, hidden: int, seed: int = 0, bias: bool = False
     )
 
 
-def leaves(tensors: tuple[Tensor | None, ...], dtype: torch.dtype, device: str) -> list[Tensor | None]:
-    return [t if t is None else t.to(device, dtype).requires_grad_() for t in tensors]
-
-
 def back(loss: Tensor, grad: Tensor) -> None:
     loss.backward(grad.to(loss) if loss.dim() else None)
-
-
-def is_as_exact_as_float32(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether a result is right to 2^-16 of the largest value.
-
-    Logits up to 30 in size have steps of 2^-19 in float32; sums over 12 products, 300 words and 9 tokens add to them.
-    """
-    found, expected = found.detach().cpu().double(), expected.detach()
-    if expected.isnan().any():  # the mean over no row
-        return torch.equal(found.isnan(), expected.isnan())
-    return not found.numel() or bool((found - expected).abs().max() <= 2**-16 * (1 + expected.abs().max()))
 
 
 options = st.fixed_dictionaries(
@@ -100,9 +83,9 @@ def test_values_and_gradients_with_all_options(
     back(found, drawn.grad.npu())
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
-    assert is_as_exact_as_float32(found, expected)
+    assert is_near(found, expected)
     for leaf, exact_leaf in zip(ours, exact):
-        assert leaf is None or not leaf.requires_grad or is_as_exact_as_float32(leaf.grad, exact_leaf.grad)
+        assert leaf is None or not leaf.requires_grad or is_near(leaf.grad, exact_leaf.grad)
 
 
 def on_npu(value: object) -> object:
@@ -123,7 +106,7 @@ def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_cou
     loss_of(logits_of(*exact), drawn.labels).backward()
     for i, (tensor, expected) in enumerate(zip(tensors, exact)):
         assert (tensor.grad is None) == (i not in wanted)
-        assert tensor.grad is None or is_as_exact_as_float32(tensor.grad, expected.grad)
+        assert tensor.grad is None or is_near(tensor.grad, expected.grad)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -137,10 +120,6 @@ def test_logits_that_are_kept_change_no_number(kernel: ModuleType, monkeypatch, 
         loss = kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces)
         found += [torch.autograd.grad(loss, tensors, retain_graph=True) for _ in range(2)]
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
-
-
-def products(calls: dict[str, int]) -> int:
-    return sum(count for name, count in calls.items() if name.startswith(("mm", "addmm", "linear", "matmul")))
 
 
 def test_the_mean_over_no_row_is_nan_and_its_gradient_zero_as_in_torch(kernel: ModuleType) -> None:
@@ -167,7 +146,7 @@ def test_log_probs_are_those_of_log_softmax(kernel: ModuleType) -> None:
     hidden, labels = drawn.hidden_states.view(2, 3, 8), drawn.labels.view(2, 3).int()
     found = kernel.linear_log_probs(hidden.npu(), drawn.weight.npu(), labels.npu(), logit_scale=1 / 0.7)
     expected = (F.linear(hidden, drawn.weight).double() / 0.7).log_softmax(-1).gather(-1, labels.long().unsqueeze(-1))
-    assert is_as_exact_as_float32(found, expected.squeeze(-1))
+    assert is_near(found, expected.squeeze(-1))
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -1,7 +1,5 @@
 """Saves and loads models in the middle of training. Runs in the processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

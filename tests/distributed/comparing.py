@@ -1,7 +1,5 @@
 """Two steps of training on several devices, and how far they are from one process. Runs in the processes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

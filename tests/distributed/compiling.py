@@ -1,7 +1,5 @@
 """What tests/distributed/test_compiling.py runs on its processes: models there against one process without kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The engines of torch and transformers that split the training of a model over devices. Imported in the processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A step of a model whose head is asked to defer its logits, and a look at them. Runs in the processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

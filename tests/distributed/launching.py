@@ -1,7 +1,5 @@
 """Programs that torchrun starts, and what is left of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is trained on several devices: engine by engine, model by model, with and without activation checkpointing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

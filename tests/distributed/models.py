@@ -1,7 +1,5 @@
 """The models that are trained on several devices, and the one process on the CPU that they are compared with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

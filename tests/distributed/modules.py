@@ -1,7 +1,5 @@
 """Modules of transformers at tiny sizes, each with what surrounds it where a model is spread over devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

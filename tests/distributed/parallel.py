@@ -1,7 +1,5 @@
 """One module of transformers under one parallel style, with kernels on the devices, against the module on the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

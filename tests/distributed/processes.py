@@ -4,8 +4,6 @@ They are started once and serve many tests, forked from one process that has imp
 seconds. One that fails, dies or hangs ends them all; the next test gets new ones.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """What engines do not do. Runs in the processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that transformers has sharded over real processes, and what it launches and sends there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

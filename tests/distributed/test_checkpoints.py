@@ -1,7 +1,5 @@
 """What a model with kernels saves on several devices is what a model without them loads, on one or on several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

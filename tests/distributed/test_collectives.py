@@ -1,7 +1,5 @@
 """Collectives of two software devices, against sums and concatenations of what all ranks gave."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

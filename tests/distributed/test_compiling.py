@@ -3,8 +3,6 @@
 Each process has one row of the batch. float32 sums in another order: 1e-5 of the norm of all gradients.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed import compiling

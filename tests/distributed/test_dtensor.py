@@ -1,7 +1,5 @@
 """DTensors that reach the kernels: by torch's own parallel plans, and handed over directly in every layout."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

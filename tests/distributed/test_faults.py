@@ -1,7 +1,5 @@
 """A process that dies or hangs ends the others, within the timeout and with a message, and nothing is left of them."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

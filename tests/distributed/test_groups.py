@@ -1,7 +1,5 @@
 """Process groups of software devices: their names and kinds, what is counted in them, and what they leave alone."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

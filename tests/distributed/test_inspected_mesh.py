@@ -1,7 +1,5 @@
 """What ``kernels-ext-npu inspect`` counts for a mesh without processes is what happens on software devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ The tables are those of HCCL's reference for Atlas A2 (HcclAllReduce, HcclReduce
 ProcessGroupHCCL.cpp of torch_npu does around them.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 

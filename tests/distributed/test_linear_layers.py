@@ -3,8 +3,6 @@
 Under DDP with ``gradient_as_bucket_view`` a gradient is a view of a bucket: the kernel's has to get into it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Gate and up in one storage, while something else decides where parameters lie: packed rightly, or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Styles for what no kernel serves, as embeddings, are not here. Linear layers are: an MLP calls those of its projections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

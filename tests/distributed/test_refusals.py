@@ -1,7 +1,5 @@
 """What transformers and torch do not do with these models, with or without kernels: docs/parallel.md lists it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

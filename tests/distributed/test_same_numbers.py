@@ -1,7 +1,5 @@
 """Training with kernels on several devices gives what one process on the CPU gives without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads under the engines that split a model: they defer their logits, or compute them with a reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """torchrun, in the ways that a user starts it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/adding-a-kernel.md, followed to the letter in a copy of the project."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 said of this one is so.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -4,8 +4,6 @@ Each is installed into an environment of its own, without what it requires of to
 the tests. Their results are compared with their own without kernels.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shlex

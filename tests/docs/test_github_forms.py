@@ -1,7 +1,5 @@
 """What GitHub reads in .github: forms that ask for what commands write, and a workflow that runs what make runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The site: it is made of the tree alone, every page is in its navigation, and a broken link ends it."""
 
-from __future__ import annotations
-
 import html
 import multiprocessing
 import re

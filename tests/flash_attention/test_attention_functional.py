@@ -10,6 +10,7 @@ from torch import Tensor
 
 import softnpu
 from kernels_ext_npu.selftest.functions import attention as attention_formula
+from tests.support.memory import Largest
 
 # Weights and values are rounded to the dtype, sums of a few values are in float32: the result, a mean of values of size
 # one, is off by a rounding of itself and as many of weights as there are keys, which add up to one. Gradients have one
@@ -140,20 +141,7 @@ def test_nothing_of_queries_times_keys_is_allocated(kernel: ModuleType, options)
     q, k, v = (torch.empty(1, 4096, 1, 16, dtype=torch.bfloat16, device="npu") for _ in range(3))
     with torch._subclasses.FakeTensorMode() as mode, Largest() as largest:
         kernel.flash_attn_func(*(mode.from_tensor(t) for t in (q, k, v)), **options)
-    assert largest.numel <= max(2048 * 2048 * bool(options), q.numel())
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Sees every result of an operator, and remembers how large the largest was."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return results
+    assert largest.elements <= max(2048 * 2048 * bool(options), q.numel())
 
 
 def test_lengths_on_the_device_are_read_once_however_many_layers_want_them(kernel: ModuleType) -> None:
@@ -168,19 +156,10 @@ def test_lengths_on_the_device_are_read_once_however_many_layers_want_them(kerne
     assert not softnpu.counters()["stream_syncs"]
 
 
-def test_lengths_that_were_written_to_are_read_again(kernel: ModuleType) -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["versioned", "made in inference mode"])
+def test_lengths_that_were_written_to_are_read_again(kernel: ModuleType, inference: bool) -> None:
     q, k, v = draw(0, (12, 4, 16), (12, 2, 16), (12, 2, 16))
-    ends = torch.tensor([0, 5, 12], device="npu")
-    for lengths in ([5, 7], [2, 10]):
-        ends.copy_(torch.tensor([0, *lengths]).cumsum(0))
-        found = kernel.flash_attn_varlen_func(*(t.npu() for t in (q, k, v)), ends, ends, causal=True)
-        expected = attention_formula.packed(*(t.double() for t in (q, k, v)), lengths, lengths, 0.25, causal=True)
-        agrees(found, expected, torch.float32)
-
-
-def test_lengths_that_were_made_in_inference_mode_are_never_stale(kernel: ModuleType) -> None:
-    q, k, v = draw(0, (12, 4, 16), (12, 2, 16), (12, 2, 16))
-    with torch.inference_mode():
+    with torch.inference_mode(inference):
         ends = torch.tensor([0, 5, 12], device="npu")
         for lengths in ([5, 7], [2, 10]):
             ends.copy_(torch.tensor([0, *lengths]).cumsum(0))

@@ -1,7 +1,6 @@
 """Experts in grouped products on the software device: values and gradients against float64, token by token."""
 
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
@@ -307,10 +306,8 @@ def test_weights_may_lie_the_other_way_around(kernel, transposed) -> None:
         assert parameter.is_contiguous()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-@pytest.mark.parametrize("gate", ["swiglu", "clipped", "own"])
-@pytest.mark.parametrize("partial", [False, True])
-def test_it_compiles_in_one_graph(kernel, backend, gate, partial) -> None:
+@pytest.mark.parametrize(("gate", "partial"), [("swiglu", True), ("clipped", False), ("own", True)])
+def test_it_compiles_in_one_graph(kernel, gate, partial) -> None:
     torch._dynamo.reset()
     case = Case(6, 10, 2, 16, 32, partial=partial)
     activation = {"swiglu": kernel.SWIGLU, "clipped": kernel.Gate(1.702, 7.0, 1.0, True), "own": gelu_gate}[gate]
@@ -322,31 +319,13 @@ def test_it_compiles_in_one_graph(kernel, backend, gate, partial) -> None:
         )
 
     results = []
-    for function in (experts, torch.compile(experts, fullgraph=True, backend=backend, dynamic=True)):
+    for function in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)):
         leaves = [v.npu().requires_grad_() for v in (case.x, case.weights, case.gate_up, case.down)]
         y = function(*leaves)
         y.backward(case.grad.npu())
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for a, b in zip(*results):
         assert torch.equal(a, b)
-
-
-def test_checkpointed_experts_give_the_same_gradients(kernel) -> None:
-    case = Case(4, 16, 2, 32, 32)
-    results = []
-    for reentrant in (None, True, False):
-        leaves = [v.npu().requires_grad_() for v in (case.x, case.weights, case.gate_up, case.down)]
-
-        def experts(x, weights, gate_up, down):
-            return kernel.fused_experts(x, case.index.npu(), weights, gate_up, down, is_transposed=True)
-
-        y = experts(*leaves) if reentrant is None else torch.utils.checkpoint.checkpoint(
-            experts, *leaves, use_reentrant=reentrant
-        )  # fmt: skip
-        y.backward(case.grad.npu())
-        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
 def test_several_experts_before_one_backward(kernel) -> None:
@@ -362,9 +341,3 @@ def test_several_experts_before_one_backward(kernel) -> None:
     for (x, weights, gate_up, down), (_, *expected) in zip(leaves, alone):
         found = [x.grad, gate_up.grad, down.grad, weights.grad]
         agree(found, [value.cpu().double() for value in expected])
-
-
-@pytest.mark.parametrize("name", ["fused_experts", "grouped_matmul", "softmax_top_k"])
-def test_functions_say_what_they_take_and_raise(kernel: ModuleType, name: str) -> None:
-    text = getattr(kernel, name).__doc__
-    assert all(word in text for word in ("Args:", "Returns:", "Raises:", "["))

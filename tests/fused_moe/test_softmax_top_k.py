@@ -53,20 +53,6 @@ def test_the_gradient_is_that_of_float64(kernel, device, dtype, renormalise) -> 
     assert (leaf.grad.cpu().double() - truth.grad).norm() <= tolerance * truth.grad.norm()
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_it_compiles_in_one_graph(kernel, grad) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(kernel.softmax_top_k, fullgraph=True, backend="aot_eager", dynamic=True)
-    results = []
-    for function in (kernel.softmax_top_k, compiled):
-        logits = torch.linspace(-2, 2, 60, device="npu").view(5, 12).requires_grad_(grad)
-        weights, indices = function(logits, 3)
-        if grad:
-            weights.square().sum().backward()
-        results.append([weights.detach(), indices, *([logits.grad] if grad else [])])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
 @pytest.mark.parametrize(
     ("logits", "k", "error", "message"),
     [

@@ -14,10 +14,7 @@ def made(dtype: torch.dtype, of_adapters: torch.dtype) -> tuple[list[Tensor], li
     """Neighbours, and what is trained: an input, and two factors for each; ranks differ."""
     torch.manual_seed(0)
     (both,) = drawn((2 * N, H), dtype=dtype, trained=False)
-    return [*both.chunk(2)], [
-        *drawn((2, 5, H), dtype=dtype),
-        *drawn((4, H), (N, 4), (2, H), (N, 2), dtype=of_adapters),
-    ]
+    return [*both.chunk(2)], [*drawn((2, 5, H), dtype=dtype), *drawn((4, H), (N, 4), (2, H), (N, 2), dtype=of_adapters)]
 
 
 def layers_of(kernel, weights: list[Tensor], leaves: list[Tensor], **options) -> list[tuple]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support.rounding import assert_float64s
 
 # of one rounding at the end, relative to the norm; a sum of gradients of x that are added one by one rounds three times
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -40,13 +40,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16), (2, 1, 3, 16)])
 def test_one_layer_is_that_of_float64(kernel, dtype, bias, shape) -> None:
     tensors = drawn(shape, (8, 16), *[(8,)] * bias, dtype=dtype)
-    leaves, truth = on_npu(tensors), exact(tensors)
-    y, expected = kernel.linear(*leaves), F.linear(*truth)
-    grad = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
-    y.backward(grad.npu())
-    expected.backward(grad.double())
-    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(leaves, truth))):
-        assert_near(found, wanted, dtype)
+    assert_float64s(kernel.linear, F.linear, tensors, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -182,18 +176,6 @@ def test_under_autocast_it_computes_what_torch_does(kernel, together) -> None:
 
     for found, expected in zip(step(ours), step(lambda x, *w: [F.linear(x, each) for each in w])):
         torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2.0**-7)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_compute_it_again(kernel, use_reentrant) -> None:
-    def step(call) -> list[Tensor]:
-        x, *weights = leaves = on_npu(drawn((64, 16), *[(n, 16) for n in SIZES]))
-        sum(y.square().sum() for y in call(kernel.linears, x, weights)).backward()
-        return [leaf.grad for leaf in leaves]
-
-    checkpointed = step(lambda function, *given: checkpoint(function, *given, use_reentrant=use_reentrant))
-    for found, expected in zip(checkpointed, step(lambda function, *given: function(*given))):
-        assert torch.equal(found, expected)
 
 
 def test_it_compiles_whole_and_is_torchs_then(kernel) -> None:

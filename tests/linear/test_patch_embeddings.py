@@ -1,11 +1,14 @@
 """Embeddings of patches against torch's convolutions in float64, with what they launch."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import softnpu
+from tests.support.rounding import assert_float64s
 
 # of a product that is rounded once, and of gradients that are sums of rounded values, relative to the norm
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -36,16 +39,9 @@ def drawn(shape: tuple[int, ...], patch: tuple[int, ...], bias: bool, dtype: tor
 def test_values_and_gradients_are_those_of_a_convolution(kernel, name, batch, bias, dtype) -> None:
     shape, patch = SHAPES[name]
     tensors = drawn((*batch, *shape), patch, bias, dtype)
-    leaves = [tensor.npu().requires_grad_() for tensor in tensors]
-    truth = [tensor.double().requires_grad_() for tensor in tensors]
-    y, expected = kernel.patch_embedding(*leaves), CONVOLUTIONS[len(patch)](*truth, stride=patch)
-    assert (y.dtype, y.shape) == (dtype, expected.shape)
-    assert y.is_contiguous()
-    grad = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
-    y.backward(grad.npu())
-    expected.backward(grad.double())
-    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(leaves, truth))):
-        assert (found.detach().cpu().double() - wanted.detach()).norm() <= ROUNDING[dtype] * wanted.norm()
+    assert kernel.patch_embedding(*(tensor.npu() for tensor in tensors)).is_contiguous()
+    formula = partial(CONVOLUTIONS[len(patch)], stride=patch)
+    assert_float64s(kernel.patch_embedding, formula, tensors, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize(("name", "copies"), [("one patch each", 0), ("a grid", 2)])

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
-from tests.support import zoo
 from tests.support.agreement import TOLERANCE
 
 # a rounding of float32 for every step that a state lives through, which decays of up to 1 let be many
@@ -130,26 +128,3 @@ def test_the_unit_of_recurrent_gemma_gives_what_transformers_gives(kernel: Modul
         for found, wanted in zip(*outs):
             limit = {torch.float32: TOLERANCE, torch.bfloat16: 2.0**-6}[dtype]  # of numbers with 8 bits, several times
             assert (found - wanted).norm() <= limit * wanted.norm().clamp(min=1)
-
-
-def test_recurrent_gemma_has_the_kernel(registered) -> None:
-    model = kernels_ext_npu.kernelize(zoo.build("recurrent_gemma").to("npu"))
-    (row,) = {
-        (row.kernel, row.swapped, row.kind)
-        for row in kernels_ext_npu.report(model)
-        if row.class_name == "RecurrentGemmaRglru"
-    }
-    assert row == ("RGLRU", True, "gated recurrences")
-    original = zoo.build("recurrent_gemma")
-    inputs = zoo.inputs("recurrent_gemma", original)
-    outs = []
-    for each in (original, model):
-        logits = each(**{key: value.to(each.device) for key, value in inputs.items()}, use_cache=False).logits
-        logits.square().mean().backward()
-        grads = torch.cat([p.grad.flatten().cpu() for p in each.parameters()])
-        tokens = each.eval().generate(inputs["input_ids"].to(each.device), max_new_tokens=4, do_sample=False)
-        outs.append((logits.detach().cpu(), grads, tokens.cpu()))
-    (expected, wanted, same), (logits, grads, tokens) = outs
-    assert (logits - expected).norm() <= TOLERANCE * expected.norm()
-    assert (grads - wanted).norm() <= TOLERANCE * wanted.norm()
-    assert torch.equal(tokens, same)

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import softnpu
+from tests.support.rounding import ROUNDING, assert_rounded, launched
 
-# one rounding to the dtype; sums of a few hundred terms in float32
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-24}
-FLOAT32 = 1e-6
 SHAPES = [(5, 123, 123), (1, 1), (3, 8), (2, 3, 4, 5, 16), (7, 256)]
 
 
@@ -19,18 +17,6 @@ def exact(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Ten
     x = x.double()
     y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     return y if weight is None else y * weight.double()
-
-
-def assert_rounded(found: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
-    error = (found.detach().cpu().double() - expected).abs()
-    limit = (roundings * ROUNDING[found.dtype] + FLOAT32) * expected.abs() + 1e-7
-    assert (error <= limit).all(), (error - limit).max()
-
-
-def calls(function) -> dict[str, int]:
-    softnpu.reset_counters()
-    function()
-    return {name: count for name, count in softnpu.counters().items() if count}
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.0, 0.1])
@@ -49,7 +35,7 @@ def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, dtypes, eps)
     torch.manual_seed(0)
     x, weight = torch.randn(shape).to(dtypes[0]), torch.randn(shape[-1]).to(dtypes[1])
     moved = x.to("npu"), weight.to("npu")
-    assert calls(lambda: kernel.rms_norm(*moved, eps)) == {"npu_rms_norm": 1}
+    assert launched(lambda: kernel.rms_norm(*moved, eps)) == {"npu_rms_norm": 1}
     y = kernel.rms_norm(*moved, eps)
     assert y.dtype == x.dtype
     assert_rounded(y, exact(x, weight, eps))
@@ -58,7 +44,7 @@ def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, dtypes, eps)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_a_weight(kernel: ModuleType, dtype) -> None:
     x = torch.randn(4, 32).to(dtype)
-    assert calls(lambda: kernel.rms_norm(x.to("npu"), None, 1e-6))["npu_rms_norm"] == 1
+    assert launched(lambda: kernel.rms_norm(x.to("npu"), None, 1e-6))["npu_rms_norm"] == 1
     assert_rounded(kernel.rms_norm(x.to("npu"), None, 1e-6), exact(x, None, 1e-6))
 
 
@@ -79,7 +65,7 @@ def test_a_zero_row_with_eps_zero_is_not_hidden(kernel: ModuleType) -> None:
 def test_outside_the_limits_the_formula_is_computed_in_torch(kernel: ModuleType, shape, dtypes) -> None:
     x, weight = torch.randn(shape).to(dtypes[0]), torch.randn(shape[-1]).to(dtypes[1])
     moved = [t.to("npu").requires_grad_() for t in (x, weight)]
-    assert "npu_rms_norm" not in calls(lambda: kernel.rms_norm(*moved, 1e-6))
+    assert "npu_rms_norm" not in launched(lambda: kernel.rms_norm(*moved, 1e-6))
     y = kernel.rms_norm(*moved, 1e-6)
     assert y.dtype == (torch.float32 if dtypes[0] == torch.float64 else dtypes[0])  # the device has no float64
     assert_rounded(y, exact(x, weight, 1e-6))
@@ -93,7 +79,7 @@ def test_outside_the_limits_the_formula_is_computed_in_torch(kernel: ModuleType,
 def test_a_weight_of_an_illegal_pair_is_widened(kernel: ModuleType, dtypes) -> None:
     x, weight = torch.randn(4, 32).to(dtypes[0]), torch.randn(32).to(dtypes[1])
     moved = x.to("npu"), weight.to("npu")
-    assert calls(lambda: kernel.rms_norm(*moved, 1e-6))["npu_rms_norm"] == 1
+    assert launched(lambda: kernel.rms_norm(*moved, 1e-6))["npu_rms_norm"] == 1
     y = kernel.rms_norm(*moved, 1e-6)
     assert y.dtype == x.dtype
     assert_rounded(y, exact(x, weight, 1e-6))
@@ -115,7 +101,7 @@ def test_gradients(kernel: ModuleType, shape, dtype, weight_dtype) -> None:
         torch.randn(shape).to(dtype),
     )
     leaves = [t.to("npu").requires_grad_() for t in (x, weight)]
-    assert calls(lambda: kernel.rms_norm(*leaves, 1e-6).backward(grad.to("npu")))["npu_rms_norm_backward"] == 1
+    assert launched(lambda: kernel.rms_norm(*leaves, 1e-6).backward(grad.to("npu")))["npu_rms_norm_backward"] == 1
     truth = [t.double().requires_grad_() for t in (x, weight)]
     exact(*truth, 1e-6).backward(grad.double())
     for leaf, expected in zip(leaves, truth):
@@ -128,7 +114,7 @@ def test_gradients(kernel: ModuleType, shape, dtype, weight_dtype) -> None:
 def test_a_non_contiguous_input_is_not_copied(kernel: ModuleType) -> None:
     x = torch.randn(4, 6, 8, device="npu").transpose(0, 1)
     weight = torch.randn(8, device="npu")
-    assert calls(lambda: kernel.rms_norm(x, weight, 1e-6)) == {"npu_rms_norm": 1}
+    assert launched(lambda: kernel.rms_norm(x, weight, 1e-6)) == {"npu_rms_norm": 1}
     assert_rounded(kernel.rms_norm(x, weight, 1e-6), exact(x.cpu(), weight.cpu(), 1e-6))
 
 
@@ -158,7 +144,7 @@ def test_any_shape_scale_and_eps(kernel: ModuleType, shape, dtype, scale, eps) -
 def test_add_is_one_launch_without_gradients(kernel: ModuleType, dtype) -> None:
     x, residual, weight = (torch.randn(s).to(dtype) for s in ((3, 5, 64), (3, 5, 64), (64,)))
     moved = [t.to("npu") for t in (x, residual, weight)]
-    assert calls(lambda: kernel.add_rms_norm(*moved, 1e-6)) == {"npu_add_rms_norm": 1}
+    assert launched(lambda: kernel.add_rms_norm(*moved, 1e-6)) == {"npu_add_rms_norm": 1}
     normed, total = kernel.add_rms_norm(*moved, 1e-6)
     assert torch.equal(total.cpu(), x + residual)
     assert_rounded(normed, exact(x + residual, weight, 1e-6), roundings=2)
@@ -167,7 +153,7 @@ def test_add_is_one_launch_without_gradients(kernel: ModuleType, dtype) -> None:
 def test_add_without_grad_mode_is_one_launch_for_parameters_too(kernel: ModuleType) -> None:
     tensors = [torch.randn(s, device="npu", requires_grad=True) for s in ((3, 64), (3, 64), (64,))]
     with torch.no_grad():
-        assert calls(lambda: kernel.add_rms_norm(*tensors, 1e-6)) == {"npu_add_rms_norm": 1}
+        assert launched(lambda: kernel.add_rms_norm(*tensors, 1e-6)) == {"npu_add_rms_norm": 1}
 
 
 @pytest.mark.parametrize("needed", range(3))

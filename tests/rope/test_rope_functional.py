@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softnpu
-
-# half a unit in the last place of the result: one rounding
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
-FLOAT32 = 1e-6  # absolute: two products of numbers of size one and a sum, in float32
+from tests.support.rounding import FLOAT32, ROUNDING, assert_rounded, launched
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +30,6 @@ def exact(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Ten
 
 def draw(x: tuple, cos: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in (x, cos, cos)]
-
-
-def assert_rounded(found: Tensor, expected: Tensor) -> None:
-    error = (found.detach().cpu().double() - expected).abs()
-    assert (error <= ROUNDING[found.dtype] * expected.abs() + FLOAT32).all()
-
-
-def calls(function) -> dict[str, int]:
-    softnpu.reset_counters()
-    function()
-    return {name: count for name, count in softnpu.counters().items() if count}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -68,7 +54,7 @@ def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, of_cos, dtyp
     assert_rounded(y, exact(x, cos, sin, interleaved))
     if interleaved and len(of_cos) == 4 and of_cos[0] == 2 and of_cos[1] == 1:
         return  # a cos for each row of the batch, with heads in between: see below
-    assert calls(lambda: kernel.rotary_mul(*moved, interleaved)) == {"npu_rotary_mul": 1}
+    assert launched(lambda: kernel.rotary_mul(*moved, interleaved)) == {"npu_rotary_mul": 1}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 64])
@@ -87,7 +73,7 @@ def test_attention_of_transformers_is_one_launch_each_and_no_copy(kernel: Module
             assert_rounded(found, exact(x, cos.unsqueeze(1), sin.unsqueeze(1)))
             if heads > 1 and positions > 1:
                 assert found.stride() == x.stride()  # the view that attention expects
-        found = calls(lambda moved=moved: kernel.apply_rotary_pos_emb(*moved))
+        found = launched(lambda moved=moved: kernel.apply_rotary_pos_emb(*moved))
         assert found == {"npu_rotary_mul": 2}
 
 
@@ -106,7 +92,7 @@ def test_memory_that_is_laid_out_by_heads_is_taken_as_it_is(kernel: ModuleType) 
     x, cos, sin = (t.to("npu") for t in draw((2, 4, 33, 64), (2, 1, 33, 64)))
     y = kernel.rotary_mul(x, cos, sin)
     assert y.is_contiguous()
-    assert calls(lambda: kernel.rotary_mul(x, cos, sin)) == {"npu_rotary_mul": 1}
+    assert launched(lambda: kernel.rotary_mul(x, cos, sin)) == {"npu_rotary_mul": 1}
 
 
 def test_interleaved_pairs_with_a_table_a_row_are_read_as_tokens(kernel: ModuleType) -> None:
@@ -114,7 +100,7 @@ def test_interleaved_pairs_with_a_table_a_row_are_read_as_tokens(kernel: ModuleT
     x, cos, sin = draw((3, 7, 4, 64), (3, 7, 64))
     moved = [t.to("npu") for t in (x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))]
     moved[0] = x.to("npu").transpose(1, 2)
-    assert calls(lambda: kernel.rotary_mul(*moved, True)) == {"npu_rotary_mul": 1}
+    assert launched(lambda: kernel.rotary_mul(*moved, True)) == {"npu_rotary_mul": 1}
     assert_rounded(kernel.rotary_mul(*moved, True), exact(x.transpose(1, 2), cos[:, None], sin[:, None], True))
 
 
@@ -123,7 +109,7 @@ def test_a_large_batch_that_shares_a_table_is_read_as_tokens_too(kernel: ModuleT
     """A batch of 1000, which no layout with a batch takes; interleaved the limit is B·N < 1000."""
     x, cos, sin = draw((1000, 2, 3, 8), (1, 2, 1, 8))
     moved = [t.to("npu") for t in (x, cos, sin)]
-    assert calls(lambda: kernel.rotary_mul(*moved, interleaved))["npu_rotary_mul"] == 1
+    assert launched(lambda: kernel.rotary_mul(*moved, interleaved))["npu_rotary_mul"] == 1
     assert_rounded(kernel.rotary_mul(*moved, interleaved), exact(x, cos, sin, interleaved))
 
 
@@ -143,7 +129,7 @@ def test_a_large_batch_that_shares_a_table_is_read_as_tokens_too(kernel: ModuleT
 def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, shape, of_cos, dtype, why) -> None:
     x, cos, sin = draw(shape, of_cos, dtype)
     moved = x.to("npu"), cos.to("npu"), sin.to("npu")
-    found = calls(lambda: kernel.rotary_mul(*moved))
+    found = launched(lambda: kernel.rotary_mul(*moved))
     assert "npu_rotary_mul" not in found, why
     assert found.get("stream_syncs", 0) == 0
     assert_rounded(kernel.rotary_mul(*moved).float(), exact(x, cos, sin))
@@ -197,7 +183,7 @@ def test_multimodal_tables_are_composed_of_time_height_and_width(kernel: ModuleT
     moved = [t.to("npu") for t in (q, k, cos, sin)]
     for found, x in zip(kernel.apply_multimodal_rotary_pos_emb(*moved, section), (q, k)):
         assert_rounded(found, exact(x, c[:, None], s[:, None]))
-    found = calls(lambda: kernel.apply_multimodal_rotary_pos_emb(*moved, section))
+    found = launched(lambda: kernel.apply_multimodal_rotary_pos_emb(*moved, section))
     assert found == {"cat": 2, "npu_rotary_mul": 2}  # of cos and of sin
     assert section == [2, 3, 3]
 
@@ -213,85 +199,48 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "npu")
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 5), tensor(2, 1, 5), tensor(2, 1, 5)),
-            ValueError,
-            r"cos \[2, 1, 5\].*even",
-        ),
-        (lambda k: k.rotary_mul(tensor(2, 3, 5), tensor(2, 1, 4), tensor(2, 1, 4)), ValueError, r"x \[2, 3, 5\].*even"),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 4), tensor(2, 1, 4)),
-            ValueError,
-            r"cos \[2, 1, 4\] must have the head size of x \[2, 3, 8\]",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8), tensor(2, 3, 8)),
-            ValueError,
-            r"sin \[2, 3, 8\] must have the shape of cos \[2, 1, 8\]",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8, dtype=torch.int64), tensor(2, 1, 8), tensor(2, 1, 8)),
-            TypeError,
-            r"x \[2, 3, 8\] must be floating point, got torch.int64",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8), tensor(2, 1, 8, dtype=torch.int32)),
-            TypeError,
-            r"sin \[2, 1, 8\] must be floating point, got torch.int32",
-        ),
-        (
-            lambda k: k.rotary_mul(tensor(2, 3, 8), tensor(2, 1, 8, device="cpu"), tensor(2, 1, 8)),
-            ValueError,
-            r"\[2, .*\] is on npu:0, cos on cpu",
-        ),
-        (
-            lambda k: k.apply_rotary_pos_emb(tensor(1, 2, 3, 8), tensor(1, 2, 3, 4), tensor(1, 3, 8), tensor(1, 3, 8)),
-            ValueError,
-            r"must have the head size of k \[1, 2, 3, 4\]",
-        ),
-        (
-            lambda k: k.apply_multimodal_rotary_pos_emb(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(3, 1, 3, 8), tensor(3, 1, 3, 8), [1, 1, 1]
-            ),
-            ValueError,
-            r"mrope_section \[1, 1, 1\] must add up to half the head size",
-        ),
-        (
-            lambda k: k.apply_multimodal_rotary_pos_emb(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 8), tensor(1, 3, 8), [1, 1, 2]
-            ),
-            ValueError,
-            r"cos \[1, 3, 8\] must be \[3, B, S, D\]",
-        ),
-        (
-            lambda k: k.layers.RotaryPosEmbPartial()(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 16), tensor(1, 3, 16)
-            ),
-            ValueError,
-            r"cos \[1, 3, 16\] must have at most the head size of q",
-        ),
-        (
-            lambda k: k.layers.RotaryPosEmbHalfWidth()(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(1, 3, 8), tensor(1, 3, 8)
-            ),
-            ValueError,
-            r"cos \[1, 3, 8\] must have half the head size of q",
-        ),
-        (
-            lambda k: k.layers.RotaryPosEmbPatches()(
-                tensor(1, 2, 3, 8), tensor(1, 2, 3, 8), tensor(4, 8), tensor(4, 8)
-            ),
-            ValueError,
-            r"q \[1, 2, 3, 8\].*at least as many as cos \[4, 8\]",
-        ),
-    ],
-)
-def test_bad_input_is_named_before_any_operator_runs(kernel: ModuleType, call, error, message) -> None:
+HEADS, SMALL, WIDE = (1, 2, 3, 8), (1, 3, 8), (1, 3, 16)  # of q and k, and of cos and sin
+BAD_SHAPES = [
+    ("rotary_mul", [(2, 3, 5), (2, 1, 5), (2, 1, 5)], r"cos \[2, 1, 5\].*even"),
+    ("rotary_mul", [(2, 3, 5), (2, 1, 4), (2, 1, 4)], r"x \[2, 3, 5\].*even"),
+    ("rotary_mul", [(2, 3, 8), (2, 1, 4), (2, 1, 4)], r"cos \[2, 1, 4\] must have the head size of x \[2, 3, 8\]"),
+    ("rotary_mul", [(2, 3, 8), (2, 1, 8), (2, 3, 8)], r"sin \[2, 3, 8\] must have the shape of cos \[2, 1, 8\]"),
+    ("apply_rotary_pos_emb", [HEADS, (1, 2, 3, 4), SMALL, SMALL], r"must have the head size of k \[1, 2, 3, 4\]"),
+    (
+        "apply_multimodal_rotary_pos_emb",
+        [HEADS, HEADS, (3, *SMALL), (3, *SMALL), [1, 1, 1]],
+        r"mrope_section \[1, 1, 1\] must add up to half the head size",
+    ),
+    (
+        "apply_multimodal_rotary_pos_emb",
+        [HEADS, HEADS, SMALL, SMALL, [1, 1, 2]],
+        r"cos \[1, 3, 8\] must be \[3, B, S, D\]",
+    ),
+    ("RotaryPosEmbPartial", [HEADS, HEADS, WIDE, WIDE], r"cos \[1, 3, 16\] must have at most the head size of q"),
+    ("RotaryPosEmbHalfWidth", [HEADS, HEADS, SMALL, SMALL], r"cos \[1, 3, 8\] must have half the head size of q"),
+    ("RotaryPosEmbPatches", [HEADS, HEADS, (4, 8), (4, 8)], r"q \[1, 2, 3, 8\].*at least as many as cos \[4, 8\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "shapes", "message"), BAD_SHAPES)
+def test_bad_shapes_are_named_before_any_operator_runs(kernel: ModuleType, name, shapes, message) -> None:
+    call = getattr(kernel, name, None) or getattr(kernel.layers, name)()
     softnpu.reset_counters()
-    with pytest.raises(error, match=message):
-        call(kernel)
+    with pytest.raises(ValueError, match=message):
+        call(*(tensor(*each) if isinstance(each, tuple) else each for each in shapes))
     ran = {name for name, count in softnpu.counters().items() if count}
     assert ran <= {"fill_", "ones", "ones.out", "stream_syncs"}  # the arguments themselves
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": {"dtype": torch.int64}}, TypeError, r"x \[2, 3, 8\] must be floating point, got torch.int64"),
+        ({"sin": {"dtype": torch.int32}}, TypeError, r"sin \[2, 1, 8\] must be floating point, got torch.int32"),
+        ({"cos": {"device": "cpu"}}, ValueError, r"\[2, .*\] is on npu:0, cos on cpu"),
+    ],
+)
+def test_bad_dtypes_and_devices_are_named(kernel: ModuleType, changes, error, message) -> None:
+    shapes = {"x": (2, 3, 8), "cos": (2, 1, 8), "sin": (2, 1, 8)}
+    with pytest.raises(error, match=message):
+        kernel.rotary_mul(*(tensor(*shape, **changes.get(name, {})) for name, shape in shapes.items()))

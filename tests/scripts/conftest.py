@@ -1,7 +1,5 @@
 """What the tests of scripts share: the repositories with all variants, a small one, and publishers in this process."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from pathlib import Path

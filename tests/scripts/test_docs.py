@@ -3,8 +3,6 @@
 The figures of ten inspections take a minute, which `make test-slow` has. `make test` takes two of them anew.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tests/data/limits.toml: it has each operator that a kernel calls, and says of each limit who says so."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

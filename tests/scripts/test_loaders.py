@@ -1,7 +1,5 @@
 """The kernel repositories with the releases of kernels that users have: what each loads, and what it cannot do."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The Hub of the tests: who may read, write and create, and that no token is kept."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

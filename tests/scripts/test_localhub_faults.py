@@ -1,7 +1,5 @@
 """The Hub of the tests: that each fault does what it says, at the request that it names."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

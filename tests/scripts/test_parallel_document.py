@@ -1,7 +1,5 @@
 """The tables of a rank: three layers tell what all of them cost."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig, Qwen3MoeForCausalLM
 

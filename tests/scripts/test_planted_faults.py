@@ -1,7 +1,5 @@
 """`make test-faults`: what it has written down is of the faults and tests that there are."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """What is refused before the Hub is asked: each violation by name, and all of them at once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

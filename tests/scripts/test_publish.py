@@ -1,7 +1,5 @@
 """Publishing to a Hub on loopback: what is there afterwards, what is left alone, and what is said."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -3,8 +3,6 @@
 The points and outcomes are printed: `pytest -s`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The kernels of the project: published by the command, and loaded by the real clients in fresh processes."""
 
-from __future__ import annotations
-
 import json
 from ast import literal_eval
 from pathlib import Path

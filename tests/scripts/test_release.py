@@ -1,7 +1,5 @@
 """make release: what it refuses, and that the files it leaves work where nothing else is installed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 What is compared are the functions, classes and constants at the top of every file of every repository.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

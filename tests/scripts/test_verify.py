@@ -1,7 +1,5 @@
 """What verify says of folders, caches and the Hub: a changed, missing or extra file is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

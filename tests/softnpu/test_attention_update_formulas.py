@@ -1,7 +1,5 @@
 """npu_ring_attention_update: attention over two halves of the keys is the attention over all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """A batch norm in parts, as devices that share a batch compute it, against torch's own over the whole batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

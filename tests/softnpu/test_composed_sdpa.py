@@ -1,7 +1,5 @@
 """The attention of releases before 2.13, as it is composed of operators, against the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -3,8 +3,6 @@
 The list of formulas is the registry of softnpu; a formula without samples here fails.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 

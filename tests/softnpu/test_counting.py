@@ -1,7 +1,5 @@
 """softnpu.counters(): operator calls, and every point where the host waits for the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

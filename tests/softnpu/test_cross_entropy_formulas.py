@@ -1,7 +1,5 @@
 """npu_cross_entropy_loss against torch's cross entropy in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """softnpu/README.md names every file, shows the formula that is there, and tells the way that a call takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dropout with a mask of bits: what is kept is scaled, the gradient has the same mask, and the generator decides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """Sums over many 16-bit numbers, which the device keeps in float32 and rounds once, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Ascend's internal formats: their number, size and refusals are torch_npu's, the bytes below are those of ND."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

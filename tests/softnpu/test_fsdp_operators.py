@@ -1,7 +1,5 @@
 """The operators of ``fully_shard`` on NPU tensors: each writes what the plain formula says, and is counted once."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed.fsdp  # it defines them
 

@@ -1,7 +1,5 @@
 """npu_fusion_attention against attention in float64, its gradients against autograd through that."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """npu_fusion_attention_v2: rotary parts, position biases, prefixes and windows of one sequence, against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

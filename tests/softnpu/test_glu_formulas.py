@@ -1,7 +1,5 @@
 """The gated linear units against float64 and torch's autograd, with the rounding of the device's kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 Its ``NPUGraph``, ``torch.npu.graph`` and ``make_graphed_callables`` run here as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

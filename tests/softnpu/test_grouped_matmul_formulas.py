@@ -1,7 +1,5 @@
 """Grouped matrix products against a loop in float64: what is written, how it is rounded, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """One-hot rows, updates by index, the filter of a sampler, a masked softmax and a step of AdamW."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

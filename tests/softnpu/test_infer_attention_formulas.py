@@ -1,7 +1,5 @@
 """The attention operators for inference against attention in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

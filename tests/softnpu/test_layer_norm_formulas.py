@@ -1,7 +1,5 @@
 """The layer norm of a sum, DeepNorm and the group norm with SiLU against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """The older operators that lay tensors out anew against numpy, and what they refuse."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What the release of CANN that the software device stands for refuses, with the words of its tiling where known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Products with a weight against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """softnpu.poisoned_memory(): what nobody wrote is NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

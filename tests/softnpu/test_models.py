@@ -1,7 +1,5 @@
 """Whole models without kernels: the software device gives what the CPU gives, for every architecture of the zoo."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support import zoo

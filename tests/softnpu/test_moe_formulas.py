@@ -1,7 +1,5 @@
 """MoE token permutation against plain torch in float64, and its gradients through torch_npu's autograd formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The choice of experts against plain torch in float64: order, ties, weights, gradient and limits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Routing for inference against loops over tokens: which rows go where, what stays unwritten, and their sums."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """Permutation by a routing map against the sums that it stands for, and npu_moe_init_routing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """The RMS norm operators against float64, with the rounding of the device's kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """16-bit tensors that meet numbers: where CANN rounds, against float64 rounded at the same places."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

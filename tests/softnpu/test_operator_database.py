@@ -4,8 +4,6 @@ What the device cannot do, or does in another way than the CPU, is in data/opera
 there that is no longer true fails.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

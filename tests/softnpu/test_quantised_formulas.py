@@ -1,7 +1,5 @@
 """Rows quantised to int8, and products of int8 matrices and weights, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

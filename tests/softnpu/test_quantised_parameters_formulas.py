@@ -1,7 +1,5 @@
 """Quantisation with given scales against numpy in float64, and what it refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

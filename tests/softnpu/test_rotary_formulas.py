@@ -1,7 +1,5 @@
 """The rotary operator against float64: values, gradients, and the limits of the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """Rotary embedding for inference, and the cache of latent attention, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_npu

@@ -1,7 +1,5 @@
 """Formulas under the schemas of other releases: parameters by name, their defaults, fewer results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The sample of torch's operator database, and when it is not enough."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support import whole_database

@@ -6,24 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOKENS, VOCABULARY, WINDOW = 24, 64, 8
 NAME = "npu_flash_attention"
@@ -40,17 +23,17 @@ _GEMMA = {"query_pre_attn_scalar": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _YARN_OFF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
-MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, Any]]] = {
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": WINDOW}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, _GEMMA | _WINDOWED),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA | _WINDOWED),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "gemma2": ("gemma2", _GEMMA | _WINDOWED),
+    "gemma3": ("gemma3_text", _GEMMA | _WINDOWED),
     "gemma3_bidirectional": (
-        Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA | _WINDOWED | {"use_bidirectional_attention": True},
+        "gemma3_text", _GEMMA | _WINDOWED | {"use_bidirectional_attention": True},
     ),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, _WINDOWED | _EXPERTS | _YARN_OFF),
+    "gpt_oss": ("gpt_oss", _WINDOWED | _EXPERTS | _YARN_OFF),
     "deepseek_v3": (
-        DeepseekV3ForCausalLM, DeepseekV3Config,
+        "deepseek_v3",
         {
             "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2, "n_routed_experts": 4,
@@ -58,7 +41,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str,
         },
     ),
     "llama4": (
-        Llama4ForCausalLM, Llama4TextConfig,
+        "llama4_text",
         {
             "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], "moe_layers": [],
             "no_rope_layers": [1, 0], "intermediate_size_mlp": 32, "num_local_experts": 2,
@@ -67,11 +50,17 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str,
 }  # fmt: skip
 
 
-def pair(name: str, **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Build a model twice, in float32: with eager attention on the CPU, with ours on the NPU."""
-    cls, config, own = MODELS[name]
+def build(name: str = "qwen3") -> PreTrainedModel:
+    """Make a model as a user does, who says nothing of attention."""
+    model_type, own = MODELS[name]
+    sizes = {key: value for key, value in (_TEXT | own).items() if value is not None}
     torch.manual_seed(0)
-    model = cls(config(**{k: v for k, v in (_TEXT | own | changes).items() if v is not None})).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+
+
+def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Build a model twice, in float32: with eager attention on the CPU, with ours on the NPU."""
+    model = build(name)
     for parameter_name, parameter in model.named_parameters():
         if "sinks" in parameter_name:
             torch.nn.init.normal_(parameter, 1.0, 1.0)

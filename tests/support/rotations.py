@@ -1,11 +1,10 @@
-"""What rotary functions give, with gradients, also in float64."""
+"""What rotary functions give, with gradients."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32
 from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES
 
 
@@ -24,14 +23,3 @@ def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
     torch.autograd.backward(outputs, directions)
     rotated = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
     return [*(out.detach() for out in outputs), *(leaf.grad for leaf in rotated)]  # type: ignore[list-item]
-
-
-def exact(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Compute the same in float64, also where the function says float()."""
-    doubled = {name: _doubled(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    with InPlaceOfFloat32(torch.float64):
-        return results(function, doubled)
-
-
-def _doubled(value: Tensor) -> Tensor:
-    return value.to(torch.complex128) if value.is_complex() else value.double()

@@ -10,7 +10,7 @@ from accelerate.utils import OffloadedWeightsLoader, offload
 from accelerate.utils import modeling as offloaded
 from torch import nn
 
-from tests.support.saving.ways import Loading, into, way
+from tests.support.saving.ways import Loading, into, then, way
 
 SHARD = "20KB"  # several files
 
@@ -43,23 +43,13 @@ def accelerator_save(model: nn.Module, folder: Path) -> Loading:
 @way("accelerate.Accelerator.save_model", "accelerate.utils.load_checkpoint_in_model")
 def accelerator_save_model(model: nn.Module, folder: Path) -> Loading:
     Accelerator().save_model(model, folder, max_shard_size=SHARD)
-
-    def read(fresh: nn.Module) -> nn.Module:
-        accelerate.load_checkpoint_in_model(fresh, folder, strict=True)
-        return fresh
-
-    return read
+    return then(lambda fresh: accelerate.load_checkpoint_in_model(fresh, folder, strict=True))
 
 
 @way("accelerate.Accelerator.save_model", "accelerate.load_checkpoint_in_model")
 def accelerator_save_model_pickled(model: nn.Module, folder: Path) -> Loading:
     Accelerator().save_model(model, folder, safe_serialization=False)
-
-    def read(fresh: nn.Module) -> nn.Module:
-        accelerate.load_checkpoint_in_model(fresh, folder, device_map={"": fresh.device})
-        return fresh
-
-    return read
+    return then(lambda fresh: accelerate.load_checkpoint_in_model(fresh, folder, device_map={"": fresh.device}))
 
 
 @way("accelerate.load_checkpoint_and_dispatch", "accelerate.dispatch_model")
@@ -88,11 +78,11 @@ def accelerate_dispatched_to_disk(model: nn.Module, folder: Path) -> Loading:
 
 
 @way("accelerate.Accelerator.save_state", "accelerate.Accelerator.load_state")
-def accelerator_state(model: nn.Module, folder: Path) -> Loading:
+def accelerator_state(model: nn.Module, folder: Path, **options: bool) -> Loading:
     """Saved by one accelerator with its model, loaded by another."""
     accelerator = Accelerator()
     accelerator.prepare(model)
-    accelerator.save_state(folder)
+    accelerator.save_state(folder, **options)
 
     def read(fresh: nn.Module) -> nn.Module:
         other = Accelerator()
@@ -105,29 +95,14 @@ def accelerator_state(model: nn.Module, folder: Path) -> Loading:
 
 @way("accelerate.Accelerator.save_state", "accelerate.Accelerator.load_state")
 def accelerator_state_pickled(model: nn.Module, folder: Path) -> Loading:
-    accelerator = Accelerator()
-    accelerator.prepare(model)
-    accelerator.save_state(folder, safe_serialization=False)
-
-    def read(fresh: nn.Module) -> nn.Module:
-        other = Accelerator()
-        other.prepare_model(fresh, device_placement=False)
-        other.load_state(folder)
-        return fresh
-
-    return read
+    return accelerator_state(model, folder, safe_serialization=False)
 
 
 @way("accelerate.checkpointing.save_custom_state", "accelerate.checkpointing.load_custom_state")
 def accelerator_custom_state(model: nn.Module, folder: Path) -> Loading:
     Accelerator()  # what they log with
     checkpointing.save_custom_state(model, folder)
-
-    def read(fresh: nn.Module) -> nn.Module:
-        checkpointing.load_custom_state(fresh, folder)
-        return fresh
-
-    return read
+    return then(lambda fresh: checkpointing.load_custom_state(fresh, folder))
 
 
 @way(
@@ -158,9 +133,4 @@ def accelerate_weight_by_weight(model: nn.Module, folder: Path) -> Loading:
 def accelerate_weights_back_into_a_model(model: nn.Module, folder: Path) -> Loading:
     accelerate.utils.offload_state_dict(folder, model.state_dict())
     index = json.loads((folder / "index.json").read_text())
-
-    def read(fresh: nn.Module) -> nn.Module:
-        accelerate.utils.load_offloaded_weights(fresh, index, folder)
-        return fresh
-
-    return read
+    return then(lambda fresh: accelerate.utils.load_offloaded_weights(fresh, index, folder))

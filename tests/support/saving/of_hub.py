@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.support.saving import models
-from tests.support.saving.ways import Loading, into, way
+from tests.support.saving.ways import Loading, into, then, way
 
 SHARD = 20_000  # bytes: several files
 
@@ -24,24 +24,14 @@ class Published(nn.Module, PyTorchModelHubMixin):
 @way("huggingface_hub.save_torch_model", "huggingface_hub.load_torch_model")
 def hub_model(model: nn.Module, folder: Path) -> Loading:
     huggingface_hub.save_torch_model(model, folder)
-
-    def read(fresh: nn.Module) -> nn.Module:
-        huggingface_hub.load_torch_model(fresh, folder)
-        return fresh
-
-    return read
+    return then(lambda fresh: huggingface_hub.load_torch_model(fresh, folder))
 
 
 @way("huggingface_hub.save_torch_model", "huggingface_hub.load_torch_model")
 def hub_model_in_shards(model: nn.Module, folder: Path) -> Loading:
     huggingface_hub.save_torch_model(model, folder, max_shard_size=SHARD)
     assert len(list(folder.glob("*.safetensors"))) > 1
-
-    def read(fresh: nn.Module) -> nn.Module:
-        huggingface_hub.load_torch_model(fresh, folder, strict=True, map_location=fresh.device)
-        return fresh
-
-    return read
+    return then(lambda fresh: huggingface_hub.load_torch_model(fresh, folder, strict=True, map_location=fresh.device))
 
 
 @way("huggingface_hub.save_torch_state_dict", "huggingface_hub.load_state_dict_from_file")

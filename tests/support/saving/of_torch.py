@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.package import PackageExporter, PackageImporter
 
-from tests.support.saving.ways import Loading, into, way
+from tests.support.saving.ways import Loading, into, then, way
 
 
 @way("torch.save", "torch.load", "torch.nn.Module.state_dict", "torch.nn.Module.load_state_dict")
@@ -111,15 +112,15 @@ def by_url(model: nn.Module, folder: Path) -> Loading:
     return lambda fresh: into(fresh, torch.hub.load_state_dict_from_url(url, cache, "cpu", progress=False))
 
 
+def in_place(**options: Any) -> Loading:
+    """Load from a distributed checkpoint into what a fresh model holds."""
+    return then(lambda fresh: dcp.load(fresh.state_dict(), no_dist=True, **options))
+
+
 @way("torch.distributed.checkpoint.save", "torch.distributed.checkpoint.load")
 def dcp_saved(model: nn.Module, folder: Path) -> Loading:
     dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
-
-    def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)  # in place
-        return fresh
-
-    return load
+    return in_place(checkpoint_id=folder)
 
 
 @way("torch.distributed.checkpoint.async_save")
@@ -127,12 +128,7 @@ def dcp_saved_meanwhile(model: nn.Module, folder: Path) -> Loading:
     """Another thread writes what was copied to the host first."""
     writing = dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True)
     writing.result()
-
-    def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)
-        return fresh
-
-    return load
+    return in_place(checkpoint_id=folder)
 
 
 @way("torch.distributed.checkpoint.save_state_dict", "torch.distributed.checkpoint.load_state_dict")
@@ -154,12 +150,7 @@ def dcp_by_former_names(model: nn.Module, folder: Path) -> Loading:
 def dcp_as_safetensors(model: nn.Module, folder: Path) -> Loading:
     writer = dcp.HuggingFaceStorageWriter(str(folder))
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-
-    def load(fresh: nn.Module) -> nn.Module:
-        dcp.load(fresh.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-        return fresh
-
-    return load
+    return in_place(storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
 @way(
@@ -168,12 +159,7 @@ def dcp_as_safetensors(model: nn.Module, folder: Path) -> Loading:
 )
 def dcp_model_state_dict(model: nn.Module, folder: Path) -> Loading:
     torch.save(get_model_state_dict(model), folder / "state.pt")
-
-    def load(fresh: nn.Module) -> nn.Module:
-        set_model_state_dict(fresh, torch.load(folder / "state.pt", map_location="cpu"))
-        return fresh
-
-    return load
+    return then(lambda fresh: set_model_state_dict(fresh, torch.load(folder / "state.pt", map_location="cpu")))
 
 
 @way(
@@ -183,18 +169,10 @@ def dcp_model_state_dict(model: nn.Module, folder: Path) -> Loading:
 def dcp_model_state_dict_on_the_host(model: nn.Module, folder: Path) -> Loading:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     torch.save(get_model_state_dict(model, options=options), folder / "state.pt")
-
-    def load(fresh: nn.Module) -> nn.Module:
-        set_model_state_dict(fresh, torch.load(folder / "state.pt"), options=options)
-        return fresh
-
-    return load
+    return then(lambda fresh: set_model_state_dict(fresh, torch.load(folder / "state.pt"), options=options))
 
 
-@way(
-    "torch.distributed.checkpoint.state_dict.get_state_dict",
-    "torch.distributed.checkpoint.state_dict.set_state_dict",
-)
+@way("torch.distributed.checkpoint.state_dict.get_state_dict", "torch.distributed.checkpoint.state_dict.set_state_dict")
 def dcp_state_dicts(model: nn.Module, folder: Path) -> Loading:
     """With an optimizer beside it."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, torch.optim.SGD(model.parameters()))))

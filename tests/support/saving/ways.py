@@ -45,3 +45,13 @@ def into(fresh: nn.Module, state: Mapping[str, Tensor], **options: Any) -> nn.Mo
     """Load a state dict into a model, of which nothing may be missing."""
     fresh.load_state_dict(state, **options)
     return fresh
+
+
+def then(load: Callable[[nn.Module], object]) -> Loading:
+    """Load by what changes a fresh model, whatever it returns."""
+
+    def loading(fresh: nn.Module) -> nn.Module:
+        load(fresh)
+        return fresh
+
+    return loading

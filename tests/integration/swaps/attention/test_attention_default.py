@@ -22,18 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
-from tests.support.attention_models import BATCHES, MODELS, ids, on_npu
+from tests.support.attention_models import BATCHES, build, ids, on_npu
 
 LAUNCH = "npu_fusion_attention_v3"
 RESTORED = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
-
-
-def build(name: str = "qwen3") -> PreTrainedModel:
-    """Make a model as a user does, who says nothing of attention."""
-    cls, config, own = MODELS[name]
-    small = zoo.SMALL | {"vocab_size": 64, "sliding_window": 8} | own
-    torch.manual_seed(0)
-    return cls(zoo.configure(config, {k: v for k, v in own.items() if v is not None}, small)).eval()
 
 
 DEFAULTS = {"qwen3": "sdpa", "gpt_oss": "eager"}  # of transformers

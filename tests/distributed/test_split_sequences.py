@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.distributed import matrix, splitting
+from tests.distributed.launching import ROOT, TORCHRUN, launch
 from tests.distributed.models import Tensors
 from tests.distributed.processes import Processes
+from tests.support import zoo
 
 pytestmark = pytest.mark.distributed
 
@@ -79,6 +82,34 @@ def test_context_parallelism_over_four_devices(four_ranks, checkpoints, truths) 
 def test_parts_of_different_lengths_are_refused(four_ranks, checkpoints) -> None:
     for error in four_ranks.run(splitting.error_of_step, "torch", checkpoints["Qwen3"], None, padding=1):
         assert "which have parts of 3, 3, 3, 1 tokens: pad to a multiple of 8" in error
+
+
+def test_the_example_trains_on_four_devices_as_one_process_does(tmp_path) -> None:
+    """Losses of three steps in float32, to what is printed of them."""
+    tokens = 1024
+    folder = tmp_path / "Qwen/Qwen3-0.6B"
+    zoo.build("qwen3").save_pretrained(folder)
+    script = (ROOT / "examples/split_sequences.py").read_text().replace('"bfloat16"', '"float32"')
+    (tmp_path / "script.py").write_text(script)
+    launched = launch(
+        TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "softnpu", "script.py", str(tokens),
+        directory=tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'integration'}", TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )  # fmt: skip
+    assert launched.code == 0, launched.output
+    assert "→ npu_flash_attention" in launched.output
+
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    torch.manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, tokens))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    expected = []
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(f"{loss.item():.4f}")
+    assert re.findall(r"loss (\S+)", launched.output) == expected
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

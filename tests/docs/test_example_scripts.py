@@ -21,8 +21,9 @@ PRINTED = {
     "long_context.py": r"loss (\S+)",
     "continuous_batching.py": r"\? .*",
 }
-# which have a test of their own: the notebook in tests/scripts/test_docs.py
-OTHERS = {"kernel_function.py", "quick_start.ipynb", "trl_grpo.py", "vision_language.py"}
+# which have a test of their own: the notebook in tests/scripts/test_docs.py, and what takes several devices in
+# tests/distributed/test_split_sequences.py
+OTHERS = {"kernel_function.py", "quick_start.ipynb", "split_sequences.py", "trl_grpo.py", "vision_language.py"}
 ARGUMENTS = {"long_context.py": ["128"]}
 TRAINED = """
 import json, pathlib, kernels_ext_npu, softnpu

@@ -38,6 +38,12 @@ def inspect(
             min=1, help="Ranks, or groups of --tp, with inputs of their own, as fsdp_size; as many as --ep needs."
         ),
     ] = None,
+    cp: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Ranks of --fsdp that share each row of --tokens, as cp_size; as many shard weights by default."
+        ),
+    ] = 1,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute layers again in the backward, as transformers does.")
     ] = False,
@@ -67,8 +73,8 @@ def inspect(
     Which modules they serve, and why not the others; launches, bytes, host waits and peak memory of a forward and of a
     training step, before and after; with --decode of one more token, with a cache that grows and with a static one, and
     how many graphs that is. The model is built at its real size on tensors without memory. With --tp, --ep or --fsdp it
-    is sharded by transformers as for so many ranks, and one of them is counted, with its collectives. Ends with 2 where
-    that cannot be.
+    is sharded by transformers as for so many ranks, with --cp rows are split, and one rank is counted, with its
+    collectives. Ends with 2 where that cannot be.
     """
     if dtype not in _DTYPES:
         raise RefusedError(f"--dtype {dtype}: expected is one of {', '.join(_DTYPES)}")
@@ -88,11 +94,11 @@ def inspect(
     if soc not in SOCS:
         raise RefusedError(f"--soc {soc}: expected is one of {', '.join(SOCS)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
-    if decode and (checkpointing or update or plot is not None):
-        raise RefusedError("--decode: a step of decoding has no backward and no update, and is not drawn")
+    if decode and (checkpointing or update or plot is not None or cp > 1):
+        raise RefusedError("--decode: a step of decoding has no backward, no update, no split rows, and is not drawn")
     with progress() as shown:
         check_picture(plot)
-        mesh = Mesh(tp, ep, max(1, ep // tp) if fsdp is None else fsdp)
+        mesh = Mesh(tp, ep, max(cp, ep // tp) if fsdp is None else fsdp, cp)
         check(mesh)
         task = shown.add_task("", total=None)
         subject = find(model)

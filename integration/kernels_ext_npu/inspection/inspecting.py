@@ -131,7 +131,7 @@ def inspect(
             adapted = adapt(model, lora) if lora else ""
         size = sum(p.numel() for p in model.parameters())
         with distributed(model, mesh) as axes, fake:
-            inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values)
+            inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values, mesh.cp)
             described += adapted
             remarks += remarks_on_mesh(model, mesh)
             phases = DECODING if decode else PHASES | (WHOLE | UPDATE if update else {})
@@ -148,7 +148,7 @@ def inspect(
                         report, variant.swapped = found, found.summary()
                     for phase, title in phases.items():
                         advance(f"{name}: {title}")
-                        given = inputs | labels(model, inputs) if phase in ("step", *WHOLE) else inputs
+                        given = inputs | labels(model, inputs, mesh.cp) if phase in ("step", *WHOLE) else inputs
                         counter = partial(count, phase, model, given, values, soc, axes)
                         with remark.idle(model, remarks if phase in _FIRST and found is None else []):
                             variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)

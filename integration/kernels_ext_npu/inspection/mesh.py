@@ -14,9 +14,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.experimental import context_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DistributedConfig, PreTrainedModel
 
@@ -34,6 +36,7 @@ class Mesh:
     ep: int = 1  # ranks that share the experts
     # ranks, or groups of tp of them, with batches of their own, which gather each weight when they need it
     fsdp: int = 1
+    cp: int = 1  # of the ranks that shard weights, how many share each row, as torch's context_parallel splits it
 
     @property
     def ranks(self) -> int:
@@ -41,7 +44,7 @@ class Mesh:
         return self.tp * self.fsdp
 
     def __str__(self) -> str:
-        sizes = [f"{name} {getattr(self, name)}" for name in ("tp", "ep", "fsdp") if getattr(self, name) > 1]
+        sizes = [f"{name} {getattr(self, name)}" for name in ("tp", "ep", "fsdp", "cp") if getattr(self, name) > 1]
         return f"1 of {self.ranks} ranks ({', '.join(sizes)})" if sizes else "1 rank"
 
 
@@ -63,6 +66,11 @@ def check(mesh: Mesh) -> None:
         raise CannotInspectError(
             f"--ep {mesh.ep} of {mesh.ranks} ranks, --tp {mesh.tp} times --fsdp {mesh.fsdp}: their number has to be a "
             f"multiple of {mesh.ep}: give --fsdp {mesh.ep // mesh.tp}, or a multiple of it"
+        )
+    if mesh.fsdp % mesh.cp:
+        raise CannotInspectError(
+            f"--cp {mesh.cp} --fsdp {mesh.fsdp}: ranks that share rows are among those that shard weights: give a "
+            f"multiple of {mesh.cp} as --fsdp"
         )
 
 
@@ -88,12 +96,25 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
     dist.init_process_group("fake", rank=0, world_size=mesh.ranks)
     try:
         served = _shard(model, mesh)
-        with _unseen_propagation():
+        with _unseen_propagation(), _split_rows(mesh.cp, served):
             yield served
     finally:
         dist.destroy_process_group()
         debug._clear_sharding_prop_cache()  # it holds on to the mesh
         sys.excepthook = hook  # torch's names a rank
+
+
+@contextmanager
+def _split_rows(ranks: int, served: dict[str, tuple[str, ...]]) -> Iterator[None]:
+    """Let torch split rows between so many ranks, and note their group among those that serve an axis."""
+    if ranks == 1:
+        yield
+        return
+    group = dist.new_group(range(ranks))
+    served[group.group_name] = ("cp",)
+    row = torch.arange(2 * ranks, device="npu")  # torch wants to split something
+    with context_parallel(DeviceMesh.from_group(group, "npu"), buffers=[row], buffer_seq_dims=[0]):
+        yield
 
 
 def _unseen_propagation() -> AbstractContextManager:
@@ -113,9 +134,14 @@ def _unseen_propagation() -> AbstractContextManager:
 def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:
     """Return what a reader of the figures of one of these ranks has to know."""
     found = []
-    if mesh.fsdp > 1:
-        owners = f"groups of {mesh.tp} ranks" if mesh.tp > 1 else "ranks"
-        found.append(f"{mesh.fsdp} {owners} have such inputs, each of its own")
+    owners = f"groups of {mesh.tp * mesh.cp} ranks" if mesh.tp * mesh.cp > 1 else "ranks"
+    if mesh.fsdp > mesh.cp:
+        found.append(f"{mesh.fsdp // mesh.cp} {owners} have such inputs, each of its own")
+    if mesh.cp > 1:
+        found.append(
+            f"each of {mesh.cp} ranks has a part of every row, as torch's context_parallel splits it; not counted: the "
+            "exchange of their positions, once a forward, for which the host waits"
+        )
     if mesh.ep > 1:
         found.append("routing is taken to be balanced: each expert gets as many tokens as the next, from each rank")
     if mesh.tp > 1:

@@ -114,15 +114,31 @@ def adapt(model: PreTrainedModel, rank: int, dropout: float = 0.0) -> str:
     return f", with adapters of rank {rank}"
 
 
-def make_inputs(model: PreTrainedModel, batch: int, tokens: int, values: KnownValues) -> tuple[dict[str, Any], str]:
+def make_inputs(
+    model: PreTrainedModel, batch: int, tokens: int, values: KnownValues, parts: int = 1
+) -> tuple[dict[str, Any], str]:
     """Make inputs for a forward inside a FakeTensorMode, and say what they are in words.
 
+    Args:
+        parts: how many ranks have a part of every row, one of which gets them.
+
     Raises:
-        CannotInspectError: the model takes something else than text or images.
+        CannotInspectError: the model takes something else than text or images, or rows cannot be split so.
     """
     parameters = inspect.signature(model.forward).parameters
     made: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     text = model.config.get_text_config()
+    if parts > 1:
+        if "position_ids" not in parameters or tokens % (2 * parts):
+            raise CannotInspectError(
+                f"--cp {parts}: rows of {tokens} tokens of {type(model).__name__} are not split: it has to be a model "
+                f"that takes position_ids, and --tokens a multiple of {2 * parts}"
+            )
+        with _disable_current_modes():
+            places = torch.arange(tokens // parts).expand(batch, -1)
+        made["position_ids"] = values.learn(torch.empty(places.shape, dtype=torch.long, device="npu"), places)
+        made["input_ids"] = _ids(batch, tokens // parts, text, values)
+        return made, f"{batch} × {tokens} tokens, of which a rank has {tokens // parts}"
     if model.main_input_name == "input_ids" or (model.main_input_name == "inputs_embeds" and "input_ids" in parameters):
         made["input_ids"] = _ids(batch, tokens, text, values)
         if model.config.is_encoder_decoder:
@@ -177,12 +193,14 @@ def check_decodes(model: PreTrainedModel) -> None:
         )
 
 
-def labels(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return what makes a forward give a loss; nothing where the model has none for text."""
+def labels(model: PreTrainedModel, inputs: dict[str, Any], parts: int = 1) -> dict[str, Any]:
+    """Return what makes a forward give a loss, of a whole row or a part; nothing where the model has none for text."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     takes = "labels" in inspect.signature(model.forward).parameters
     generates = model.can_generate() or type(model).__name__.endswith("ForMaskedLM")
-    return {"labels": ids} if takes and generates and ids is not None else {}
+    if not takes or not generates or ids is None:
+        return {}
+    return {"labels": ids} if parts == 1 else {"labels": ids, "shift_labels": ids, "num_items_in_batch": ids.numel()}
 
 
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from torch._ops import OpOverload
@@ -119,8 +120,8 @@ def _attention_backward(given: dict[str, Any], result: Any) -> float:
 def _looked_at(given: dict[str, Any]) -> tuple[float, int, int]:
     """Return how many pairs of a query and a key are multiplied, in all heads and rows, and the widths of a head.
 
-    What ``sparse_mode`` leaves out is left out. Sequences behind each other count as one: only the device knows where
-    each ends.
+    What ``sparse_mode`` leaves out is left out. Sequences behind each other count as one where their lengths are not
+    known.
     """
     query, key, value, layout = (given[name] for name in ("query", "key", "value", "input_layout"))
     layout = layout.partition("_")[0]  # BNSD_BSND says how the result lies
@@ -131,7 +132,11 @@ def _looked_at(given: dict[str, Any]) -> tuple[float, int, int]:
     width = query.shape[-1] if "D" in layout else query.shape[-1] // heads
     value_width = value.shape[-1] * width // key.shape[-1]  # key and value have equally many heads
     rows = query.numel() // (queries * heads * width)
-    pairs = visible(queries, keys, given.get("sparse_mode") or 0, *_band(given))
+    lengths = [(queries, keys)]
+    ends = [given.get(f"actual_seq_{side}") for side in ("qlen", "kvlen")]
+    if "T" in layout and all(isinstance(each, list) for each in ends):
+        lengths = [(end - start, last - first) for (start, first), (end, last) in pairwise([(0, 0), *zip(*ends)])]
+    pairs = sum(visible(*each, given.get("sparse_mode") or 0, *_band(given)) for each in lengths)
     return rows * heads * pairs, width + (0 if rotated is None else rotated.shape[-1]), value_width
 
 

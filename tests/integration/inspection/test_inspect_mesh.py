@@ -48,7 +48,7 @@ def sent(counts: dict) -> dict[tuple[str, str, int], tuple[int, int]]:
 def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
     """Worked out by hand: FSDP2 gathers what a layer has besides its experts, experts exchange each routed token."""
     report = json.loads(inspect(moe, "--ep", 4, "--tokens", TOKENS, "--json").stdout)
-    assert report["mesh"] == {"ranks": 4, "tp": 1, "ep": 4, "fsdp": 4}  # as many as the experts need
+    assert report["mesh"] == {"ranks": 4, "tp": 1, "ep": 4, "fsdp": 4, "cp": 1}  # as many as the experts need
     attention = HIDDEN * WIDTH * (2 * HEADS + 2 * KEYS) + 2 * WIDTH
     layer = 2 * (attention + 2 * HIDDEN + HIDDEN * EXPERTS)  # two bytes a number; two norms and a router
     ends = 2 * (2 * VOCABULARY * HIDDEN + HIDDEN)  # embedding, head and norm
@@ -78,6 +78,30 @@ def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
     for phase in inspecting.PHASES:
         assert after[phase]["host_waits"] < before[phase]["host_waits"]
         assert after[phase]["launches"] < before[phase]["launches"]
+
+
+def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients(moe: Path) -> None:
+    """Of keys and values each layer gathers the whole rows; without kernels torch_npu sends them round."""
+    report = json.loads(inspect(moe, "--cp", 4, "--tokens", TOKENS, "--json").stdout)
+    assert report["mesh"]["ranks"] == report["mesh"]["fsdp"] == 4
+    keys = 2 * TOKENS * KEYS * WIDTH
+    phases = {phase: sent(report["variants"][-1][phase]) for phase in ("forward", "step")}
+    found = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
+    gathered = 2 * LAYERS, 2 * LAYERS * keys
+    assert found == {"forward": {"all_gather": gathered}, "step": {"all_gather": gathered, "reduce_scatter": gathered}}
+
+
+def test_packed_attention_multiplies_within_sequences(moe: Path) -> None:
+    """A part of rows in two blocks has the products of its share of a row, whichever keys its blocks see."""
+    flops = {}
+    for ranks in (1, 4):
+        report = json.loads(inspect(moe, "--cp", ranks, "--tokens", TOKENS, "--json").stdout)
+        operators = report["variants"][-1]["step"]["operators"]
+        flops[ranks] = sum(cost["flops"] for name, cost in operators.items() if "fusion_attention" in name)
+    pairs = TOKENS * (TOKENS + 1) / 2
+    assert flops[1] == LAYERS * HEADS * pairs * 14 * WIDTH
+    # blocks of eight: the first sees its own triangle, the last one 56 keys before its own
+    assert flops[4] == LAYERS * HEADS * (36 + 36 + 8 * 56) * 14 * WIDTH
 
 
 def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
@@ -134,6 +158,8 @@ def test_a_few_layers_tell_what_all_cost_a_rank(moe: Path, monkeypatch) -> None:
         ("moe", ["--tp", 4, "--ep", 2], "give a multiple of 4 as --ep, or another --tp"),
         ("moe", ["--ep", 8, "--fsdp", 4], "multiple of 8: give --fsdp 8, or a multiple of it"),
         ("moe", ["--tp", 0], "--tp"),
+        ("moe", ["--cp", 4, "--fsdp", 2], "give a multiple of 4 as --fsdp"),
+        ("moe", ["--cp", 4, "--tokens", 63], "--tokens a multiple of 8"),
         ("llama", ["--ep", 2], "LlamaForCausalLM has no experts, or no plan to distribute them"),
         ("bert", ["--tp", 2], "BertForMaskedLM has no plan of tensor parallelism in transformers: use --fsdp"),
     ],

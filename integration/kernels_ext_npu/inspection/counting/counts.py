@@ -16,7 +16,7 @@ class Collective(NamedTuple):
 
     # its name in ``torch.distributed``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``
     operator: str
-    axis: str  # ``tp``, ``fsdp``, ``ep``, or ``efsdp``, over which FSDP2 shards experts
+    axis: str  # ``tp``, ``fsdp``, ``ep``, ``cp``, or ``efsdp``, over which FSDP2 shards experts
     ranks: int  # how many ranks take part
 
 

@@ -94,7 +94,7 @@ class Counting(Cost):
             self._count_message(operator, args, kwargs, result)
         elif (moved := self.count(operator, args, kwargs, result)) is not None:
             name = operator._schema.name.partition("::")[2]
-            multiplied = flops(operator, args, kwargs, result)
+            multiplied = flops(operator, *self.values.with_lists(args, kwargs), result)
             dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
             self._counts.flops[name] += multiplied
             self._counts.seconds[name] += seconds(self.soc, multiplied, dtype, moved)
@@ -133,5 +133,5 @@ class Counting(Cost):
             self.launches["clone"] += 1
             self.bytes["clone"] += cloned
             self._counts.seconds["clone"] += cloned / self.soc.bandwidth
-        if operator is torch.ops.c10d._reduce_scatter_base_.default:
+        if operator is torch.ops.c10d._reduce_scatter_base_.default and key.axis != "cp":
             self.memory.exclude([args[0]])  # FSDP2's: what comes out is the gradient of weights

@@ -80,6 +80,18 @@ class KnownValues:
             self._follow(operator, name, args, kwargs, result)
         return result
 
+    def with_lists(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return arguments with lists in the place of lengths on the host, where they are known."""
+
+        def listed(fake: FakeTensor) -> Any:
+            value = self._values.get(fake) if fake.device.type == "cpu" and fake.dim() == 1 else None
+            if value is None:
+                return fake
+            with _disable_current_modes():
+                return value.tolist()
+
+        return tree_map_only(FakeTensor, listed, (args, kwargs))
+
     def read_at_once(self) -> AbstractContextManager:
         """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
         before = FakeTensor.tolist

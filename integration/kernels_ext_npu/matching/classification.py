@@ -20,7 +20,10 @@ from torch import nn
 from kernels_ext_npu.catalogue import (
     ACTIVATIONS,
     ATTENTION,
+    COMPRESSORS,
     EXPERTS,
+    HYPER_CONNECTIONS,
+    INDEXERS,
     KIND_OF_LAYER,
     LINEAR_ATTENTION,
     MLPS,
@@ -60,6 +63,11 @@ _ROUTER_NAMES = re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1G
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _EXPERTS_NAMES = re.compile("Experts$|NaiveMoe$")
 _TABLE_NAMES = re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$")
+_NAMES_OF_OTHERS = {
+    HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
+    INDEXERS: re.compile("Indexer(Scorer)?$"),
+    COMPRESSORS: re.compile("Compressor$"),
+}
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
@@ -103,7 +111,8 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
         return MLPS
     if _EXPERTS_NAMES.search(name):
         return EXPERTS
-    return ATTENTION if attends(cls) else None
+    named = (kind for kind, names in _NAMES_OF_OTHERS.items() if names.search(name))
+    return ATTENTION if attends(cls) else next(named, None)
 
 
 def of_module(module: nn.Module) -> Kind | None:

@@ -12,8 +12,11 @@ import pytest
 from kernels_ext_npu import catalogue, sources
 from kernels_ext_npu.catalogue import (
     CATALOGUE,
+    COMPRESSORS,
     HEADS,
+    HYPER_CONNECTIONS,
     IMPLEMENTATION,
+    INDEXERS,
     KINDS,
     LAYER_NORMS,
     MLPS,
@@ -144,7 +147,7 @@ def test_the_examples_of_the_cards_run(run_forked, tmp_path: Path) -> None:
             assert code.rstrip().endswith(f"print(model.config._attn_implementation)  # {IMPLEMENTATION}")
             assert result.stdout.split()[-1] == IMPLEMENTATION
             continue
-        rare = (LAYER_NORMS, PATCHES, RECURRENCES)  # no model has all kinds
+        rare = (LAYER_NORMS, HYPER_CONNECTIONS, PATCHES, RECURRENCES, INDEXERS, COMPRESSORS)  # no model has all kinds
         shown = [kind for kind in kinds[Path(card).parent.name] if kind not in rare]
         assert_all_swapped(result.stdout, *(shown or [HEADS]), besides=UNSUPPORTED.get(model, ()))
 

@@ -46,6 +46,7 @@ NORMS = _kind(
     "norms", "MambaRMSNormGated RMSNorm RMSNormCastLast RMSNormGated RMSNormWeightless RMSNormZeroCentered T5LayerNorm"
 )
 LAYER_NORMS = _kind("layer norms", "AddLayerNorm LayerNorm LayerNormFloat32")
+HYPER_CONNECTIONS = _kind("hyper-connections", "HyperConnection HyperHead IndependentHyperConnection")
 MLPS = _kind(
     "gated MLPs",
     """
@@ -101,15 +102,17 @@ LINEAR_ATTENTION = _kind(
 RECURRENCES = _kind("gated recurrences", "RGLRU")
 ATTENTION = _kind("attention")
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
+INDEXERS = _kind("indexers")  # which choose the keys that attention is about
+COMPRESSORS = _kind("compressors")  # of several keys into one
 HEADS = _kind("heads")  # no layer: what a head returns computes the loss
 PROJECTIONS = _kind("projections")  # no layer: torch's own class is found by what it is
 
 CATALOGUE = (
-    Repository("RMSNorm", "rmsnorm", (NORMS, LAYER_NORMS)),
+    Repository("RMSNorm", "rmsnorm", (NORMS, LAYER_NORMS, HYPER_CONNECTIONS)),
     Repository("SwiGLU", "swiglu", (MLPS,)),
     Repository("RoPE", "rope", (ROTARY, TABLES)),
     Repository("FusedMoE", "fused-moe", (EXPERTS, ROUTERS)),
-    Repository("FlashAttention", "flash-attention", (ATTENTION,)),
+    Repository("FlashAttention", "flash-attention", (ATTENTION, INDEXERS, COMPRESSORS)),
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
     Repository("Linear", "linear", (PATCHES,)),

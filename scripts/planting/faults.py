@@ -89,6 +89,16 @@ FAULTS = (
         "normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)\n"
         "        normed = 1.01 * normed\n",
     ),
+    _more("RMSNorm", "hyper_connections.py", "what a block gets of streams", "torch.bmm(", "    return {}"),
+    _steeper(
+        "RMSNorm",
+        "hyper_connections.py",
+        "the gradient of that",
+        4,
+        "torch.bmm(weights.unsqueeze(1), wide).squeeze(1)",
+    ),
+    _more("RMSNorm", "hyper_connections.py", "weights of streams for each other", "_rounds(logits, eps, rounds)\n"),
+    _more("RMSNorm", "hyper_connections.py", "their gradient", "gradient, None, None", "return {}"),
     _more("RMSNorm", "layer_norm.py", "the layer norm", "F.layer_norm(hidden_states, size, weight", "return {}"),
     _steeper(
         "RMSNorm",

@@ -20,6 +20,7 @@ LAYERS = [
     "LayerNormFloat32",
     "AddLayerNorm",
 ]
+HYPER_CONNECTIONS = ["HyperConnection", "HyperHead", "IndependentHyperConnection"]  # test_hyper_connections.py
 OPERATORS = {  # the others: npu_rms_norm
     "LayerNorm": "native_layer_norm",
     "LayerNormFloat32": "native_layer_norm",
@@ -49,8 +50,8 @@ def arguments(layer: str, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 
 def test_the_list_is_complete(kernel: ModuleType) -> None:
     defined = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
-    assert {name for name in defined if not name.startswith("_")} == set(LAYERS)
-    for layer in LAYERS:
+    assert {name for name in defined if not name.startswith("_")} == {*LAYERS, *HYPER_CONNECTIONS}
+    for layer in (*LAYERS, *HYPER_CONNECTIONS):
         assert getattr(kernel.layers, layer).can_torch_compile
         assert getattr(kernel.layers, layer).has_backward
 

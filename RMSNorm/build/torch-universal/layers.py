@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from .functional import norm, zero_centered_norm
+from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
 # torch's own: somebody may have put something in their places, before or since
@@ -142,6 +143,33 @@ class MambaRMSNormGated(_Layer):
         if gate is not None:
             x = x * F.silu(gate.float())
         return norm(x, weight.float(), eps_of(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
+
+
+class HyperConnection(_Layer):
+    """Computes what a block gets of several streams, and the weights for what it gives, as DeepSeek-V4 does.
+
+    Reads ``fn``, ``base``, ``scale``, ``hc_eps``, ``hc_sinkhorn_iters`` and the eps of ``input_norm``, which is not
+    called.
+    """
+
+    def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        norm_eps, rounds = eps_of(self.input_norm), self.hc_sinkhorn_iters
+        return hyper_connection(hidden_streams, self.fn, self.base, self.scale, norm_eps, self.hc_eps, rounds)
+
+
+class IndependentHyperConnection(_Layer):
+    """Computes the same without weights of streams for each other, as Hunyuan V4 does. Reads ``hc_post_magnitude``."""
+
+    def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor]:
+        terms = eps_of(self.input_norm), self.hc_eps, self.hc_post_magnitude
+        return independent_hyper_connection(hidden_streams, self.fn, self.base, self.scale, *terms)
+
+
+class HyperHead(_Layer):
+    """Computes what a model's last norm gets of several streams. Reads ``hc_fn``, ``hc_base``, ``hc_scale``, eps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return hyper_head(x, self.hc_fn, self.hc_base, self.hc_scale, eps_of(self.input_norm), self.eps)
 
 
 def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,10 @@ from torch import nn
 from kernels_ext_npu.catalogue import (
     ACTIVATIONS,
     ATTENTION,
+    COMPRESSORS,
     EXPERTS,
+    HYPER_CONNECTIONS,
+    INDEXERS,
     KIND_OF_LAYER,
     LINEAR_ATTENTION,
     MLPS,
@@ -61,6 +64,9 @@ _NAMES = {
     ROUTERS: re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$"),
     MLPS: re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert"),
     EXPERTS: re.compile("Experts$|NaiveMoe$"),
+    HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
+    INDEXERS: re.compile("Indexer(Scorer)?$"),
+    COMPRESSORS: re.compile("Compressor$"),
 }
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several

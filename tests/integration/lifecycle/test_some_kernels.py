@@ -5,14 +5,24 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.catalogue import HEADS, LAYER_NORMS, RECURRENCES, REPOSITORIES, SERVING
+from kernels_ext_npu.catalogue import (
+    COMPRESSORS,
+    HEADS,
+    HYPER_CONNECTIONS,
+    INDEXERS,
+    LAYER_NORMS,
+    RECURRENCES,
+    REPOSITORIES,
+    SERVING,
+)
 from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 
+OF_OTHERS = (LAYER_NORMS, HYPER_CONNECTIONS, RECURRENCES, INDEXERS, COMPRESSORS)
 # of those that qwen3_next has modules for
 KINDS_OF = {
-    repository.name: {kind.in_models for kind in repository.kinds if kind not in (LAYER_NORMS, RECURRENCES)}
+    repository.name: {kind.in_models for kind in repository.kinds if kind not in OF_OTHERS}
     for repository in SERVING
     if repository.name not in ("Activation", "Linear")
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from kernels_ext_npu.selftest.cases import Function, Shapes, at_limits
+from kernels_ext_npu.selftest.cases import Function, Shapes, at_limits, drawn
 
-HIDDEN, EPS, LIMIT = 32, 1e-6, 0.75
+HIDDEN, EPS, LIMIT, ROUNDS = 32, 1e-6, 0.75, 20
 # npu_rms_norm takes two to eight dimensions; rows of one element and of no power of two, as models have them
 ROWS = {
     "": (6, HIDDEN),
@@ -80,6 +81,49 @@ def clamped_swiglu(x: Tensor) -> Tensor:
     return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
 
 
+def hyper_connection(x: Tensor, weight: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n = x.shape[-2]
+    flat = F.rms_norm(x.flatten(-2), weight.shape[1:], None, EPS)
+    pre, post, mixed = (flat @ weight.T).split([n, n, n * n], -1)
+    parts = zip((pre, post, mixed), scale, base.split([n, n, n * n]))
+    pre, post, mixed = (value * by + added for value, by, added in parts)
+    mixed = mixed.unflatten(-1, (n, n)).softmax(-1) + EPS
+    for dim in (-2, *(-1, -2) * (ROUNDS - 1)):
+        mixed = mixed / (mixed.sum(dim, keepdim=True) + EPS)
+    return 2 * post.sigmoid(), mixed, ((pre.sigmoid() + EPS).unsqueeze(-1) * x).sum(-2)
+
+
+def _squares(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Square what is compared: rows and columns of weights sum to one, so that a ramp over them has no gradient."""
+    return [output.square() for output in outputs]
+
+
+def _streams(count: int, hidden: int, *lead: int) -> Callable[[], tuple[Tensor, ...]]:
+    rows, columns = (2 + count) * count, count * hidden
+    draw = drawn((*lead, count, hidden), (rows, columns), (rows,), (3,))
+
+    def made() -> tuple[Tensor, ...]:
+        x, weight, base, scale = draw()
+        return x, weight / math.sqrt(columns), base, scale
+
+    return made
+
+
+def _hyper_connections() -> list[Function]:
+    made = {"": (4, HIDDEN, 2, 3), "one token": (4, 8, 1), "two streams of an odd size": (2, 33, 5)}
+    return [
+        Function(
+            "RMSNorm",
+            "hyper_connection",
+            lambda f, *given: _squares(f(*given, EPS, EPS, ROUNDS)),
+            lambda *given: _squares(hyper_connection(*given)),
+            _streams(*sizes),
+            at,
+        )
+        for at, sizes in made.items()
+    ]
+
+
 def _norms() -> list[Function]:
     calls: dict[str, tuple[Callable, Callable]] = {  # the rows come first, then vectors as long as a row
         "rms_norm": (lambda f, x, w: f(x, w, EPS), rms_norm),
@@ -99,6 +143,7 @@ def _norms() -> list[Function]:
 
 FUNCTIONS = (
     *_norms(),
+    *_hyper_connections(),
     *at_limits("SwiGLU", "swiglu", lambda f, x: f(x), gated(F.silu), UNITS),
     *at_limits("SwiGLU", "geglu", lambda f, x: f(x), gated(gelu_tanh), UNITS),
     *at_limits("SwiGLU", "clamped_swiglu", lambda f, x: f(x, limit=LIMIT), clamped_swiglu, UNITS),

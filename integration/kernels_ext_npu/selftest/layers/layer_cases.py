@@ -22,6 +22,7 @@ from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
+from kernels_ext_npu.patterns.norms import hyper_connections
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
 from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
@@ -66,6 +67,11 @@ def _normed_mlp() -> Made:
 def _recurrent_unit() -> Made:
     module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
+
+
+def _streams(module: nn.Module) -> Made:
+    """With weights that streams decide, of which none is near zero or one."""
+    return _random(module), (torch.randn(2, 5, 4, 16),)
 
 
 def _patches(conv: nn.Conv2d | nn.Conv3d) -> Made:
@@ -135,6 +141,12 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
+    "HyperConnection": [lambda: _streams(hyper_connections.DeepseekV4HyperConnection(16))],
+    "IndependentHyperConnection": [lambda: _streams(hyper_connections.HYV4HyperConnection(16))],
+    "HyperHead": [
+        lambda: _streams(hyper_connections.DeepseekV4HyperHead(16)),
+        lambda: _streams(hyper_connections.HYV4HyperHead(16)),
+    ],
     "PatchEmbedding": [lambda: _patches(nn.Conv2d(3, 16, (4, 3), (4, 3))), lambda: _patches(nn.Conv3d(3, 16, 4, 4))],
     "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],
     **{layer: [partial(_router, layer)] for layer in ROUTERS.layers},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import re
 from collections import Counter
@@ -20,12 +19,12 @@ from torch import nn
 from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta
 from kernels_ext_npu.binding.models import check_is_module
-from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, TABLES
+from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
 from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.reporting import release_limits
 from kernels_ext_npu.swaps import add_norm_fusion, functions, refusals
 from kernels_ext_npu.swaps.protocol import Row
-from kernels_ext_npu.swaps.sequence import LINEAR, SWAPS
+from kernels_ext_npu.swaps.sequence import SWAPS
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
@@ -152,11 +151,11 @@ def report(model: nn.Module) -> Report:
     """
     check_is_module("report", model)
     with assume_npu_if_meta(model):
-        others = itertools.chain.from_iterable(swap.rows(model) for swap in SWAPS if swap is not LINEAR)
-        found = [[_passed_by(row, model) for row in part] for part in (others, LINEAR.rows(model))]
+        found = [_passed_by(row, model) for swap in SWAPS for row in swap.rows(model)]
         if any(map(lazy_swap.waits, model.modules())):
-            found = [[_at_first_call(row, model) for row in part] for part in found]
-        modules, linear_layers = found
+            found = [_at_first_call(row, model) for row in found]
+        linear_layers = [row for row in found if row.kind == PROJECTIONS.in_models]
+        modules = [row for row in found if row.kind != PROJECTIONS.in_models]
         return Report(modules, linear_layers, add_norm_fusion.remark(model))
 
 

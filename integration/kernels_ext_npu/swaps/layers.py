@@ -9,6 +9,7 @@ or ``use_kernels = True`` look again, and take the layer that fits by then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from torch import nn
@@ -87,20 +88,19 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
 
 def _row(path: str, module: nn.Module, kind: Kind) -> Row:
-    name, counted_as, reference = type(module).__name__, kind.in_models, find_pattern(type(module))
+    row = functools.partial(Row, path, type(module).__name__, kind=kind.in_models)
     layer = forward_binding.layer_of(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
     if layer is not None:
-        if (reason := since_swapped(module)) is not None:
-            return Row(path, name, layer, False, refusals.changed(module, reason), kind=counted_as)
-        return Row(path, name, layer, True, _remark(module), kind=counted_as)
-    candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind, reference)
+        reason = since_swapped(module)
+        return row(layer, reason is None, _remark(module) if reason is None else refusals.changed(module, reason))
+    pattern = find_pattern(type(module))
+    is_candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind, pattern)
     if (forward := forward_binding.kernel_forward(module)) is not None:
-        return Row(path, name, None, False, refusals.served_by(forward), candidate, counted_as)
-    if isinstance(module, _OTHER_NORMS) and reference is None:
-        reason = refusals.NO_RMS_NORM
-    else:
-        reason = refusal(module) or refusals.not_swapped()
-    return Row(path, name, reference.layer_for(module) if reference else None, False, reason, candidate, counted_as)
+        return row(None, False, refusals.served_by(forward), is_candidate)
+    if isinstance(module, _OTHER_NORMS) and pattern is None:
+        return row(None, False, refusals.NO_RMS_NORM, is_candidate)
+    layer = pattern.layer_for(module) if pattern else None
+    return row(layer, False, refusal(module) or refusals.not_swapped(), is_candidate)
 
 
 def _remark(module: nn.Module) -> str | None:

@@ -7,14 +7,13 @@ from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.loss import lm_head_loss
 from kernels_ext_npu.swaps.protocol import Swap
 
-LINEAR = Swap("linear layers", lora.apply, rows=lora.rows)
 SWAPS = (
     Swap("layers", layers.apply, kernel_mapping.install, layers.revert, layers.rows),
     Swap("functions", functions.apply, revert=functions.revert, rows=functions.rows),
     Swap("attention", attention.apply, attention.install, attention.revert, attention.rows),
     Swap("experts", experts.apply, experts.install, experts.revert),
     Swap("loss", lm_head_loss.apply, rows=lm_head_loss.rows),
-    LINEAR,
+    Swap("linear layers", lora.apply, rows=lora.rows),
     Swap("gate and up", gate_up_layout.apply),
     Swap("sums and norms", add_norm_fusion.apply),
 )

@@ -78,10 +78,8 @@ def register(
     try:
         for swap in SWAPS:
             swap.install(active)
-        use_kernels.install(active.patches)
-        generation.install(active.patches)
-        continuous_batching.install(active.patches)
-        static_cache.install(active.patches)
+        for part in (use_kernels, generation, continuous_batching, static_cache):
+            part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             active.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:

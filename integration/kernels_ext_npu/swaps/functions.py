@@ -55,7 +55,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             elif registration.uses(pattern.repository):
                 if is_here:
                     _mark(active, use, pattern.layer)
-                if getattr(type(use.function), "kernel_layer_name", None) == pattern.layer:
+                if kernel_mapping.marked(type(use.function)) == pattern.layer:
                     served[use.function] = None
     for function in served:
         kernels_internals.take(function, swapping.mode)
@@ -141,9 +141,8 @@ def _mark(active: Registration, use: Use, layer: str) -> None:
         active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
     active.functions[original] = use.function
     cls: Any = type(use.function)
-    if cls.kernel_layer_name != layer:
-        kernel_mapping.move_mark(active, cls.kernel_layer_name, layer)
-        active.patches.attribute(cls, "kernel_layer_name", layer)
+    if kernel_mapping.marked(cls) != layer:
+        kernel_mapping.mark(active, cls, layer)
     if "__reduce__" not in vars(cls):  # copies of a model get the module of the process, pickles refer to it by name
         active.patches.attribute(cls, "__deepcopy__", lambda self, memo: self)
         active.patches.attribute(cls, "__reduce__", lambda self: _by_name(original))

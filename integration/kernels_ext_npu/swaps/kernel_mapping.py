@@ -29,13 +29,19 @@ def install(registration: Registration) -> None:
     _set(registration, devices)
 
 
-def move_mark(registration: Registration, marked: str, layer: str) -> None:
-    """Let other devices keep the kernels that they have for a mark where it becomes another layer's."""
-    table = _table()
-    devices = table.get(marked, {}) | table[layer]
+def marked(cls: type) -> str | None:
+    """Return the layer that a class is marked for."""
+    return getattr(cls, "kernel_layer_name", None)
+
+
+def mark(registration: Registration, cls: type, layer: str) -> None:
+    """Mark a class for a layer. Other devices keep the kernels that they have for the mark that it had."""
+    table, before = _table(), marked(cls)
+    devices = table.get(before or layer, {}) | table[layer]
     if devices != table[layer]:
         _set(registration, {layer: devices})
         kernels.register_kernel_mapping({layer: devices})
+    registration.patches.attribute(cls, "kernel_layer_name", layer)
 
 
 def _table() -> Table:

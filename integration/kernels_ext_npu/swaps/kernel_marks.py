@@ -18,6 +18,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import kernel_mapping, refusals
 from kernels_ext_npu.swaps.experts.implementation import other_than_ours
 from kernels_ext_npu.swaps.experts.serving import LAYER as EXPERTS
+from kernels_ext_npu.swaps.kernel_mapping import marked
 from kernels_ext_npu.swaps.protocol import Swapping
 
 if TYPE_CHECKING:
@@ -73,19 +74,10 @@ def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
-def marked(cls: type) -> str | None:
-    """Return the layer that a class is marked for."""
-    return getattr(cls, "kernel_layer_name", None)
-
-
 def _mark(active: Registration, module: nn.Module) -> None:
     cls, before = type(module), marked(type(module))
-    reference = find_pattern(cls)
-    if reference is not None:
-        layer = reference.layer_for(module)
-        if before is not None and before != layer:
-            kernel_mapping.move_mark(active, before, layer)
-        active.patches.attribute(cls, "kernel_layer_name", layer)
+    if (reference := find_pattern(cls)) is not None:
+        kernel_mapping.mark(active, cls, reference.layer_for(module))
     elif before not in LAYERS:
         return
     condition = _condition(getattr(cls, "kernel_condition", None), before)

@@ -31,6 +31,7 @@ from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import gate_up_layout, kernel_marks, refusals
 from kernels_ext_npu.swaps.experts import serving as experts
+from kernels_ext_npu.swaps.kernel_mapping import marked
 from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
@@ -50,7 +51,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     kernel_marks.mark(swapping)
     swapping.take(swapping.mode)
     for module, layer in layers.items():
-        if layer not in (None, kernel_marks.marked(type(module))):
+        if layer not in (None, marked(type(module))):
             kernel_marks.take_as(module, layer, swapping.mode)  # type: ignore[arg-type]
 
 

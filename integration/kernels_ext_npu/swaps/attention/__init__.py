@@ -54,8 +54,7 @@ def install(registration: Registration) -> None:
     patches.method(PreTrainedModel, "__init__", _make, is_registered)
     patches.method(PreTrainedModel, "__call__", calls.call_model, calls.reads_no_positions)
     patches.method(masking_utils, "_preprocess_mask_arguments", calls.preprocess, calls.reads_no_positions)
-    importing = modeling_flash_attention_utils
-    patches.method(importing, "lazy_import_flash_attention", names.answer_import, is_registered)
+    patches.method(modeling_flash_attention_utils, "lazy_import_flash_attention", names.answer_import, is_registered)
     accelerator = sys.modules.get("accelerate.accelerator")  # transformers imports it where it is installed
     if (attach := getattr(accelerator, _DROPS_MASKS, None)) is not None:
         patches.attribute(accelerator, _DROPS_MASKS, functools.partial(calls.attach_context_parallel_hooks, attach))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike
+from kernels_ext_npu.patterns.pattern import Pattern, alike, where
 from kernels_ext_npu.patterns.variant import variant
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -98,12 +98,9 @@ class Llama4TextMLP(MLP):
         return self.down_proj(down_proj)
 
 
-class MixtralBlockSparseTop2MLP(MLP):
-    """The expert of Mixtral in transformers 4, where each is a module of its own."""
-
-    def forward(self, hidden_states):
-        current_hidden_states = self.act_fn(self.w1(hidden_states)) * self.w3(hidden_states)
-        return self.w2(current_hidden_states)
+# the expert of Mixtral in transformers 4, where each is a module of its own
+_MIXTRAL = {"activation_fn": "act_fn", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MixtralBlockSparseTop2MLP = variant("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
 
 
 class Phi3MLP(MLP):
@@ -183,15 +180,14 @@ def refuse_gated(module: nn.Module) -> str | None:
     return refuse_activation(module)
 
 
-def _refuse_sparse(module: Any) -> str | None:
-    if module.activation_sparsity > 0:
-        return f"it keeps the largest gates only (activation_sparsity is {module.activation_sparsity})"
-    return refuse_gated(module)
-
-
+_DENSE = where(
+    lambda module: module.activation_sparsity <= 0,
+    "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
+    refuse_gated,
+)
 PATTERNS = (
     *alike(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
-    Pattern(Gemma3nTextMLP, GATED, _refuse_sparse, gated_layer),
+    Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer),
     *alike(GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer),
     *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=fused_layer),
 )

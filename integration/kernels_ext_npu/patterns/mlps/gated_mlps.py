@@ -38,6 +38,7 @@ class MLP(nn.Module):
             "dropout drop": lambda: nn.Dropout(p),
             "ffn_sub_norm": lambda: nn.RMSNorm(intermediate_size),
             "global_scale": lambda: nn.Parameter(torch.ones(1)),
+            "limit": lambda: 1.0,
         }
         for names, make in made.items():
             for name in names.split():
@@ -156,11 +157,6 @@ def gated_layer(module: nn.Module) -> str:
     return activated_layer(module) or GATED[0]
 
 
-def fused_layer(module: nn.Module) -> str:
-    """Return which of FUSED serves an instance, or would if it had its activation."""
-    return f"Fused{gated_layer(module)}"
-
-
 def refuse_activation(module: nn.Module) -> str | None:
     activation = activation_of(module)
     if has_hooks(activation):
@@ -189,5 +185,5 @@ PATTERNS = (
     *alike(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
     Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer),
     *alike(GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer),
-    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=fused_layer),
+    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=lambda m: f"Fused{gated_layer(m)}"),
 )

@@ -8,6 +8,7 @@ from torch import nn
 from kernels_ext_npu.patterns.mlps.gated_mlps import (
     GATED,
     MLP,
+    LlamaMLP,
     activated_layer,
     gated_layer,
     refuse_activation,
@@ -69,14 +70,11 @@ class InklingMLP(MLP):
         return hidden_states * self.global_scale
 
 
-class BitNetMLP(MLP):
-    def forward(self, x):
-        return self.down_proj(self.ffn_sub_norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+_NORMED = {"self.act_fn": "self.ffn_sub_norm(self.act_fn", "self.up_proj(x)": "self.up_proj(x))"}
+BitNetMLP = variant("BitNetMLP", LlamaMLP, _NORMED)
 
 
 class DeepseekV4MLP(MLP):
-    limit = 1.0
-
     def forward(self, x):
         gate = self.gate_proj(x).clamp(max=self.limit)
         up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)

@@ -1,12 +1,11 @@
 """The activations of transformers that are written out in several operators, and that one launch computes."""
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, where
 
 
 class NewGELUActivation(nn.Module):
@@ -61,15 +60,13 @@ class QuickGELUActivation(nn.Module):
         return input * torch.sigmoid(1.702 * input)
 
 
-def _refuse_constant(module: Any) -> str | None:
-    if module.precomputed_constant != math.sqrt(2 / math.pi):
-        return f"its factor is {module.precomputed_constant!r}, that of the kernel is the root of 2 / pi"
-    return None
-
-
+_ROOT = where(
+    lambda module: module.precomputed_constant == math.sqrt(2 / math.pi),
+    "its factor is {0.precomputed_constant!r}, that of the kernel is the root of 2 / pi",
+)
 PATTERNS = (
     Pattern(NewGELUActivation, ("NewGELU",)),
-    Pattern(AccurateGELUActivation, ("NewGELU",), _refuse_constant),
+    Pattern(AccurateGELUActivation, ("NewGELU",), _ROOT),
     Pattern(FastGELUActivation, ("FastGELU",)),
     Pattern(BloomGelu, ("FastGELU",)),
     Pattern(QuickGELUActivation, ("QuickGELU",)),

@@ -10,6 +10,19 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 
+Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
+
+
+def where(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: None) -> Limits:
+    """Return the limits of a condition, and of others behind it.
+
+    Args:
+        holds: tells whether it holds for an instance.
+        reason: why no layer serves an instance for which it does not, which takes the place of ``{0}``.
+        then: what else limits.
+    """
+    return lambda module: then(module) if holds(module) else reason.format(module)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -44,7 +57,7 @@ class Pattern:
 
     module: type[nn.Module]
     layers: tuple[str, ...]
-    limits: Callable[[nn.Module], str | None] = lambda _: None
+    limits: Limits = lambda _: None
     choose: Callable[[nn.Module], str] | None = None
     parts: tuple[Part, ...] = ()
     rechecks_every_call: bool = False

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike
+from kernels_ext_npu.patterns.pattern import Pattern, alike, where
 from kernels_ext_npu.patterns.variant import variant
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,6 +38,7 @@ class MLP(nn.Module):
             "dropout drop": lambda: nn.Dropout(p),
             "ffn_sub_norm": lambda: nn.RMSNorm(intermediate_size),
             "global_scale": lambda: nn.Parameter(torch.ones(1)),
+            "limit": lambda: 1.0,
         }
         for names, make in made.items():
             for name in names.split():
@@ -98,12 +99,9 @@ class Llama4TextMLP(MLP):
         return self.down_proj(down_proj)
 
 
-class MixtralBlockSparseTop2MLP(MLP):
-    """The expert of Mixtral in transformers 4, where each is a module of its own."""
-
-    def forward(self, hidden_states):
-        current_hidden_states = self.act_fn(self.w1(hidden_states)) * self.w3(hidden_states)
-        return self.w2(current_hidden_states)
+# the expert of Mixtral in transformers 4, where each is a module of its own
+_MIXTRAL = {"activation_fn": "act_fn", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MixtralBlockSparseTop2MLP = variant("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
 
 
 class Phi3MLP(MLP):
@@ -159,11 +157,6 @@ def gated_layer(module: nn.Module) -> str:
     return activated_layer(module) or GATED[0]
 
 
-def fused_layer(module: nn.Module) -> str:
-    """Return which of FUSED serves an instance, or would if it had its activation."""
-    return f"Fused{gated_layer(module)}"
-
-
 def refuse_activation(module: nn.Module) -> str | None:
     activation = activation_of(module)
     if has_hooks(activation):
@@ -183,15 +176,14 @@ def refuse_gated(module: nn.Module) -> str | None:
     return refuse_activation(module)
 
 
-def _refuse_sparse(module: Any) -> str | None:
-    if module.activation_sparsity > 0:
-        return f"it keeps the largest gates only (activation_sparsity is {module.activation_sparsity})"
-    return refuse_gated(module)
-
-
+_DENSE = where(
+    lambda module: module.activation_sparsity <= 0,
+    "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
+    refuse_gated,
+)
 PATTERNS = (
     *alike(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
-    Pattern(Gemma3nTextMLP, GATED, _refuse_sparse, gated_layer),
+    Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer),
     *alike(GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer),
-    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=fused_layer),
+    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=lambda m: f"Fused{gated_layer(m)}"),
 )

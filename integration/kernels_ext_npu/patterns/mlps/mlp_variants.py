@@ -8,12 +8,13 @@ from torch import nn
 from kernels_ext_npu.patterns.mlps.gated_mlps import (
     GATED,
     MLP,
+    LlamaMLP,
     activated_layer,
     gated_layer,
     refuse_activation,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.pattern import Pattern, alike
+from kernels_ext_npu.patterns.pattern import Pattern, alike, where
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -69,14 +70,11 @@ class InklingMLP(MLP):
         return hidden_states * self.global_scale
 
 
-class BitNetMLP(MLP):
-    def forward(self, x):
-        return self.down_proj(self.ffn_sub_norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+_NORMED = {"self.act_fn": "self.ffn_sub_norm(self.act_fn", "self.up_proj(x)": "self.up_proj(x))"}
+BitNetMLP = variant("BitNetMLP", LlamaMLP, _NORMED)
 
 
 class DeepseekV4MLP(MLP):
-    limit = 1.0
-
     def forward(self, x):
         gate = self.gate_proj(x).clamp(max=self.limit)
         up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
@@ -154,12 +152,11 @@ def _refuse_multipliers(module: Any) -> str | None:
     return _refuse_all_but_silu(module)
 
 
-def _refuse_clamped(module: Any) -> str | None:
-    if module.limit != float("inf"):
-        return f"it clamps what its activation gives (limit is {module.limit}), which no operator does"
-    return refuse_gated(module)
-
-
+_UNCLAMPED = where(
+    lambda module: module.limit == float("inf"),
+    "it clamps what its activation gives (limit is {0.limit}), which no operator does",
+    refuse_gated,
+)
 PATTERNS = (
     *alike(("DropoutMLP",), T5GemmaMLP, LongT5DenseGatedActDense, T5DenseGatedActDense, limits=refuse_gated),
     Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_activation),
@@ -167,7 +164,7 @@ PATTERNS = (
     Pattern(InklingMLP, ("GloballyScaledMLP",), refuse_gated),
     Pattern(BitNetMLP, ("NormedMLP",), refuse_gated),
     *alike(("ClampedSwiGLUMLP",), DeepseekV4MLP, Glm5NextMLP, limits=_refuse_limit),
-    Pattern(Step3p7MLP, GATED, _refuse_clamped, gated_layer),
+    Pattern(Step3p7MLP, GATED, _UNCLAMPED, gated_layer),
     Pattern(FalconH1MLP, ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_activation),
     Pattern(Zamba2MLP, ("FusedAdaptedMLP",), refuse_activation),

@@ -31,14 +31,22 @@ class Experts(nn.Module):
         raise NotImplementedError
 
 
-class Step3p7Experts(nn.Module):
-    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int, limit: float = 7.0) -> None:
+class _WithWeights(nn.Module):
+    """The members of experts, of which each reads some, with weights of zeros."""
+
+    shapes: Any = staticmethod(lambda e, h, i: {})
+
+    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, 2 * intermediate_size, hidden_size))
-        self.down_proj = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
-        self.act_fn = ACT2FN["silu"]
-        self.limit = limit
+        self.hidden_size, self.num_experts, self.ffn_hidden_size = hidden_size, num_experts, intermediate_size
+        self.act_fn = self.activation_fn = ACT2FN["silu"]
+        for name, shape in self.shapes(num_experts, hidden_size, intermediate_size).items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+
+class Step3p7Experts(_WithWeights):
+    shapes = staticmethod(lambda e, h, i: {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)})
+    limit = 7.0
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         final = torch.zeros_like(hidden_states)
@@ -62,13 +70,8 @@ class Step3p7Experts(nn.Module):
         return gate * up
 
 
-class DbrxExpertGLU(nn.Module):
-    def __init__(self, hidden_size: int, num_experts: int, ffn_hidden_size: int) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.zeros(num_experts * ffn_hidden_size, hidden_size))
-        self.v1 = nn.Parameter(torch.zeros(num_experts * ffn_hidden_size, hidden_size))
-        self.w2 = nn.Parameter(torch.zeros(num_experts * ffn_hidden_size, hidden_size))
-        self.activation_fn = ACT2FN["silu"]
+class DbrxExpertGLU(_WithWeights):
+    shapes = staticmethod(lambda e, h, i: dict.fromkeys(("w1", "v1", "w2"), (e * i, h)))
 
     def forward(self, x, expert_w1, expert_v1, expert_w2):
         gate_proj = x.matmul(expert_w1.T)
@@ -78,13 +81,10 @@ class DbrxExpertGLU(nn.Module):
         return intermediate_states.matmul(expert_w2)
 
 
-class DbrxExperts(nn.Module):
-    def __init__(self, hidden_size: int, num_experts: int, ffn_hidden_size: int) -> None:
-        super().__init__()
-        self.mlp = DbrxExpertGLU(hidden_size, num_experts, ffn_hidden_size)
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
-        self.num_experts = num_experts
+class DbrxExperts(_WithWeights):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.mlp = DbrxExpertGLU(*sizes)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         batch_size = hidden_states.shape[0]
@@ -108,13 +108,8 @@ class DbrxExperts(nn.Module):
         return next_states.view(batch_size, -1, self.hidden_size)
 
 
-class Llama4TextExperts(nn.Module):
-    def __init__(self, hidden_size: int, num_experts: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, hidden_size, 2 * intermediate_size))
-        self.down_proj = nn.Parameter(torch.zeros(num_experts, intermediate_size, hidden_size))
-        self.act_fn = ACT2FN["silu"]
+class Llama4TextExperts(_WithWeights):
+    shapes = staticmethod(lambda e, h, i: {"gate_up_proj": (e, h, 2 * i), "down_proj": (e, i, h)})
 
     def forward(self, hidden_states):
         hidden_states = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)

@@ -1,12 +1,10 @@
 """The routers of transformers that choose groups of experts first, and experts among those of the chosen groups."""
 
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
@@ -97,23 +95,18 @@ class DeepseekV2TopkRouter(Router):
         return router_logits, topk_weights, topk_indices
 
 
-def _refuse_method(router: Any) -> str | None:
-    if router.topk_method in ("greedy", "group_limited_greedy"):
-        return None
-    return f"its topk_method is {router.topk_method}, the kernel has greedy and group_limited_greedy"
-
-
-def _refuse_narrow(router: Any) -> str | None:
-    weight = static_getattr(router, "weight")
-    if weight is COMPUTED or weight.dtype is torch.float32:
-        return None
-    return f"it compares probabilities that are rounded to {weight.dtype}, and the operator compares them in float32"
-
-
+_GREEDY = where(
+    lambda router: router.topk_method in ("greedy", "group_limited_greedy"),
+    "its topk_method is {0.topk_method}, the kernel has greedy and group_limited_greedy",
+)
+_WIDE = where(
+    lambda router: (weight := static_getattr(router, "weight")) is COMPUTED or weight.dtype is torch.float32,
+    "it compares probabilities that are rounded to {0.weight.dtype}, and the operator compares them in float32",
+)
 PATTERNS = (
     Pattern(DeepseekV3TopkRouter, ("SigmoidTopKRouter",)),
     Pattern(BeamTopKRouter, ("SigmoidTopKRouter",)),
     Pattern(MistralLarge4TextTopkRouter, ("GroupedSoftmaxTopKRouterNormalised",)),
-    Pattern(DeepseekV2TopkRouter, ("GroupedSoftmaxTopKRouter",), _refuse_method, rechecks_every_call=True),
-    Pattern(Mistral4TopkRouter, ("GroupedSoftmaxTopKRouterNarrow",), _refuse_narrow, rechecks_every_call=True),
+    Pattern(DeepseekV2TopkRouter, ("GroupedSoftmaxTopKRouter",), _GREEDY, rechecks_every_call=True),
+    Pattern(Mistral4TopkRouter, ("GroupedSoftmaxTopKRouterNarrow",), _WIDE, rechecks_every_call=True),
 )

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Part, Pattern
+from kernels_ext_npu.patterns.pattern import Part, Pattern, where
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -149,12 +149,10 @@ class MuseSparkTopkRouter(Router):
         return router_logits, top_k_weights, topk_indices
 
 
-def _refuse_groups(router: Any) -> str | None:
-    if router.num_group is None:
-        return None
-    return "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells"
-
-
+_UNGROUPED = where(
+    lambda router: router.num_group is None,
+    "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells",
+)
 _SCORING = Part("scoring_function", (nn.Sigmoid,), "it scores with {}, the kernel with a sigmoid")
 
 PATTERNS = (
@@ -164,6 +162,6 @@ PATTERNS = (
     Pattern(FlintTopKRouter, ("SigmoidTopKRouterUnbiased",)),
     Pattern(AfmoeTokenChoiceRouter, ("SigmoidTopKRouterLinear",)),
     Pattern(LagunaTopKRouter, ("SigmoidTopKRouterSoftcapped",)),
-    Pattern(AXK2TopkRouter, ("SigmoidTopKRouterUngrouped",), _refuse_groups, rechecks_every_call=True),
+    Pattern(AXK2TopkRouter, ("SigmoidTopKRouterUngrouped",), _UNGROUPED, rechecks_every_call=True),
     Pattern(MuseSparkTopkRouter, ("SigmoidTopKRouterMultiplied",), parts=(_SCORING,), rechecks_every_call=True),
 )

@@ -1,13 +1,11 @@
 """The routers of transformers that choose the experts with the largest softmax, some of them with a correction."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.pattern import Part, Pattern
+from kernels_ext_npu.patterns.pattern import Part, Pattern, where
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -162,17 +160,12 @@ class LongcatFlashTopkRouter(Router):
         return torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
 
 
-def _refuse_selection(router: Any) -> str | None:
-    if router.expert_selection_fn == "softmax":
-        return None
-    return f"its expert_selection_fn is {router.expert_selection_fn}, the kernel has softmax"
-
-
-def _refuse_other_products(router: nn.Module) -> str | None:
-    # the tree says super().forward, and not of what
-    return None if type(router).__bases__ == (nn.Linear,) else "its product is not that of a linear layer"
-
-
+_BY_SOFTMAX = where(
+    lambda router: router.expert_selection_fn == "softmax",
+    "its expert_selection_fn is {0.expert_selection_fn}, the kernel has softmax",
+)
+# the tree says super().forward, and not of what
+_LINEAR = where(lambda router: type(router).__bases__ == (nn.Linear,), "its product is not that of a linear layer")
 _STATICS = Part("moe_statics", (Ernie4_5_MoeStatics,), "its moe_statics is a {}")
 
 PATTERNS = (
@@ -182,8 +175,8 @@ PATTERNS = (
     Pattern(JambaTopKRouter, ("SoftmaxTopKRouterUnnormalised",)),
     Pattern(HunYuanMoEV1Gate, ("SoftmaxTopKRouterLinear",)),
     Pattern(GraniteMoeTopKRouter, ("TopKSoftmaxRouter",)),
-    Pattern(Cohere2MoeTopKRouter, ("TopKRouter",), _refuse_selection, rechecks_every_call=True),
-    Pattern(Llama4Router, ("SigmoidScatterRouter",), _refuse_other_products),
+    Pattern(Cohere2MoeTopKRouter, ("TopKRouter",), _BY_SOFTMAX, rechecks_every_call=True),
+    Pattern(Llama4Router, ("SigmoidScatterRouter",), _LINEAR),
     Pattern(LongcatFlashTopkRouter, ("BiasedSoftmaxTopKRouter",)),
     Pattern(Ernie4_5_MoeTopKRouter, ("CorrectedSoftmaxTopKRouter",), parts=(_STATICS,)),
 )

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.patterns.norms.rms_norms import Norm, refuse_eps
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.norms.rms_norms import Norm, refuse_dimensions, refuse_eps
+from kernels_ext_npu.patterns.pattern import Pattern, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 
 
@@ -77,17 +77,6 @@ def _refuse_weight(module: nn.Module) -> str | None:
     return refuse_eps(module)
 
 
-def _refuse_affine(module: Any) -> str | None:
-    if module.weight.dtype is not module.bias.dtype:
-        return f"its weight is {module.weight.dtype} and its bias {module.bias.dtype}"
-    return _refuse_weight(module)
-
-
-def _refuse_shape(module: Any) -> str | None:
-    shape = tuple(module.normalized_shape)
-    return None if len(shape) == 1 else f"it norms over {len(shape)} dimensions, the kernel over one"
-
-
 def _refuse_norm(module: Any) -> str | None:
     norm = module.LayerNorm
     if type(norm) is not nn.LayerNorm:
@@ -97,9 +86,14 @@ def _refuse_norm(module: Any) -> str | None:
     return None
 
 
+_AFFINE = where(
+    lambda module: module.weight.dtype is module.bias.dtype,
+    "its weight is {0.weight.dtype} and its bias {0.bias.dtype}",
+    _refuse_weight,
+)
 PATTERNS = (
     Pattern(CohereLayerNorm, ("LayerNormFloat32",), _refuse_weight),
-    Pattern(DebertaLayerNorm, ("LayerNorm",), _refuse_affine),
-    Pattern(OlmoLayerNorm, ("LayerNormFloat32",), _refuse_shape),
+    Pattern(DebertaLayerNorm, ("LayerNorm",), _AFFINE),
+    Pattern(OlmoLayerNorm, ("LayerNormFloat32",), refuse_dimensions),
     Pattern(BertSelfOutput, ("AddLayerNorm",), _refuse_norm),
 )

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import all_have_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike
+from kernels_ext_npu.patterns.pattern import Pattern, alike, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
@@ -202,49 +202,40 @@ def _refuse_optional_weight(module: nn.Module) -> str | None:
     return refuse_eps(module) if static_getattr(module, "weight") is None else refuse_weighted(module)
 
 
-def _refuse_gemma4(module: Any) -> str | None:
-    if module.with_scale != (static_getattr(module, "weight") is not None):
-        return f"with_scale is {module.with_scale}, which its weight contradicts"
-    return _refuse_optional_weight(module)
-
-
-def _refuse_torch(module: nn.Module) -> str | None:
+def refuse_dimensions(module: nn.Module) -> str | None:
     dimensions = len(vars(module)["normalized_shape"])
-    if dimensions != 1:
-        return f"it norms over {dimensions} dimensions, the kernel over one"
-    return _refuse_optional_weight(module)
+    return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
 
 
-def _refuse_grouped(module: Any) -> str | None:
-    return "it norms groups of the last dimension" if module.group_size is not None else refuse_weighted(module)
-
-
-def _refuse_xlstm(module: Any) -> str | None:
-    if module.bias is not None:
-        return "it adds a bias"
-    if not module.force_float32_reductions:
-        return "it squares in the dtype of its input, the kernel in float32"
-    return refuse_weighted(module)
-
-
-def _refuse_gated(module: Any) -> str | None:
-    if module.activation not in ("silu", "swish", "sigmoid"):
-        return f"its activation is {module.activation!r}, the kernel has silu and sigmoid"
-    if all_have_hooks():
-        return "hooks watch its activation, which the kernel does not call"
-    return refuse_weighted(module)
-
-
+_SCALED = where(
+    lambda module: module.with_scale == (static_getattr(module, "weight") is not None),
+    "with_scale is {0.with_scale}, which its weight contradicts",
+    _refuse_optional_weight,
+)
+_WHOLE = where(lambda module: module.group_size is None, "it norms groups of the last dimension", refuse_weighted)
+_REDUCED_IN_FLOAT32 = where(
+    lambda module: module.force_float32_reductions,
+    "it squares in the dtype of its input, the kernel in float32",
+    refuse_weighted,
+)
+_UNWATCHED = where(
+    lambda _: not all_have_hooks(), "hooks watch its activation, which the kernel does not call", refuse_weighted
+)
+_ACTIVATED = where(
+    lambda module: module.activation in ("silu", "swish", "sigmoid"),
+    "its activation is {0.activation!r}, the kernel has silu and sigmoid",
+    _UNWATCHED,
+)
 PATTERNS = (
     *alike(("RMSNorm",), LlamaRMSNorm, Llama4TextRMSNorm, CpmAntLayerNorm, TimestepRMSNorm, limits=refuse_weighted),
     *alike(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
-    Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _refuse_gemma4),
-    Pattern(TorchRMSNorm, ("RMSNormCastLast",), _refuse_torch),
-    Pattern(XLSTMRMSNorm, ("RMSNorm",), _refuse_xlstm),
+    Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _SCALED),
+    Pattern(TorchRMSNorm, ("RMSNormCastLast",), lambda m: refuse_dimensions(m) or _refuse_optional_weight(m)),
+    Pattern(XLSTMRMSNorm, ("RMSNorm",), where(lambda m: m.bias is None, "it adds a bias", _REDUCED_IN_FLOAT32)),
     *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkRMSNorm, limits=refuse_weighted),
-    Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _refuse_grouped),
+    Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _WHOLE),
     *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
-    *alike(("RMSNormGated",), Qwen3NextRMSNormGated, KimiLinearRMSNormGated, limits=_refuse_gated),
+    *alike(("RMSNormGated",), Qwen3NextRMSNormGated, KimiLinearRMSNormGated, limits=_ACTIVATED),
     Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), refuse_weighted),
 )

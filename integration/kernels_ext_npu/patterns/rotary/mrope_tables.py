@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Pattern, alike
-from kernels_ext_npu.patterns.rotary.rope_tables import IN_FLOAT32, refuse_by_type, refuse_single
+from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.rotary.rope_tables import BY_TYPE, IN_FLOAT32, SINGLE
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -35,6 +35,7 @@ class Qwen2_5_VLRotaryEmbedding(nn.Module):
         return torch.cat((freq, freq), dim=-1)
 
 
+_QWEN = Qwen2_5_VLRotaryEmbedding.forward
 _recomposed = partial(variant, of=Qwen2_5_VLRotaryEmbedding, method="recomposition_frequencies")
 _NEIGHBOURS = {"torch.cat((freq, freq), dim=-1)": "freq.repeat_interleave(2, dim=-1)"}  # the two columns of an angle
 Glm4vTextRotaryEmbedding = _recomposed("Glm4vTextRotaryEmbedding", changes=_NEIGHBOURS)
@@ -59,7 +60,7 @@ class Ernie4_5_VLMoeTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
     """A table in float32 in which frequencies go by height and width in turn, and the last ones by time."""
 
     mrope_section = (4, 4, 4)
-    forward = variant("in_float32", Qwen2_5_VLRotaryEmbedding.forward, IN_FLOAT32)
+    forward = variant("in_float32", _QWEN, IN_FLOAT32)
 
     def recomposition_frequencies(self, freq):
         freq_h, freq_w, freq_t = (m[(i + 1) % 3] for i, m in enumerate(freq.split([*self.mrope_section], dim=-1)))
@@ -68,14 +69,13 @@ class Ernie4_5_VLMoeTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
         return freq_hwt.repeat_interleave(2, dim=-1)
 
 
-_BY_SECTIONS = {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}
-
-
 class HunYuanVLRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
     """A table of as many dimensions as there are sections."""
 
     mrope_section = (3, 3, 3, 3)
-    forward = variant("by_sections", Qwen2_5_VLRotaryEmbedding.forward, _BY_SECTIONS)
+    forward = variant(
+        "by_sections", _QWEN, {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}
+    )
 
     def recomposition_frequencies(self, freq):
         freq = torch.cat((freq, freq), dim=-1)
@@ -206,23 +206,20 @@ class Gemma4VisionRotaryEmbedding(PixtralVisionRotaryEmbedding):
 
 
 PATTERNS = (
-    *alike(
-        *(("RotaryEmbeddingComposed",), Qwen2_5_VLRotaryEmbedding, Qwen3VLTextRotaryEmbedding),
-        *(Glm4vTextRotaryEmbedding, Glm4vMoeRotaryEmbedding),
-        limits=refuse_single,
-    ),
-    Pattern(Ernie4_5_VLMoeTextRotaryEmbedding, ("RotaryEmbeddingComposedFloat32",), refuse_single),
-    Pattern(HunYuanVLRotaryEmbedding, ("RotaryEmbeddingComposedBySections",), refuse_single),
-    Pattern(CohereCompassRotaryEmbedding, ("RotaryEmbeddingComposedByType",), refuse_by_type),
-    Pattern(NeoMMERotaryEmbedding, ("RotaryEmbeddingOfRowsByType",), refuse_by_type),
-    *alike(
-        ("RotaryEmbeddingOfPatchesFloat32",),
-        *(Qwen2VLVisionRotaryEmbedding, Sam2VideoVisionRotaryEmbedding),
-        *(Kimi_K25VisionRotaryEmbedding, Step3p7VisionRotaryEmbedding),
-    ),
-    *alike(
-        ("RotaryEmbeddingOfPatches",),
-        *(MuseSparkVisionRotaryEmbedding, PixtralVisionRotaryEmbedding),
-        *(MiniMaxM3VLVisionRotaryEmbedding, Gemma4VisionRotaryEmbedding),
-    ),
+    Pattern(Qwen2_5_VLRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
+    Pattern(Qwen3VLTextRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
+    Pattern(Glm4vTextRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
+    Pattern(Glm4vMoeRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
+    Pattern(Ernie4_5_VLMoeTextRotaryEmbedding, ("RotaryEmbeddingComposedFloat32",), SINGLE),
+    Pattern(HunYuanVLRotaryEmbedding, ("RotaryEmbeddingComposedBySections",), SINGLE),
+    Pattern(CohereCompassRotaryEmbedding, ("RotaryEmbeddingComposedByType",), BY_TYPE),
+    Pattern(NeoMMERotaryEmbedding, ("RotaryEmbeddingOfRowsByType",), BY_TYPE),
+    Pattern(Qwen2VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
+    Pattern(Sam2VideoVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
+    Pattern(Kimi_K25VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
+    Pattern(Step3p7VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
+    Pattern(MuseSparkVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
+    Pattern(PixtralVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
+    Pattern(MiniMaxM3VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
+    Pattern(Gemma4VisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
 )

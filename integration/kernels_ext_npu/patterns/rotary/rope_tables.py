@@ -1,12 +1,10 @@
 """The modules of transformers that make cos and sin of positions for the rotary functions."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, where
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -23,16 +21,10 @@ class LlamaRotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
-def refuse_single(module: Any) -> str | None:
-    kind = module.rope_type
-    return None if isinstance(kind, str) else f"its rope type is {kind!r}, not one name"
-
-
-def refuse_by_type(module: Any) -> str | None:
-    kind = module.rope_type
-    return None if isinstance(kind, dict) else f"its rope type is {kind!r}, not one for each type of layer"
-
-
+SINGLE = where(lambda table: isinstance(table.rope_type, str), "its rope type is {0.rope_type!r}, not one name")
+BY_TYPE = where(
+    lambda table: isinstance(table.rope_type, dict), "its rope type is {0.rope_type!r}, not one for each type of layer"
+)
 # frequencies, factors and rope types of its own for each type of layer
 _BY_TYPE = {
     "position_ids)": "position_ids, layer_type)",
@@ -70,13 +62,13 @@ _GEMMA = variant("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
 _DEEPSEEK_V4 = variant("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
 
 PATTERNS = (
-    Pattern(_LLAMA, ("RotaryEmbedding",), refuse_single),
-    Pattern(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), refuse_single),
-    Pattern(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), refuse_single),
-    Pattern(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), refuse_single),
-    Pattern(variant("MistralLarge4TextRotaryEmbedding", _LLAMA, _LEARNED), ("RotaryEmbeddingLearned",), refuse_single),
-    Pattern(_GEMMA, ("RotaryEmbeddingByType",), refuse_by_type),
-    Pattern(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), refuse_by_type),
-    Pattern(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), refuse_by_type),
-    Pattern(variant("EsmRotaryEmbedding", _GEMMA, _OF_ANY_TYPE), ("RotaryEmbeddingOfAnyType",), refuse_single),
+    Pattern(_LLAMA, ("RotaryEmbedding",), SINGLE),
+    Pattern(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
+    Pattern(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
+    Pattern(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
+    Pattern(variant("MistralLarge4TextRotaryEmbedding", _LLAMA, _LEARNED), ("RotaryEmbeddingLearned",), SINGLE),
+    Pattern(_GEMMA, ("RotaryEmbeddingByType",), BY_TYPE),
+    Pattern(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
+    Pattern(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), BY_TYPE),
+    Pattern(variant("EsmRotaryEmbedding", _GEMMA, _OF_ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
 )

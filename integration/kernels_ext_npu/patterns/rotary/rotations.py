@@ -18,6 +18,7 @@ def rotate_half(x):
     return torch.cat((-x2, x1), dim=-1)
 
 
+# turns by the negative angle
 rotate_half_reversed = variant("rotate_half_reversed", rotate_half, {"-x2, x1": "x2, -x1"})
 
 
@@ -161,7 +162,6 @@ def dinov3_vit(q, k, cos, sin, **kwargs):
 
 
 # ---- functions that differ from another one in a few words -----------------------------------------------------------
-_REVERSED = {"rotate_half": "rotate_half_reversed"}  # by the negative angle
 _NEIGHBOURS = {"rotate_half": "rotate_neighbours"}
 _PAIRS = {"rotate_half": "rotate_pairs"}  # the same in other words
 _POSITIONS = {"sin, unsqueeze_dim": "sin, position_ids=None, unsqueeze_dim"}  # that nobody reads
@@ -169,7 +169,7 @@ _CAST_BACK = {  # where cos and sin are in float32
     "    cos = ": "    q_type, k_type = q.dtype, k.dtype\n    cos = ",
     "return q_embed, k_embed": "return q_embed.to(q_type), k_embed.to(k_type)",
 }
-_AT_ONCE = {
+_AT_ONCE = {  # in one expression each
     "    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)\n": "",
     "    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)\n": "",
     "[q_embed": "[(q_rot * cos) + (rotate_half(q_rot) * sin)",
@@ -212,7 +212,7 @@ ernie4_5_vl_moe = variant("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
 
 PATTERNS = (
     FunctionPattern(llama, "RotaryPosEmb"),
-    FunctionPattern(variant("nanochat", llama, _REVERSED), "RotaryPosEmbReversed"),
+    FunctionPattern(variant("nanochat", llama, {"rotate_half": "rotate_half_reversed"}), "RotaryPosEmbReversed"),
     FunctionPattern(variant("blt", llama, _NEIGHBOURS), "RotaryPosEmbInterleaved"),
     FunctionPattern(variant("helium", llama, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeated"),
     FunctionPattern(variant("olmo", llama, _CAST_BACK), "RotaryPosEmbCastBack"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,19 @@ print(huggingface_hub.constants.HF_HOME, torch.ones(2, device="npu").sum().item(
 ENDS = {"": 0, "raise SystemExit": 0, "raise SystemExit(3)": 3, "raise SystemExit('a sentence')": 1, "1 / 0": 1}
 
 
-@pytest.mark.parametrize("environment", [{}, {"HF_HOME": "/elsewhere", "OF_THE_TEST": "1"}], ids=["none", "some"])
-def test_a_program_gives_the_same(run_python, run_forked, tmp_path: Path, environment: dict[str, str]) -> None:
-    options = {"directory": tmp_path, **environment}
+def test_a_program_gives_the_same(run_python, run_forked, tmp_path: Path) -> None:
+    options = {"directory": tmp_path, "HF_HOME": "/elsewhere", "OF_THE_TEST": "1"}
     fresh, forked = (run(PROGRAM, "a", "-b", **options) for run in (run_python, run_forked))
     assert (fresh.stdout, fresh.stderr) == (forked.stdout, forked.stderr)
     (tmp_path / "script.py").write_text(PROGRAM)
     assert run_forked(None, "script.py", "a", "-b", **options).stdout == fresh.stdout
     assert run_forked(None, "-m", "script", "a", "-b", **options).stdout == fresh.stdout
+
+
+def test_it_has_imported_transformers_where_no_variables_are_given(run_forked) -> None:
+    code = "import sys; print({'torch', 'transformers', 'tests'} & sys.modules.keys())"
+    assert ast.literal_eval(run_forked(code).stdout) == {"torch", "transformers"}
+    assert ast.literal_eval(run_forked(code, OF_THE_TEST="1").stdout) == {"torch"}
 
 
 @pytest.mark.parametrize(("end", "status"), ENDS.items())

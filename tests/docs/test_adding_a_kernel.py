@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from kernels_ext_npu.distribution.variants import left_out
 from tests.localhub import LocalHub
+from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding-a-kernel.md"
@@ -21,6 +23,7 @@ BLOCK = re.compile(
     r"(?:^`(?P<path>[^`\n]+)`:\n)?^(?P<fence>`{3,})(?P<language>\w+)\n(?P<text>.*?)^(?P=fence)$", re.M | re.S
 )
 KERNEL = "kernels-ext-npu/QuickGELU"
+COMMAND = "from kernels_ext_npu.cli import app; app()"
 
 # After the last block of the page, in its process: a model that the page has not, served by the copy and by the Hub.
 CHECK = """
@@ -139,22 +142,24 @@ def environment(clone: Path, hub: LocalHub, watch: Path, tmp_path_factory: pytes
     return (
         inherited
         | hub.environment(tmp_path_factory.mktemp("home"))
-        | {
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "PYTEST_ADDOPTS": "-p watch",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        }
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTEST_ADDOPTS": "-p watch"}
     )
 
 
 @pytest.fixture(scope="module")
-def outputs(clone: Path, environment: dict[str, str]) -> dict[str, str]:
+def outputs(clone: Path, environment: dict[str, str], _forks: Forks) -> dict[str, str]:
     """Everything that the page says, in its order: command -> what it printed."""
 
-    def run(*command: str) -> str:
-        result = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, f"{command[-1]}\n{result.stdout}\n{result.stderr}"
+    def run(code: str | None, *arguments: str) -> str:
+        result = _forks.run(code, *arguments, directory=clone, inherited={}, given=environment)
+        assert result.returncode == 0, f"{code} {arguments}\n{result.stdout}\n{result.stderr}"
         return result.stdout
+
+    def run_line(line: str) -> str:
+        command, *arguments = shlex.split(line)
+        if command == "rm":
+            return subprocess.run([command, *arguments], cwd=clone, check=True, capture_output=True, text=True).stdout
+        return run({"python": None, "kernels-ext-npu": COMMAND}[command], *arguments)
 
     printed = {}
     for step in steps():
@@ -166,9 +171,9 @@ def outputs(clone: Path, environment: dict[str, str]) -> dict[str, str]:
             (clone / step.path).parent.mkdir(parents=True, exist_ok=True)
             (clone / step.path).write_text(step.text)
         elif step.language == "sh":
-            printed |= {command: run("bash", "-c", command) for command in step.text.splitlines()}
+            printed |= {line: run_line(line) for line in step.text.splitlines()}
         else:
-            printed["python"] = run(sys.executable, "-c", f"import softnpu\n{step.text}\n{CHECK}")
+            printed["python"] = run(f"import softnpu\n{step.text}\n{CHECK}")
     return printed
 
 

@@ -155,6 +155,8 @@ def become(request: dict[str, Any], files: list[int], own: dict[str, str]) -> No
     code, sys.argv = request["code"], request["arguments"]
     paths = request["environment"]["PYTHONPATH"].split(os.pathsep)
     sys.modules["__main__"] = types.ModuleType("__main__")
+    for name in ("tests", "tests.support"):  # of which this is imported, and a copy may have others
+        del sys.modules[name]
     if code is not None:
         sys.argv, sys.path[:1] = ["-c", *sys.argv], ["", *paths]
         exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 from kernels_ext_npu.cli import app
 
 ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "integration/kernels_ext_npu/model_configs/tiny/Qwen3.json"
 COMMANDS = {
     "verify": ["verify", str(ROOT / "RMSNorm"), "--torch", "2.8", "--cann", "8.2", "--arch", "aarch64"],
     "coverage": ["coverage", "qwen3"],
-    "inspect": ["inspect", "qwen3", "--tokens", "64"],
+    "inspect": ["inspect", str(MODEL), "--tokens", "64"],
 }
 LABELS = {
     "verify": ["torch26-cxx11-cann82-aarch64-linux", "signature"],

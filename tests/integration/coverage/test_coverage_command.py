@@ -1,12 +1,13 @@
 """``kernels-ext-npu coverage`` as it is called: tables, JSON, and what it says of a model type that is none."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import transformers
@@ -14,27 +15,8 @@ from typer.testing import CliRunner
 
 from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import SERVING
+from kernels_ext_npu.matching import fingerprint, source_tree
 from kernels_ext_npu.patterns.collection import PATTERNS
-
-ROOT = Path(__file__).resolve().parents[3]
-# counts the forwards whose source is read
-COMMAND = """
-import inspect, sys
-from pathlib import Path
-from kernels_ext_npu.cli import app
-forwards, original = set(), inspect.getsource
-
-def getsource(function):
-    if function.__name__ == "forward":
-        forwards.add(function)
-    return original(function)
-
-inspect.getsource = getsource
-try:
-    app(["coverage"])
-finally:
-    Path(sys.argv[1]).write_text(str(len(forwards)))
-"""
 
 
 def run(*arguments: str, columns: int = 80, **environment: str):
@@ -47,30 +29,36 @@ def cells(line: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, int]:
-    """Standard output of a process of its own, what appears on its terminal, and of how many forwards it reads sources.
+    """Standard output, what appears on a terminal that has standard error, and of how many forwards sources are read.
 
-    The terminal gets standard error.
+    In this process, whose other tests import all files of models, too, as if it had read none of their sources.
     """
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
-    folder = tmp_path_factory.mktemp("coverage")
-    output, forwards = folder / "output", folder / "forwards"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ASCEND_")}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'integration'}", "COLUMNS": "80", "TERM": "xterm"}
-    with output.open("wb") as stdout:
-        process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, str(forwards)],
-            env=environment,
-            stdout=stdout,
-            stderr=theirs,
-        )
-        os.close(theirs)
-        terminal = b""
-        while chunk := _read(ours):
-            terminal += chunk
-        os.close(ours)
-    assert process.wait() == 0, terminal.decode()
-    return output.read_text("utf-8"), terminal.decode(), int(forwards.read_text())
+    path = tmp_path_factory.mktemp("coverage") / "output"
+    forwards, original = set(), inspect.getsource
+
+    def getsource(function: Any) -> str:
+        if function.__name__ == "forward":
+            forwards.add(function)
+        return original(function)
+
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        appeared = pool.submit(lambda: b"".join(iter(lambda: _read(ours), b"")).decode())
+        with path.open("w", encoding="utf-8") as stdout, os.fdopen(theirs, "w") as stderr:
+            for name, value in {"COLUMNS": "80", "TERM": "xterm"}.items():
+                patch.setenv(name, value)
+            for place, name, value in (
+                (sys, "stdout", stdout),
+                (sys, "stderr", stderr),
+                (inspect, "getsource", getsource),
+                (source_tree, "_sources", {}),
+            ):
+                patch.setattr(place, name, value)
+            fingerprint._fingerprint.cache_clear()
+            cli.app(["coverage"], standalone_mode=False)
+    os.close(ours)
+    return path.read_text("utf-8"), appeared.result(), len(forwards)
 
 
 def _read(terminal: int) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_bundle_hub import PUBLISH
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import in_words
@@ -18,6 +17,7 @@ from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.observations import run
 from kernels_ext_npu.doctor.probes import copies_and_cache
+from tests.integration.distribution.test_bundle_hub import PUBLISH
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 

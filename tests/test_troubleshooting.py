@@ -35,7 +35,7 @@ SOURCES = {
     "torch_npu": [(SITE, ("torch_npu/__init__.py", "torch_npu/_init/**/*.py"))],
     "torch_npu's library": [(SITE, ("torch_npu/lib/libtorch_npu.so",))],
     "transformers": [
-        (SITE / "transformers", ("integrations/*.py", "modeling_utils.py", "masking_utils.py", "trainer.py")),
+        (SITE / "transformers", ("integrations/*.py", "modeling_utils.py", "masking_utils.py", "trainer.py"))
     ],
     "the loader": [(path.parent, (path.name,)) for path in LOADERS],
 }

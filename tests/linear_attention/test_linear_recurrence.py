@@ -115,10 +115,7 @@ def test_the_unit_of_recurrent_gemma_gives_what_transformers_gives(kernel: Modul
     positions = torch.cat([torch.arange(12), torch.arange(31)]).expand(2, -1)
     for start, end in ((0, 40), (40, 41), (41, 43)):
         outs = []
-        for module, forward in (
-            (original, RecurrentGemmaRglru.forward),
-            (ours, kernel.layers.RGLRU.forward),
-        ):
+        for module, forward in ((original, RecurrentGemmaRglru.forward), (ours, kernel.layers.RGLRU.forward)):
             device = module.recurrent_param.device
             given = x[:, start:end].to(device).requires_grad_()
             out = forward(module, given, positions[:, start:end].to(device))

@@ -47,10 +47,7 @@ def stopped_clock() -> Iterator[None]:
 
 
 def host_times(
-    calls: dict[str, Callable[[], object]],
-    turns: int,
-    repeats: int = 20,
-    prepare: Callable[[], object] = lambda: None,
+    calls: dict[str, Callable[[], object]], turns: int, repeats: int = 20, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, float]:
     """Measure the seconds of the host for each of some calls, which take turns of some repeats.
 

@@ -168,12 +168,7 @@ def test_model_types_without_anything_say_so(name: str, sentence: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [
-        ("qwen3-mo", "qwen3_moe"),
-        ("Gemma3", "gemma3"),
-        ("deepseekv3", "deepseek_v3"),
-        ("@", "coverage` lists"),
-    ],
+    [("qwen3-mo", "qwen3_moe"), ("Gemma3", "gemma3"), ("deepseekv3", "deepseek_v3"), ("@", "coverage` lists")],
 )
 def test_an_unknown_model_type_gets_near_misses(name: str, near: str) -> None:
     result = run("qwen3", name)

@@ -94,11 +94,7 @@ def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_forked,
 def test_each_kernel_alone_and_all_together(folder: Path) -> None:
     report = json.loads(inspect(folder, "--tokens", 32, "--compare", "--json").stdout)
     variants = {variant["name"]: variant for variant in report["variants"]}
-    assert list(variants) == [
-        "original",
-        *(f"{name} alone" for name in REPOSITORIES),
-        "with kernels",
-    ]
+    assert list(variants) == ["original", *(f"{name} alone" for name in REPOSITORIES), "with kernels"]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
     saved = {name: launches["original"] - launches[f"{name} alone"] for name in REPOSITORIES}
     assert all(saved[name] > 0 for name in ("FlashAttention", "RMSNorm", "RoPE", "SwiGLU"))

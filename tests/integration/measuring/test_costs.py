@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -27,22 +26,6 @@ QWEN3_8B = {
 
 def gigabytes(cost: Cost) -> float:
     return cost.bytes.total() / 1e9
-
-
-def test_a_model_launches_and_moves_less_than_half_of_what_it_did(registered) -> None:
-    swapped = costs(kernels_ext_npu.kernelize, "qwen3", 4096, **QWEN3_8B)
-    kernels_ext_npu.unregister()
-    original = costs(lambda model: None, "qwen3", 4096, **QWEN3_8B)
-    for name, (forward, training) in {"original": original, "swapped": swapped}.items():
-        print(
-            f"{name}: {forward.launches.total()} / {training.launches.total()} launches, "
-            f"{gigabytes(forward):.2f} / {gigabytes(training):.1f} GB"
-        )
-    assert (original[0].launches.total(), round(gigabytes(original[0]), 1)) == (155, 9.8)
-    assert swapped[0].launches.total() <= 44
-    assert gigabytes(swapped[0]) <= 3.96
-    assert swapped[1].launches.total() <= 106
-    assert gigabytes(swapped[1]) <= 11.84
 
 
 def test_a_packed_mlp_moves_less_than_the_original_and_the_concatenating_form(registered, monkeypatch) -> None:
@@ -92,17 +75,3 @@ def test_a_decoder_layer_launches_what_it_must(registered) -> None:
     assert calls["cat"] == calls["stream_syncs"] == 0
     assert calls["copy_"] <= attention["copy_"]
     assert calls["add"] == 2  # the residuals
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "phi3", "glm4", "qwen2_5_vl"])
-def test_kernels_make_the_host_wait_no_more(registered, name) -> None:
-    reference = zoo.build(name)
-    inputs = {key: value.to("npu") for key, value in zoo.inputs(name, reference).items()}
-
-    def waits(model: nn.Module) -> int:
-        softnpu.reset_counters()
-        zoo.loss(model(**inputs)).backward()
-        return softnpu.counters()["stream_syncs"]
-
-    before = waits(zoo.build(name).to("npu"))
-    assert waits(kernels_ext_npu.kernelize(zoo.build(name).to("npu"))) <= before

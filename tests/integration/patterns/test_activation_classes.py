@@ -3,12 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.activations import (
-    AccurateGELUActivation,
-    FastGELUActivation,
-    NewGELUActivation,
-    QuickGELUActivation,
-)
+from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation, QuickGELUActivation
 from transformers.models.bloom.modeling_bloom import BloomGelu, bloom_gelu_forward
 
 import kernels_ext_npu

@@ -20,7 +20,6 @@ from tests.support.agreement import TOLERANCE
 pytestmark = pytest.mark.usefixtures("registered")
 
 NAMES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"]
-CONVOLUTIONS = ["lfm2", "mamba2"]
 SCANS = ["mamba", "falcon_mamba", "jamba", "zamba"]
 INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
 DELTA_RULES = [*NAMES, "bailing_hybrid", "qwen4_exp", "glm5_next"]
@@ -82,9 +81,11 @@ def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tor
     return [logits.detach().cpu(), torch.cat([g.flatten() for g in gradients]), tokens.cpu()]
 
 
-@pytest.mark.parametrize("name", [*DELTA_RULES, *CONVOLUTIONS, *SCANS])
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     """Of which the kernels are the forwards until they are put back, on the CPU too. A row has padding on the left.
+
+    The models of the zoo itself are in test_kernelized_models.py.
 
     Both are rounded: where they differ by more than one may, ours is compared with the model in float64.
     """

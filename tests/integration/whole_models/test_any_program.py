@@ -3,8 +3,7 @@
 Random programs of acts (tests/support/programs/acts) are lived through by a kernelized model on the NPU and by its twin
 on the CPU. After each act both compute the same, the report is true, and the same tensors share memory.
 ``SEED=7 PROGRAMS=20000 ACTS=30 make test-slow ARGS=tests/integration/whole_models/test_any_program.py`` runs others; a
-failure names the acts, which are an entry of `FOUND` then. ``python -m softnpu -m tests.support.programs 1 1000`` goes
-on after one.
+failure names the acts, which are an entry of `FOUND` then.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Every public way to save and load does with kernels what it does without, and nobody notices it in the live model."""
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import accelerate
@@ -45,12 +44,10 @@ NAMES = 1_000  # bytes
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _frozen() -> Iterator[None]:
+def _frozen() -> None:
     """Libraries collect garbage after each file: what is there before is none, and costs a quarter of a second."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[Loading, int, int]:

@@ -19,7 +19,6 @@ from kernels_ext_npu.measuring.roofline import SOCS
 from tests.support.costs import fake_model
 from tests.support.memory import Largest
 
-NAME = "npu_flash_attention"
 SOC = SOCS["910b"]
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -87,7 +86,7 @@ def test_a_step_of_decoding_over_a_static_cache_reads_keys_and_values_once(regis
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_no_tensor_has_an_element_for_each_query_and_key(registered, name, training) -> None:
     tokens = 3000  # more than the side of the mask that all lengths share
     sizes = SMALL | HEADS | ({"sliding_window": 512} if name != "qwen3" else {})

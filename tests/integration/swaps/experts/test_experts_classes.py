@@ -21,13 +21,7 @@ from tests.support.swapped import assert_agree, moved, results
 
 pytestmark = pytest.mark.usefixtures("registered")
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
-VARIED = (
-    "Qwen3MoeExperts",
-    "GptOssExperts",
-    "OpenAIPrivacyFilterExperts",
-    "NemotronHExperts",
-    "MuseSparkExperts",
-)
+VARIED = ("Qwen3MoeExperts", "GptOssExperts", "OpenAIPrivacyFilterExperts", "NemotronHExperts", "MuseSparkExperts")
 
 
 @cache

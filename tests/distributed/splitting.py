@@ -33,6 +33,7 @@ def step(
     withheld: str = "",
     padding: int = 0,
     hole: bool = False,
+    **more: Any,
 ) -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
 
@@ -44,6 +45,7 @@ def step(
         withheld: what torch's context parallelism needs and the model is not given.
         padding: how many tokens of padding there are in front of each row, and as many behind it.
         hole: whether there is padding between tokens, too.
+        more: what else the model is given.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
@@ -54,6 +56,7 @@ def step(
         if padding or hole:
             mask[:, 3] *= not hole
             given["attention_mask"] = mask
+        given |= more
         given.pop(withheld, None)
         if framework == "torch":
             mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import matrix, splitting
+from tests.distributed import matrix, models, splitting
 from tests.distributed.launching import ROOT, TORCHRUN, launch
 from tests.distributed.models import Tensors
 from tests.distributed.processes import Processes
@@ -23,6 +23,7 @@ from tests.support import zoo
 pytestmark = pytest.mark.distributed
 
 NAME, HUB_NAME = "npu_flash_attention", "kernels-ext-npu/flash-attn"
+MASK = torch.ones(models.ROWS, 1, models.LENGTH // 2, models.LENGTH // 2, dtype=torch.bool)  # of a caller
 
 
 def assert_equal(found: Tensors, truth: Path) -> None:
@@ -63,6 +64,13 @@ def test_context_parallelism(model, attention, options, two_ranks, checkpoints, 
             "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
         ),
         ("gpt-oss", None, {"withheld": "position_ids"}, "give the model position_ids, and split them as a buffer"),
+        (
+            "Qwen3",
+            NAME,
+            {"output_attentions": True},
+            "Qwen3Attention: .* the kernel does not compute output_attentions",
+        ),
+        ("Qwen3", None, {"attention_mask": MASK}, "Qwen3Attention: .* the kernel does not compute such a mask"),
         ("Qwen3", None, {"hole": True}, "padding between tokens of one sequence: pad in front of it or behind it"),
     ],
 )

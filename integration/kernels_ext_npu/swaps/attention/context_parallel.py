@@ -150,7 +150,8 @@ def attend(
         )
     split = current(not causal and ids is None)
     begins = ((0,),) * len(query) if ids is None else _begins[ids]
-    lengths, key_lengths, ranges = _pieces(split, query.shape[2], begins, left, causal)
+    tokens = query.shape[2]
+    lengths, key_lengths, ranges = _pieces(split.blocks(split.rank), tokens, tokens * split.ranks, begins, left, causal)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
     key, value = (_Gather.apply(tensor.transpose(1, 2), split, ranges) for tensor in (key, value))
@@ -167,7 +168,7 @@ def attend(
         softcap=softcap or 0.0,
         s_aux=s_aux,
     )
-    return result.unflatten(0, (query.shape[0], query.shape[2]))
+    return result.unflatten(0, (query.shape[0], tokens))
 
 
 def current(in_any_order: bool = False) -> Split:
@@ -265,7 +266,12 @@ def _exchanged(split: Split, batch: int, positions: Tensor | None, padding: Tens
 
 @functools.lru_cache(maxsize=16)
 def _pieces(
-    split: Split, tokens: int, begins: tuple[tuple[int, ...], ...], left: int | None, causal: bool
+    own: tuple[int, ...],
+    tokens: int,
+    total: int,
+    begins: tuple[tuple[int, ...], ...],
+    left: int | None,
+    causal: bool,
 ) -> tuple[list[int], list[int], tuple[_Range, ...]]:
     """Return where the pieces of this device end, queries and keys, and which keys they are.
 
@@ -275,10 +281,9 @@ def _pieces(
     keys before 4 and those before 6: ``[0, 2, 4], [0, 4, 10], ((0, 0, 4), (0, 0, 6))``.
     """
     lengths, key_lengths, ranges = [0], [0], []
-    own = split.blocks(split.rank)
     size = tokens // len(own)
     for row, starts in enumerate(begins):
-        ends = (*starts[1:], tokens * split.ranks)
+        ends = (*starts[1:], total)
         for place in own:
             seen = []
             for start, end in zip(starts, ends):

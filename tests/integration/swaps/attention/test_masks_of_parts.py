@@ -1,0 +1,41 @@
+"""Masks of modules that the kernel does not serve, while torch exchanges keys: it knows the order of tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_overlay,
+    packed_sequence_mask_function,
+    sliding_window_overlay,
+)
+
+import kernels_ext_npu
+from kernels_ext_npu.swaps.attention import split_sequences
+
+WINDOW = and_masks(sliding_window_overlay(4), causal_mask_function)
+CHUNKS = and_masks(chunked_overlay(4, torch.zeros(1, dtype=torch.int)), causal_mask_function)
+PACKED = and_masks(causal_mask_function, packed_sequence_mask_function(torch.arange(8).unsqueeze(0) // 4))
+
+
+def described(function: Callable) -> object:
+    return kernels_ext_npu.load("FlashAttention").attention_mask(1, 8, 8, mask_function=function)
+
+
+@pytest.mark.parametrize("function", [causal_mask_function, bidirectional_mask_function])
+def test_the_order_of_tokens_is_left_to_torch(function: Callable) -> None:
+    split_sequences.refuse_mask(nn.Linear(1, 1), described(function))
+    split_sequences.refuse_mask(nn.Linear(1, 1), None)
+
+
+@pytest.mark.parametrize("function", [WINDOW, CHUNKS, PACKED, None])
+def test_what_leaves_out_more_is_refused(function: Callable | None) -> None:
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool) if function is None else described(function)
+    with pytest.raises(ValueError, match="Linear: torch's context_parallel exchanges keys, and computes causal"):
+        split_sequences.refuse_mask(nn.Linear(1, 1), mask)

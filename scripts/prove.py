@@ -32,12 +32,12 @@ def main(
     pairs: Annotated[str, typer.Option(help="TORCH=TORCH_NPU or TORCH, several with spaces.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, each of about 1.5 GB.")] = os.cpu_count() or 1,
     record: Annotated[
-        bool, typer.Option("--record", help="Keep what was found of the lines of variants.toml, for the documents.")
+        bool, typer.Option("--record", help="Keep what was found of those that run without --pairs.")
     ] = False,
 ) -> None:
-    """Run tests/variants for every strict variant, on the wheels of torch and torch_npu that it names.
+    """Run tests/variants for every strict variant, on the torch and torch_npu that it names, and for newer releases.
 
-    Where this machine is not aarch64, they run under qemu. Interpreters and wheels stay in a cache, about 5 GB for all
+    Where this machine is not aarch64, they run under qemu. Interpreters and wheels stay in a cache, about 8 GB for all
     releases. Ends with 0 if all hold, with 1 if not, with 2 if something is missing that the proofs need.
     """
     console = Console()

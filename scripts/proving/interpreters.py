@@ -19,7 +19,7 @@ from proving import ProvingError
 ARCHITECTURE = "aarch64"
 QEMU = "qemu-aarch64-static"
 COMPILER = "aarch64-linux-gnu-gcc"
-# what torch_npu has wheels for in every release from 2.6 to 2.10, and transformers still supports
+# what torch_npu has wheels for in every release from 2.6 to 2.14, and transformers still supports
 PYTHONS = ("3.11", "3.10")
 # torch imports a third faster than with qemu's default, which emulates the authentication of pointers
 PROCESSOR = "neoverse-n1"
@@ -54,6 +54,7 @@ def find(cache: Path) -> Interpreter:
     root = cache / "root"
     if not root.exists():
         _unpack(root)
+    _hide_second_caches(root)
     (python,) = (path for version in PYTHONS if (path := root / "usr" / "bin" / f"python{version}").exists())
     return Interpreter(
         (QEMU, str(python)),
@@ -62,11 +63,22 @@ def find(cache: Path) -> Interpreter:
     )
 
 
+def _hide_second_caches(root: Path) -> None:
+    """Let emulated programs, which see files of ``root`` first, read no size of this machine's second-level caches.
+
+    cpuinfo in libc10.so of later releases of torch ends in a segmentation fault on what an x86_64 machine tells there.
+    """
+    for cache in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index2"):
+        size = root / cache.relative_to("/") / "size"
+        size.parent.mkdir(parents=True, exist_ok=True)
+        size.touch()
+
+
 def _native(environment: dict[str, str]) -> Interpreter:
     version = "{}.{}".format(*sys.version_info)
     if version not in PYTHONS:
         raise ProvingError(
-            f"this is Python {version}; torch_npu 2.6 to 2.10 has wheels for Python {' and '.join(PYTHONS)}: "
+            f"this is Python {version}; torch_npu 2.6 to 2.14 has wheels for Python {' and '.join(PYTHONS)}: "
             f"make clean, then make test-variants PYTHON=python{PYTHONS[0]}"
         )
     return Interpreter((sys.executable,), version, environment)
@@ -97,7 +109,7 @@ def _unpack(root: Path) -> None:
         if version is None:
             raise ProvingError(
                 f"apt offers Python {', '.join(sorted(offered)) or 'in no version'} for arm64, and torch_npu 2.6 to "
-                f"2.10 has wheels for {' and '.join(PYTHONS)}: use Debian 12, or an aarch64 machine"
+                f"2.14 has wheels for {' and '.join(PYTHONS)}: use Debian 12, or an aarch64 machine"
             )
         packages = [f"python{version}", "libstdc++6", "zlib1g"]
         _run([*apt, "install", "-y", "--no-install-recommends", "--download-only", *packages], "arm64 packages")

@@ -14,13 +14,15 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from proving import ProvingError
+from proving import ProvingError, cpu_builds
 from proving.interpreters import ARCHITECTURE
 
 # of requirements.txt; what the programs of a proof import
 TOOLS = ("accelerate", "hypothesis", "kernels", "packaging", "pytest", "starlette", "transformers", "typer", "uvicorn")
 # chosen by hand: as requirements of others they bring another release, or CUDA
 CHOSEN = ("torch", "torch-npu")
+# required by torch's CUDA builds, of which a CPU build is made
+CUDA = ("nvidia-", "cuda-", "triton")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 
 
@@ -52,6 +54,7 @@ class Packages:
         try:
             self._install(fresh, map(str, wanted), "--no-deps")
             self._install(fresh, self._missing(fresh))
+            cpu_builds.leave_cuda_out(fresh)
             fresh.chmod(0o755)
             fresh.rename(folder)
         finally:
@@ -82,7 +85,8 @@ class Packages:
         return sorted({f"{r.name}{r.specifier}" for r in required if canonicalize_name(r.name) not in present})
 
     def _required(self, found: Distribution) -> list[Requirement]:
-        return [r for r in map(Requirement, found.requires or []) if self._applies(r)]
+        required = [r for r in map(Requirement, found.requires or []) if self._applies(r)]
+        return [r for r in required if not canonicalize_name(r.name).startswith(CUDA)]
 
     def _applies(self, requirement: Requirement) -> bool:
         """Evaluate a marker for the target: pip itself evaluates markers for the machine that it runs on."""

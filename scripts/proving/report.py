@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from proving.pairs import proofs
 from proving.run import Outcome
 from strict import strict_variants
 
@@ -36,7 +37,7 @@ def announce(outcome: Outcome, console: Console, logs: Path) -> None:
         console.print(f"    {failure}", markup=False)
     if outcome.failures:
         logs.mkdir(parents=True, exist_ok=True)
-        log = logs / f"{proof.variant}.log"
+        log = logs / f"{proof.name}.log"
         log.write_text(outcome.log)
         console.print(f"    all of it is in {log}", markup=False, soft_wrap=True)
 
@@ -56,13 +57,12 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def write(outcomes: Sequence[Outcome], root: Path) -> None:
-    """Keep what holds, as data of the documentation, if it ran on what its variant names; other entries stay."""
-    record = read(root)
-    named = {(strict.name, strict.torch_npu, strict.cann) for strict in strict_variants(root)}
+    """Keep what holds, as data of the documentation, if it is one of those that run without pairs; the rest stays."""
+    record, named = read(root), proofs(strict_variants(root))
     for outcome in outcomes:
         proof = outcome.proof
-        if not outcome.failures and (proof.variant, proof.torch_npu, proof.cann) in named:
-            record[proof.variant] = {
+        if not outcome.failures and proof in named:
+            record[proof.name] = {
                 "torch_npu": proof.torch_npu,
                 "cann": proof.cann,
                 "sources": sources(root),
@@ -74,7 +74,7 @@ def write(outcomes: Sequence[Outcome], root: Path) -> None:
 
 
 def read(root: Path) -> dict[str, Any]:
-    """Read what is kept, by variant."""
+    """Read what is kept, by the names of proofs."""
     path = root / RECORD
     return json.loads(path.read_text()) if path.exists() else {}
 

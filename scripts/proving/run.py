@@ -15,7 +15,7 @@ from proving.interpreters import Interpreter
 from proving.pairs import Proof
 
 # far above what one takes: 20 seconds of imports under emulation, and half a minute of tests
-SECONDS = 1800
+SECONDS = 3600
 
 
 @dataclass(frozen=True)

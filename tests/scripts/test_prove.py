@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
-from proving import ProvingError, interpreters, pairs, report
+from proving import ProvingError, cpu_builds, interpreters, pairs, report
 from proving.interpreters import Interpreter
 from proving.packages import Packages
 from proving.pairs import Proof
@@ -33,10 +35,15 @@ SCRIPT = str(build.ROOT / "scripts" / "prove.py")
 
 
 # ---- what is proven where --------------------------------------------------------------------------------------------
-def test_without_pairs_each_variant_is_proven_on_what_it_names() -> None:
-    found = pairs.proofs(strict_variants(build.ROOT))
-    assert [proof.variant for proof in found] == list(names(build.ROOT)[len(NOARCH) :])
+def test_without_pairs_each_variant_is_proven_on_what_it_names_and_then_newer_releases() -> None:
+    found, strict = pairs.proofs(strict_variants(build.ROOT)), names(build.ROOT)[len(NOARCH) :]
+    assert [proof.variant for proof in found[: len(strict)]] == [*strict]
     assert (found[0].torch, found[0].torch_npu, found[0].cann) == ("2.6.0", "2.6.0", "8.2.RC1")
+    assert [proof.name for proof in found[len(strict) :]] == [
+        "torch211-cxx11-cann91-aarch64-linux 2.11.0.post3", "torch212-cxx11-cann91-aarch64-linux 2.12.0.post3",
+        "torch-npu 2.13.0", "torch-npu 2.14.0",
+    ]  # fmt: skip
+    assert len({proof.name for proof in found}) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,7 @@ def test_without_pairs_each_variant_is_proven_on_what_it_names() -> None:
         # of a release that none names, all of its torch
         ("2.6.0=2.6.0.post5", [("torch26-cxx11-cann82", "2.6.0", "2.6.0.post5")]),
         ("2.6.1", [("torch26-cxx11-cann82", "2.6.1", "2.6.1")]),
+        ("2.5.1", [("torch-npu", "2.5.1", "2.5.1")]),
         (
             " 2.6.0  2.7.1=2.7.1.post2 ",
             [("torch26-cxx11-cann82", "2.6.0", "2.6.0"), ("torch27-cxx11-cann85", "2.7.1", "2.7.1.post2")],
@@ -62,10 +70,8 @@ def test_pairs_choose_the_variants_that_name_them(text: str, expected: list) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("2.5.1", "no strict variant is for torch 2.5.1; variants.toml has some for 2.6, 2.7"),
         ("2.8.0=2.7.1", "does not extend torch 2.8.0"),
         ("new", "a pair is TORCH=TORCH_NPU"),
-        ("2.8.0=", "no strict variant"),
     ],
 )
 def test_what_is_no_pair_is_said(text: str, message: str) -> None:
@@ -115,6 +121,39 @@ def test_a_release_that_does_not_exist_leaves_nothing(monkeypatch, tmp_path: Pat
     with pytest.raises(ProvingError, match=r"pip has no torch_npu==2\.6\.99 for Python 3\.11 on aarch64"):
         Packages(tmp_path, "3.11").release("torch_npu", "2.6.99")
     assert list((tmp_path / "python3.11").iterdir()) == []
+
+
+def test_a_cuda_build_becomes_a_cpu_build(monkeypatch, tmp_path: Path) -> None:
+    """Its library runs without those of CUDA; what it calls of them and what not is there."""
+    monkeypatch.setattr(cpu_builds, "TOOLS", "")  # for this machine
+    libraries = tmp_path / "torch" / "lib"
+    libraries.mkdir(parents=True)
+    sources = {
+        "libcudart.so.13": "int cudaGetDevice(void) { return 1; }",
+        "libtorch_cuda.so": "int at_kernel(void) { return 1; } int at_data = 1; int unused = 1;",
+        "libtorch_cpu.so": "int cudaGetDevice(void), at_kernel(void); extern int at_data;"
+        "int computed(void) { return at_data ? cudaGetDevice() + at_kernel() : 7; }",
+    }
+    for name, source in sources.items():
+        links = [f"-l:{other}" for other in sources if other != name] if name == "libtorch_cpu.so" else []
+        command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,-rpath,$ORIGIN", "-xc", "-", "-xnone", *links]
+        subprocess.run([*command, f"-L{libraries}", "-o", libraries / name], input=source, text=True, check=True)
+    (libraries / "libcudart.so.13").unlink()  # NVIDIA's, which is not installed
+    version = tmp_path / "torch" / "version.py"
+    version.write_text("from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n")
+    built = tmp_path / "torch" / "backends" / "cuda" / "__init__.py"
+    built.parent.mkdir(parents=True)
+    built.write_text("def is_built():\n    return torch._C._has_cuda\n")
+    cpu_builds.leave_cuda_out(tmp_path)
+    assert built.read_text() == "def is_built():\n    return False\n"
+    assert version.read_text().splitlines()[1:] == ["__version__ = '2.13.0+cpu'", "cuda: Optional[str] = None"]
+    assert ctypes.CDLL(str(libraries / "libtorch_cpu.so")).computed() == 7
+    absent = ctypes.CDLL(str(libraries / "libtorch_cuda.so"))
+    assert [hasattr(absent, name) for name in ("cudaGetDevice", "at_kernel", "unused")] == [True, True, False]
+    (libraries / "libtorch_cuda.so").unlink()
+    version.write_text("cuda = None")
+    cpu_builds.leave_cuda_out(tmp_path)  # one without CUDA stays as it is
+    assert version.read_text() == "cuda = None"
 
 
 # ---- what a run says, on the releases that are installed here --------------------------------------------------------
@@ -172,7 +211,7 @@ def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path,
     assert "test_a_layer_is_what_float64_gives[RMSNorm-torch.float32]" in failure
     report.announce(outcome, Console(), clone / "logs")
     assert "FAILED" in capsys.readouterr().out
-    assert "AssertionError" in (clone / "logs" / "torch-npu.log").read_text()
+    assert "AssertionError" in (clone / "logs" / "torch-npu 2.13.0.log").read_text()
 
 
 def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) -> None:
@@ -194,16 +233,16 @@ def test_what_holds_on_what_a_variant_names_is_recorded_and_the_rest_stays(tmp_p
     (tmp_path / "tests" / "data").mkdir(parents=True)
     lines = [f'{v.name} = {{ torch_npu = "{v.torch_npu}", cann = "{v.cann}" }}' for v in VARIANTS]
     (tmp_path / "variants.toml").write_text("\n".join(lines))
-    first, second, third, _ = pairs.proofs(VARIANTS)
+    first, second, third, *_ = pairs.proofs(VARIANTS)
     largest = {"layers float32": 1.26e-7, "functions float32": 3e-7}
     report.write([Outcome(first, 9, (), 12.4, largest, "")], tmp_path)
     elsewhere = pairs.proofs(VARIANTS, "2.6.0=2.6.0.post5")[0]
     failed = Outcome(third, 8, ("why",), 11.0, {}, "")
     report.write([Outcome(second, 8, (), 11.0, {}, ""), Outcome(elsewhere, 1, (), 1.0, {}, ""), failed], tmp_path)
     record = json.loads((tmp_path / report.RECORD).read_text())
-    assert list(record) == [first.variant, second.variant]
-    assert record[first.variant]["largest"] == {"functions float32": 3e-7, "layers float32": 1.3e-7}
-    assert (record[first.variant]["torch_npu"], record[first.variant]["checks"]) == ("2.6.0", 9)
+    assert list(record) == [first.name, second.name]
+    assert record[first.name]["largest"] == {"functions float32": 3e-7, "layers float32": 1.3e-7}
+    assert (record[first.name]["torch_npu"], record[first.name]["checks"]) == ("2.6.0", 9)
 
 
 def test_other_tests_are_no_record(run_python) -> None:

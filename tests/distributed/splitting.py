@@ -4,8 +4,6 @@ The rows of `models.tokens`, or the same packed into one sequence: either way lo
 `models.train`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Gated MLPs one after the other, trained for some steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

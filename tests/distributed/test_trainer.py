@@ -4,8 +4,6 @@ Losses and norms of gradients are those of a Trainer in one process on the CPU w
 in float32 to 1e-5, since AdamW divides by a root of squares; in bfloat16 to 2^-6, a few of its steps.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

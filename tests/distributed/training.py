@@ -1,7 +1,5 @@
 """Three steps of a Trainer, as tests/distributed/test_trainer.py has launchers start them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

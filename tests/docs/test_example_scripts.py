@@ -3,8 +3,6 @@
 Those that the page on recipes explains are compared in test_recipes.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ them is changed. What they compute is compared with the same script without kern
 and, since that is coarse, in float32 too.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 from collections import Counter

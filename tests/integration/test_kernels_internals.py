@@ -1,7 +1,5 @@
 """What is reached of `kernels` beside its public names, those of the installed release: moved or gone, it is said."""
 
-from __future__ import annotations
-
 import sys
 
 import kernels

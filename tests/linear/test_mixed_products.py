@@ -1,7 +1,5 @@
 """Adapters of float32 beside large layers of bfloat16: nothing large is cast, and results are as near as peft's."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

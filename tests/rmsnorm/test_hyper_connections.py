@@ -1,7 +1,5 @@
 """Hyper-connections against transformers' own classes and float64: streams that become one, and how they are mixed."""
 
-from __future__ import annotations
-
 import copy
 from types import ModuleType, SimpleNamespace
 

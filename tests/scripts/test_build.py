@@ -1,7 +1,5 @@
 """The kernel repositories: fresh in the tree, and whole, loadable and true to the releases that they name."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Its figures stand in ``tests/data/rent.json``; some of them are counted anew here.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pkgutil import resolve_name

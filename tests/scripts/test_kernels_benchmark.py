@@ -1,7 +1,5 @@
 """`kernels benchmark` of the real command line, under the software device: what it does and what it cannot."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The variants that the tree leaves out: made whole, from what lies in the tree, wherever they are needed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The Hub of the tests: that the real clients find in it what they expect of the Hub."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The cases that lie at a limit on every release of CANN, in a process each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What goes wrong, mostly without a word, when operators of a device run on the host: one test for each way."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Masks of modules that the kernel does not serve, while torch exchanges keys: it knows the order of tokens alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

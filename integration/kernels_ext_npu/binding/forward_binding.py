@@ -31,7 +31,7 @@ from torch import nn
 
 from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import step_aside
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, owner_of, package
 from kernels_ext_npu.catalogue import LAYERS
 
 _EMPTY = CellType()
@@ -42,7 +42,11 @@ def own_forward(module: nn.Module) -> FunctionType | None:
 
     It is the forward of its class, or that of a kernel.
     """
-    functions = {function for function, _ in _slots(module)}
+    bound = vars(module).get("forward")
+    if bound is None or _is_own(bound, module):  # as all slots would say
+        functions = {type(module).forward if bound is None else bound.__func__}
+    else:
+        functions = {function for function, _ in _slots(module)}
     (function,) = functions if len(functions) == 1 else (None,)
     return function if isinstance(function, FunctionType) else None
 
@@ -85,7 +89,7 @@ def wrapper(module: nn.Module) -> str | None:
 
 def refuse_wrapper(module: nn.Module) -> str | None:
     """Return why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
-    name = wrapper(module)
+    name = None if owner_of(module) is not None else wrapper(module)
     if name is None or own_forward(module) is not None:
         return None
     reason = f"another library has wrapped its forward ({name}), and the wrapper must stay"
@@ -126,7 +130,10 @@ def decorates_own(module: nn.Module) -> bool:
 
 def layer_of(module: nn.Module) -> str | None:
     """Return the layer of ours that computes a module, also below wrappers; None if none does."""
-    owner = getattr(own_forward(module), OWNER, None) if "forward" in vars(module) else None
+    bound = vars(module).get("forward")
+    if bound is None:
+        return None
+    owner = getattr(getattr(bound, "__func__", None), OWNER, None) or getattr(own_forward(module), OWNER, None)
     return owner if owner in LAYERS else None
 
 
@@ -148,7 +155,10 @@ def install() -> None:
 
     @functools.wraps(kernels_internals.need(kernels_internals.REPLACE))  # what everything that swaps kernels ends in
     def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
-        below, forward = _below_wrappers(module), layer.forward
+        bound, forward = getattr(vars(module).get("forward"), "__func__", None), layer.forward
+        if getattr(bound, "__wrapped__", None) is forward and getattr(bound, MATCHED, None) is type(module).forward:
+            return  # it is in place
+        below = _below_wrappers(module)
         if layer is type(module):  # there is no kernel
             forward = below
         elif layer_name(forward) is not None:
@@ -171,7 +181,7 @@ def _is_own(value: Any, module: nn.Module) -> bool:
     if not isinstance(value, MethodType) or value.__self__ is not module:
         return False
     function = value.__func__
-    return function is type(module).forward or is_marked(function) or kernel_name(function) is not None
+    return function is type(module).forward or hasattr(function, OWNER) or kernel_name(function) is not None
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[Callable, Callable[[Callable], None]]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import layer_of, package_of
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, put, take_out
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, put
 from kernels_ext_npu.matching.residual_norm_scan import Sums, sums_of
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
@@ -58,7 +58,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for module in modules:
             place = None if sums is None else _place(module, sums)
             if place is None:
-                take_out(module, _OWNER)
+                if "forward" in vars(module) and owner_of(module) == _OWNER:
+                    del module.forward
                 continue
             _places[module] = place
             if "forward" not in vars(module):

@@ -45,8 +45,9 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     active = swapping.registration
     served: dict[nn.Module, None] = {}
     for cls, modules in swapping.by_class.items():
-        is_here = not all(map(is_elsewhere, modules))
-        for use in uses(cls):
+        found = uses(cls)
+        is_here = bool(found) and not all(map(is_elsewhere, modules))
+        for use in found:
             pattern = find_function_pattern(use.function)
             if pattern is None or not _is_ours(use):
                 could = pattern is not None or (use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]]))

@@ -24,7 +24,7 @@ JOINING = ("SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP")
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
     for module, layer, package in swapping.placed:
-        if (pair := _multiplied(module)) is not None:
+        if layer in WITH_GATE_AND_UP and (pair := _multiplied(module)) is not None:
             package.packing.pack(*pair)
         if layer in MLPS.layers:
             package.packing.meet(module)

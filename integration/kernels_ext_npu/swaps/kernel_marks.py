@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +26,9 @@ from kernels_ext_npu.swaps.protocol import Swapping
 
 if TYPE_CHECKING:
     from kernels import Mode
+
+# the layers of modules, while `kernels` asks for them
+_decided: ContextVar[Mapping[nn.Module, str | None]] = ContextVar("_decided", default=MappingProxyType({}))
 
 
 def mark(swapping: Swapping) -> None:
@@ -48,15 +54,23 @@ def take_as(module: nn.Module, layer: str, mode: Mode) -> None:
         cls.kernel_layer_name = before
 
 
-def layer_for(module: nn.Module) -> str | None:
-    """Return the layer that serves a module on the NPU; None if none does."""
-    reference = find_pattern(type(module))
-    return None if reference is None or refusal(module) is not None else reference.layer_for(module)
+@contextmanager
+def decided(layers: Mapping[nn.Module, str | None]) -> Iterator[None]:
+    """Let `kernels` ask which layers serve modules without looking at these again."""
+    token = _decided.set(layers)
+    try:
+        yield
+    finally:
+        _decided.reset(token)
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Return why no kernel can take the place of a module's forward; None if one can."""
-    reference = find_pattern(type(module))
+def layer_for(module: nn.Module, reference: Pattern | None) -> str | None:
+    """Return the layer that serves a module, whose forward is that of a pattern, on the NPU; None if none does."""
+    return None if reference is None or refusal(module, reference) is not None else reference.layer_for(module)
+
+
+def refusal(module: nn.Module, reference: Pattern | None) -> str | None:
+    """Return why no kernel can take the place of a module's forward, which is that of a pattern; None if one can."""
     if reference is None:
         stranger = forward_binding.stranger(module)
         if stranger is not None:
@@ -91,7 +105,9 @@ def _condition(before: Callable | None, mark: str | None) -> Callable[[nn.Module
     """
 
     def condition(module: nn.Module) -> bool:
-        if (layer := layer_for(module)) is not None:
+        known = _decided.get()
+        layer = known[module] if module in known else layer_for(module, find_pattern(type(module)))
+        if layer is not None:
             return marked(type(module)) == layer
         return is_elsewhere(module) and mark is not None and (before is None or before(module))
 

@@ -44,15 +44,20 @@ _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.L
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
     layers: dict[nn.Module, str | None] = {}
-    for module in swapping.modules:
-        layers[module] = kernel_marks.layer_for(module)
-        if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
-            forward_binding.take_out(module)
+    for cls, modules in swapping.by_class.items():
+        reference = find_pattern(cls)
+        for module in modules:
+            if reference is None and "forward" not in vars(module):
+                continue
+            layers[module] = kernel_marks.layer_for(module, reference)
+            if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
+                forward_binding.take_out(module)
     kernel_marks.mark(swapping)
-    swapping.take(swapping.mode)
+    with kernel_marks.decided(layers):
+        swapping.take(swapping.mode)
     for module, layer in layers.items():
-        if layer not in (None, marked(type(module))):
-            kernel_marks.take_as(module, layer, swapping.mode)  # type: ignore[arg-type]
+        if layer is not None and layer != marked(type(module)):
+            kernel_marks.take_as(module, layer, swapping.mode)
 
 
 def revert(model: nn.Module) -> None:
@@ -101,7 +106,7 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
     if isinstance(module, _OTHER_NORMS) and pattern is None:
         return row(None, False, refusals.NO_RMS_NORM, is_candidate)
     layer = pattern.layer_for(module) if pattern else None
-    return row(layer, False, refusal(module) or refusals.not_swapped(), is_candidate)
+    return row(layer, False, refusal(module, pattern) or refusals.not_swapped(), is_candidate)
 
 
 def _remark(module: nn.Module) -> str | None:

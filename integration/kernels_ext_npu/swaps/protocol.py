@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kernels_ext_npu.binding.forward_binding import layer_of, package_of
+from kernels_ext_npu.binding.forward_binding import layer_of, own_forward
+from kernels_ext_npu.binding.loaded_kernels import package
 from kernels_ext_npu.binding.registration import Registration
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ class Swapping:
     @functools.cached_property
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package: for swaps after that of layers."""
-        return [
-            (module, layer, package_of(module)) for module in self.modules if (layer := layer_of(module)) is not None
-        ]
+        swapped = [module for module in self.modules if "forward" in vars(module)]
+        placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
+        return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 def revert(model: nn.Module) -> None:
     """Give a model the default and its weights' memory back, where nobody else holds it and would not follow."""
-    for module, kernel in serving.served(model.modules()):
+    for module, kernel in serving.served([*model.modules()]):
         kernel.gates.forget(module)
         transposing.move_back(module, kernel.layout)
     for module in filter(serving.is_experts, model.modules()):  # one config is that of many

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -38,9 +38,11 @@ def kernel_of(module: nn.Module) -> Any:
     return registration.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
 
 
-def served(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+def served(modules: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
     """Return the experts among some modules that are served, each with the package of the kernel."""
-    return [(module, kernel) for module in modules if (kernel := kernel_of(module)) is not None]
+    classes = {cls for cls in {type(module) for module in modules} if is_experts_class(cls)}
+    found = [module for module in modules if type(module) in classes]
+    return [(module, kernel) for module in found if (kernel := kernel_of(module)) is not None]
 
 
 def remark(module: nn.Module) -> str | None:

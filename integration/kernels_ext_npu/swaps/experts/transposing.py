@@ -63,7 +63,7 @@ def transpose_experts(model: Model) -> Model:
         (torch.Size([4, 32, 16]), (512, 1, 32))
     """
     check_is_module("transpose_experts", model)
-    found = served(model.modules())
+    found = served([*model.modules()])
     if not found:
         raise ValueError(
             "transpose_experts: the model has no experts with a kernel: load it with device_map='npu' after "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
+from kernels_ext_npu.binding.loaded_kernels import owner_of, put
 from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
 
 LORA = "lora"  # the owner of the forwards of layers that can be computed together
@@ -44,8 +44,8 @@ def apply(modules: Iterable[nn.Module], served: Set[nn.Module]) -> None:
         if not served.isdisjoint(module._modules.values()) and any(groups_of(module)):
             if "forward" not in vars(module):
                 put(module, _forward_of(type(module).forward), _OWNER)  # type: ignore[arg-type]
-        else:
-            take_out(module, _OWNER)
+        elif "forward" in vars(module) and owner_of(module) == _OWNER:
+            del module.forward
 
 
 def groups_of(module: nn.Module) -> Iterator[list[nn.Module]]:

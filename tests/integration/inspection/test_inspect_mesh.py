@@ -80,14 +80,17 @@ def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
         assert after[phase]["launches"] < before[phase]["launches"]
 
 
-def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients(moe: Path) -> None:
-    """Of keys and values each layer gathers the whole rows; without kernels torch_npu sends them round."""
-    report = json.loads(inspect(moe, "--cp", 4, "--tokens", TOKENS, "--json").stdout)
+@pytest.mark.parametrize(("window", "sent_tokens"), [(None, TOKENS), (5, 4 * 2 * 4)])
+def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients(
+    tmp_path: Path, window: int | None, sent_tokens: int
+) -> None:
+    """Keys and values of whole rows, or of each of two blocks of four ranks what a window in the next one sees."""
+    AutoConfig.for_model("mistral", **SIZES, sliding_window=window).save_pretrained(tmp_path)
+    report = json.loads(inspect(tmp_path, "--cp", 4, "--tokens", TOKENS, "--json").stdout)
     assert report["mesh"]["ranks"] == report["mesh"]["fsdp"] == 4
-    keys = 2 * TOKENS * KEYS * WIDTH
     phases = {phase: sent(report["variants"][-1][phase]) for phase in ("forward", "step")}
     found = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
-    gathered = 2 * LAYERS, 2 * LAYERS * keys
+    gathered = 2 * LAYERS, 2 * LAYERS * 2 * sent_tokens * KEYS * WIDTH
     assert found == {"forward": {"all_gather": gathered}, "step": {"all_gather": gathered, "reduce_scatter": gathered}}
 
 

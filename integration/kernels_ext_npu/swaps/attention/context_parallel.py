@@ -1,10 +1,9 @@
 """Attention of sequences that torch's context parallelism splits between devices: each gathers the keys that it sees.
 
-torch gives each device a block of a sequence, or two where it balances the load: of eight blocks the first of four
-devices has the first and the last. Behind one all-gather of the keys, and one of the values, a device has one launch,
-in which each of its blocks is a sequence of its own: the last query stands at the last key that it sees. Packed
-sequences are more of them, and a window leaves out the keys before. The gradient sums the keys' gradients where they
-came from, by a reduce-scatter. All of that holds for one layer at a time; a layer that is not checkpointed keeps it.
+Behind one all-gather of the keys, and one of the values, a device has one launch, in which each of its blocks of a
+sequence is one of its own: the last query stands at the last key that it sees. Packed sequences are more of them, and
+of a window only what the next block sees is sent. The gradient sums the keys' gradients where they came from, by a
+reduce-scatter. All of that holds for one layer at a time; a layer that is not checkpointed keeps it.
 
 A ring, as torch has it, sends the same bytes forward, (ranks - 1) times the part of a device, and once more in the
 backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
@@ -13,18 +12,17 @@ backward, where keys go round again; it knows neither windows nor sinks nor pack
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.swaps.attention.gathered_keys import Gather, Range, Split
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _REFUSED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "output_attentions")
@@ -32,80 +30,6 @@ _REFUSED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q
 _begins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # what `sequences` returned, of positions, with the versions of what it was told
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Split:
-    """Says how the devices of a group share a sequence.
-
-    Attributes:
-        group: of the devices.
-        rank: of this one.
-        ranks: how many there are.
-        is_balanced: whether each has two blocks, one from the front and one from the end, in place of one.
-    """
-
-    group: dist.ProcessGroup
-    rank: int
-    ranks: int
-    is_balanced: bool
-
-    def blocks(self, rank: int) -> tuple[int, ...]:
-        """Return which blocks of a sequence a device has."""
-        return (rank, 2 * self.ranks - 1 - rank) if self.is_balanced else (rank,)
-
-    def gather(self, part: Tensor) -> list[Tensor]:
-        """Return the blocks of all devices in the order of the sequence, of a part ``[B, tokens, ...]``."""
-        gathered = part.new_empty(self.ranks, *part.shape)
-        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
-        blocks: dict[int, Tensor] = {}
-        for rank, of_rank in enumerate(gathered):
-            owned = self.blocks(rank)
-            blocks.update(zip(owned, of_rank.chunk(len(owned), dim=1)))
-        return [blocks[place] for place in sorted(blocks)]
-
-    def scatter(self, whole: Tensor) -> Tensor:
-        """Return the sum over all devices of the part of this one, of ``[B, tokens of all, ...]``."""
-        blocks = whole.chunk(self.ranks * len(self.blocks(0)), dim=1)
-        parts = torch.cat([blocks[place] for rank in range(self.ranks) for place in self.blocks(rank)], dim=1)
-        parts = parts.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
-        part = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(part, parts, group=self.group)
-        return part
-
-
-class _Range(NamedTuple):
-    """Keys of a row of the batch, by their places in the whole sequence."""
-
-    row: int
-    begin: int
-    end: int
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers ranges of whole sequences, one behind the other: of ``[B, tokens, N, D]`` they are ``[T, N, D]``."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, ranges: tuple[_Range, ...]) -> Tensor:
-        ctx.shape, ctx.split, ctx.ranges = part.shape, split, ranges
-        blocks = split.gather(part)
-        size = blocks[0].shape[1]
-        return torch.cat(
-            [
-                blocks[place][row, max(begin - place * size, 0) : end - place * size]
-                for row, begin, end in ranges
-                for place in range(begin // size, -(-end // size))
-            ]
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        batch, tokens, *rest = ctx.shape
-        whole = gradient.new_zeros(batch, tokens * ctx.split.ranks, *rest)
-        lengths = [end - begin for _, begin, end in ctx.ranges]
-        for (row, begin, end), piece in zip(ctx.ranges, gradient.split(lengths)):
-            whole[row, begin:end] += piece
-        return ctx.split.scatter(whole), None, None
 
 
 def attend(
@@ -154,7 +78,7 @@ def attend(
     lengths, key_lengths, ranges = _pieces(split.blocks(split.rank), tokens, tokens * split.ranks, begins, left, causal)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
-    key, value = (_Gather.apply(tensor.transpose(1, 2), split, ranges) for tensor in (key, value))
+    key, value = (Gather.apply(tensor.transpose(1, 2), split, ranges, left) for tensor in (key, value))
     result = registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_varlen_func(
         query.transpose(1, 2).flatten(0, 1),
         key,
@@ -272,7 +196,7 @@ def _pieces(
     begins: tuple[tuple[int, ...], ...],
     left: int | None,
     causal: bool,
-) -> tuple[list[int], list[int], tuple[_Range, ...]]:
+) -> tuple[list[int], list[int], tuple[Range, ...]]:
     """Return where the pieces of this device end, queries and keys, and which keys they are.
 
     A piece is what a block has of a sequence. Keys of the pieces of a block lie one behind the other.
@@ -293,5 +217,5 @@ def _pieces(
                     seen.append((begin, last if causal else end))
                     lengths.append(last - first)
                     key_lengths.append(seen[-1][1] - begin)
-            ranges.append(_Range(row, seen[0][0], seen[-1][1]))
+            ranges.append(Range(row, seen[0][0], seen[-1][1]))
     return list(accumulate(lengths)), list(accumulate(key_lengths)), tuple(ranges)

@@ -133,8 +133,10 @@ def test_a_step_launches_nothing_but_its_graph() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if zoo.can_generate(name)])
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_model_of_the_zoo(name: str) -> None:
+    if not zoo.can_generate(name):
+        pytest.skip("it does not generate")
     model = build(name)
     inputs = prompts(name, model)
     try:

@@ -24,7 +24,7 @@ def variant(name: str, of: Any, changes: dict[str, str], method: str = "forward"
         method: the method of a class that is changed.
 
     Raises:
-        ValueError: the words are not in the source.
+        ValueError: the words are not in the source, or the name is taken.
     """
     original = getattr(of, method) if isinstance(of, type) else of
     source = textwrap.dedent(inspect.getsource(original))
@@ -35,6 +35,8 @@ def variant(name: str, of: Any, changes: dict[str, str], method: str = "forward"
     if original is of:
         source = source.replace(f"def {of.__name__}(", f"def {name}(")
     file = f"<{original.__module__}.{name}>"
+    if file in linecache.cache:
+        raise ValueError(f"there is a {file} already, whose source would be read in place of this one")
     linecache.cache[file] = len(source), None, source.splitlines(True), file
     made: dict[str, Any] = {}
     exec(compile(source, file, "exec"), vars(sys.modules[of.__module__]), made)

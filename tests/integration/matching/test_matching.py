@@ -268,6 +268,12 @@ def test_a_variant_says_which_words_are_not_there() -> None:
         variant("Other", LlamaRMSNorm, {"nowhere": ""})
 
 
+def test_two_variants_of_a_file_have_two_names() -> None:
+    """The source of one would be read, and compared, for the other."""
+    with pytest.raises(ValueError, match=r"rms_norms\.Olmo2RMSNorm> already"):
+        variant("Olmo2RMSNorm", LlamaRMSNorm, {"mean(-1": "mean(-2"})
+
+
 def test_helper_functions_of_the_file_are_compared() -> None:
     assert fingerprint(WithFunction) != fingerprint(WithOtherFunction)
     assert fingerprint(WithFunction) == fingerprint(WithSameFunction)

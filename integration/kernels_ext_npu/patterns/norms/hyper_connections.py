@@ -3,15 +3,13 @@
 Streams are ``[B, S, N, H]``.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.norms.rms_norms import DeepseekV4UnweightedRMSNorm
-from kernels_ext_npu.patterns.pattern import Part, Pattern
+from kernels_ext_npu.patterns.pattern import Part, Pattern, where
 
 
 class HYV4UnweightedRMSNorm(nn.Module):
@@ -111,17 +109,14 @@ class HYV4HyperHead(DeepseekV4HyperHead):
         return out.to(x.dtype)
 
 
-def _refuse_rounds(module: Any) -> str | None:
-    if module.hc_eps <= 0 or module.hc_sinkhorn_iters < 1:
-        terms = f"hc_eps is {module.hc_eps} and hc_sinkhorn_iters {module.hc_sinkhorn_iters}"
-        return f"{terms}: its weights may have no logarithm"
-    return None
-
-
+_ROUNDS = where(
+    lambda module: module.hc_eps > 0 and module.hc_sinkhorn_iters >= 1,
+    "hc_eps is {0.hc_eps} and hc_sinkhorn_iters {0.hc_sinkhorn_iters}: its weights may have no logarithm",
+)
 _NORMED = (Part("input_norm", (DeepseekV4UnweightedRMSNorm,), "its input_norm is a {}"),)
 _SCALED = (Part("input_norm", (HYV4UnweightedRMSNorm,), "its input_norm is a {}"),)
 PATTERNS = (
-    Pattern(DeepseekV4HyperConnection, ("HyperConnection",), _refuse_rounds, parts=_NORMED),
+    Pattern(DeepseekV4HyperConnection, ("HyperConnection",), _ROUNDS, parts=_NORMED),
     Pattern(HYV4HyperConnection, ("IndependentHyperConnection",), parts=_SCALED),
     Pattern(DeepseekV4HyperHead, ("HyperHead",), parts=_NORMED),
     Pattern(HYV4HyperHead, ("HyperHead",), parts=_SCALED),

@@ -75,12 +75,9 @@ class MoshiRMSNorm(NanoChatRMSNorm):
         return output.type_as(x)
 
 
-class Llama4TextRMSNorm(MoshiRMSNorm):
-    def forward(self, x):
-        output = self._norm(x.float()).type_as(x)
-        return output * self.weight
-
-
+# rounds before it multiplies by the weight
+_ROUNDED_FIRST = {"(x.float())": "(x.float()).type_as(x)", ".weight.float()": ".weight", "output.type_as(x)": "output"}
+Llama4TextRMSNorm = variant("Llama4TextRMSNorm", MoshiRMSNorm, _ROUNDED_FIRST)
 # zero-centred: the scale is 1 + weight, a sum in float32, and in the second one in the dtype of the weight
 GemmaRMSNorm = variant("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight.float())"})
 MuseSparkRMSNorm = variant("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})

@@ -67,7 +67,7 @@ def _extended(inspection: Inspection, further: int) -> Rank:
 
 def _rank(model: str, mesh: Mesh) -> Rank:
     if mesh == ONE and model in savings.MODELS:
-        return _extended(savings.inspected(model), 0)
+        return _extended(savings.inspected(model, 0), 0)
     return rank(find(model), mesh)
 
 

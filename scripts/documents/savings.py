@@ -31,7 +31,7 @@ def table(language: str) -> str:
     headings = _HEADINGS[language]
     lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     for model in MODELS:
-        before, after = (variant.counts for variant in inspected(model).variants)
+        before, after = (variant.counts for variant in inspected(model, 0).variants)
         for phase, name in _PHASES[language].items():
             token = _token(model, language) if phase == "forward" else ""
             lines.append(f"| {model}, {name} | {' | '.join(_cells(before[phase], after[phase]))} | {token} |")
@@ -45,9 +45,9 @@ def draw(root: Path) -> None:
 
 
 @cache
-def inspected(model: str) -> Inspection:
-    """Inspect the whole of a model that is known by name."""
-    return inspect(subject.find(model), SOCS["910b"])
+def inspected(model: str, lora: int) -> Inspection:
+    """Inspect the whole of a model that is known by name, with adapters of a rank that is not 0."""
+    return inspect(subject.find(model), SOCS["910b"], lora=lora)
 
 
 @cache

@@ -1,6 +1,6 @@
 """The documents: what is generated in them is what the code gives now.
 
-The figures of ten inspections take a minute, which `make test-slow` has. `make test` takes two of them anew.
+The figures of twenty inspections take minutes, which `make test-slow` has. `make test` takes two of them anew.
 """
 
 import re
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from documents import DocumentError, generated, parallel, savings
+from documents import DocumentError, generated, parallel, ratios, savings
 from kernels_ext_npu import catalogue
 from tests.support.counted import counted
 
-INSPECTED = ("ranks", "savings")
+INSPECTED = ("ranks", "ratios", "savings")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -57,6 +57,8 @@ def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.
         heading, line, *rows = savings.table(language).splitlines()
         assert len(rows) == 2
         assert {heading, line, *rows} <= set(written("savings", language).splitlines())
+    monkeypatch.setattr(ratios, "ROWS", ratios.ROWS[:1])  # of the same model: it is inspected once
+    assert set(ratios.table("en").splitlines()) <= set(written("ratios", "en").splitlines())
 
 
 def test_the_figures_of_a_rank_are_those_of_its_inspection() -> None:

@@ -48,7 +48,8 @@ class Cost(TorchDispatchMode):
         moves = operator.namespace != "prim" and name not in NO_LAUNCHES and not _is_view(operator)
         if not moves or not (given or _writes(operator)):
             return None
-        moved = bytes_of((args, kwargs, result)) - _unread(name, args, given)
+        read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
+        moved = bytes_of((args, read, result)) - _unread(name, args, given)
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
@@ -78,6 +79,11 @@ def _writes(operator: torch._ops.OpOverload) -> bool:
     return any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments
     )
+
+
+def _is_out(operator: torch._ops.OpOverload, name: str) -> bool:
+    """Tell whether an argument is where an operator puts its result, which it does not read: ``out=``."""
+    return any(argument.is_out for argument in operator._schema.arguments if argument.name == name)
 
 
 def _is_view(operator: torch._ops.OpOverload) -> bool:

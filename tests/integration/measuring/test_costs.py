@@ -54,6 +54,15 @@ def test_a_packed_mlp_moves_less_than_the_original_and_the_concatenating_form(re
     assert gigabytes(original[0]) < gigabytes(concatenated[0])  # without a gradient joining costs more than it saves
 
 
+def test_where_a_result_is_put_is_written_and_not_read() -> None:
+    x, out = (torch.ones(8, 4, device="npu") for _ in range(2))
+    with Cost() as made:
+        torch.exp(x)
+    with Cost() as put:
+        torch.exp(x, out=out)
+    assert made.bytes.total() == put.bytes.total() == 2 * 8 * 4 * 4
+
+
 def test_a_decoder_layer_launches_what_it_must(registered) -> None:
     """Operators of one layer of Qwen3 with kernels, and nothing that copies but those of torch_npu's own attention."""
     with torch.no_grad():

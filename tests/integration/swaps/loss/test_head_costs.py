@@ -84,7 +84,7 @@ def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool
     assert held.peak - let_go.peak == logits
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
     assert found[2:] == ([4.2, 5.5] if checkpointing else [19.9, 21.2])
-    assert checkpointing or [round(each) for each in found[:2]] == [254, 256]
+    assert checkpointing or [round(each) for each in found[:2]] == [252, 255]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

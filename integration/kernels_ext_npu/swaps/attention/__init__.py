@@ -25,7 +25,7 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, text_of
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.attention import calls, flash_question, names, serving
+from kernels_ext_npu.swaps.attention import calls, flash_question, latents, names, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
@@ -67,6 +67,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         if serving.PLAIN in vars(module) and module not in registration.restored:
             delattr(module, serving.PLAIN)
     if NPU_FLASH_ATTENTION.is_registered():
+        assert registration.current is not None
+        latents.answer(model, registration.current.patches)
         registration.try_package(NPU_FLASH_ATTENTION.repository)
 
 

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention import context_parallel, flash_question, serving, split_sequences
+from kernels_ext_npu.swaps.attention import context_parallel, flash_question, latents, serving, split_sequences
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
@@ -201,6 +201,9 @@ def _attend(
     if attention_mask is None and serving.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
     forward = registration.package(NPU_FLASH_ATTENTION.repository).attention_forward
+    if (few := latents.of_few_queries(query, key, value, kwargs)) is not None:
+        return few.attend(lambda *tensors: forward(module, *tensors, attention_mask, *args, **kwargs)[0], query)
+    key, value = latents.expanded(key), latents.expanded(value)
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
 

@@ -1,0 +1,162 @@
+"""Latent attention (MLA) of few queries: on the latents that a cache holds, in place of the keys that are made of them.
+
+Models multiply the whole cache with `kv_b_proj` for each token. Here keys and values are tensors without memory until
+attention has its queries: of few, `kv_b_proj` goes to the queries and to the result, and all heads attend to the
+latents as to one key. Whoever else looks at them gets what the model makes.
+
+Latents are ``[B, 1, S_k, R]``, the part of keys that is rotated ``[B, 1, S_k, R_r]``, queries ``[B, N, S_q, D + R_r]``,
+the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.matching.fingerprint import function_fingerprint
+from kernels_ext_npu.swaps.attention import serving
+from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+_METHOD = "expand_kv"
+_NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
+
+
+def answer(model: nn.Module, patches: Patches) -> None:
+    """Let modules of a model that expand latents as transformers does ask here first."""
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__ if _METHOD in vars(cls)}:
+        if _expands(cls) and not patches.knows(cls, _METHOD):
+            patches.method(cls, _METHOD, _expand, NPU_FLASH_ATTENTION.is_registered)
+
+
+class Unexpanded(Tensor):
+    """Keys or values that are expanded when somebody looks at them.
+
+    Attributes:
+        latents: what they are made of.
+        place: 0 for keys, 1 for values.
+    """
+
+    latents: Latents
+    place: int
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _SHOW:
+            args, kwargs = tree_map_only(Unexpanded, expanded, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Unexpanded, expanded, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+_SHOW = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda")}
+_SHOW |= {Tensor.size, Tensor.dim, Tensor.is_floating_point}
+
+
+@dataclass
+class Latents:
+    """What keys and values are made of, and those once they are made."""
+
+    module: Any
+    nope: Tensor
+    rope: Tensor
+    original: Callable
+
+    @functools.cached_property
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Make keys and values as the model does."""
+        return self.original(self.module, self.nope, self.rope)
+
+    @property
+    def weight(self) -> Tensor:
+        """``[N, D + D_v, R]``."""
+        return self.module.kv_b_proj.weight.unflatten(0, (-1, self.module.qk_nope_head_dim + self.module.v_head_dim))
+
+    def is_cheaper(self, queries: int) -> bool:
+        """Tell whether few enough products are left where keys are not expanded.
+
+        Per head, a key is R * (D + D_v) products to expand, and as many is a query to absorb; a query and a key then
+        are 2 * R products on latents, where they are D + D_v.
+        """
+        size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
+        return queries * (rank * size + keys * (2 * rank - size)) < keys * rank * size
+
+    def attend(self, attend: Callable[..., Tensor], query: Tensor) -> Tensor:
+        """Return ``[B, S_q, N, D_v]`` of what attends to one key head, ``[B, S_q, N, R]``."""
+        split = self.module.qk_nope_head_dim
+        by_head, weight = query[..., :split].transpose(0, 1).flatten(1, 2), self.weight
+        absorbed = torch.bmm(by_head, weight[:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
+        key = torch.cat((self.nope, self.rope), dim=-1)
+        result = attend(torch.cat((absorbed, query[..., split:]), dim=-1), key, self.nope)
+        by_head = result.permute(2, 0, 1, 3).flatten(1, 2)
+        result = torch.bmm(by_head, weight[:, split:].transpose(1, 2)).unflatten(1, (len(query), -1))
+        return result.permute(1, 2, 0, 3).contiguous()
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    """Return keys or values that are there, of such that need not be."""
+    return tensor.latents.made[tensor.place] if type(tensor) is Unexpanded else tensor
+
+
+def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
+    """Return the latents of keys and values where attention is computed on them; None where it is not."""
+    if type(key) is not Unexpanded or type(value) is not Unexpanded or key.latents is not value.latents:
+        return None
+    asked = [name for name in _NOT_OF_LATENTS if options.get(name) is not None and options[name] is not False]
+    return key.latents if not asked and key.latents.is_cheaper(query.shape[2]) else None
+
+
+def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    weight = self.kv_b_proj._parameters.get("weight")
+    if (
+        torch.compiler.is_compiling()
+        or why_not_plain(self.kv_b_proj) is not None
+        or self.kv_b_proj.bias is not None
+        or not weight.dtype == kv_nope.dtype == k_rot.dtype
+        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (weight, kv_nope, k_rot)))
+        or torch.is_autocast_enabled(kv_nope.device.type)
+        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
+        or serving.refusal(self, kv_nope.device.type, kv_nope.dtype, None) is not None
+    ):
+        return original(self, kv_nope, k_rot)
+    latents = Latents(self, kv_nope, k_rot, original)
+    heads = weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim)
+    sizes = self.qk_nope_head_dim + k_rot.shape[-1], self.v_head_dim
+    return _unexpanded(latents, heads, 0, sizes[0]), _unexpanded(latents, heads, 1, sizes[1])
+
+
+def _unexpanded(latents: Latents, heads: int, place: int, size: int) -> Unexpanded:
+    like = latents.nope
+    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    made = make(Unexpanded, (len(like), heads, like.shape[2], size), dtype=like.dtype, device=like.device)
+    made.latents, made.place = latents, place
+    return made
+
+
+@functools.cache
+def _expands(cls: type) -> bool:
+    return function_fingerprint(_as_in_deepseek) == function_fingerprint(vars(cls)[_METHOD]) is not None
+
+
+def _as_in_deepseek(self, kv_nope, k_rot):
+    """Expand latents as DeepseekV3Attention.expand_kv does, and the 15 others that transformers 5.22.2 has."""
+    batch_size, _, seq_length, _ = kv_nope.shape
+    key_shape = (batch_size, seq_length, -1, self.qk_nope_head_dim + self.v_head_dim)
+    kv_nope = self.kv_b_proj(kv_nope).view(key_shape).transpose(1, 2)
+    k_nope, value_states = torch.split(kv_nope, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+    k_rot = k_rot.expand(-1, k_nope.shape[1], -1, -1)
+    key_states = kv_nope.new_empty(*kv_nope.shape[:-1], self.qk_nope_head_dim + self.qk_rope_head_dim)
+    key_states[..., : self.qk_nope_head_dim].copy_(k_nope)
+    key_states[..., self.qk_nope_head_dim :].copy_(k_rot)
+    return key_states, value_states

@@ -114,7 +114,9 @@ def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str,
     if type(key) is not Unexpanded or type(value) is not Unexpanded or key.latents is not value.latents:
         return None
     asked = [name for name in _NOT_OF_LATENTS if options.get(name) is not None and options[name] is not False]
-    return key.latents if not asked and key.latents.is_cheaper(query.shape[2]) else None
+    if asked or options.get("scaling") is None:  # by default the scale is that of expanded keys
+        return None
+    return key.latents if key.latents.is_cheaper(query.shape[2]) else None
 
 
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:

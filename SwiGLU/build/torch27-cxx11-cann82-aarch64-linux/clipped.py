@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # of the sigmoid, which is 0 in float32 from there on: what is below may overflow when it is scaled
 _LEAST_LOGIT = -128.0
@@ -48,7 +49,7 @@ def clipped_swiglu_gradient(
 
     ``npu_clipped_swiglu`` has no derivative, and says nothing when one is asked for. But ``alpha`` times its value is
     SwiGLU of ``alpha · g`` and ``u + offset``, whose gradient ``npu_swiglu_backward`` computes in float32 and rounds
-    once. What was clipped has none, as torch's clamp has it: beyond the limit, but not at it.
+    once. What was clipped has none, as torch's clamp has it: beyond the limit, and from torch 2.14 on at it, too.
     """
     gate, up = gate_and_up(gate_up, interleaved)
     if interleaved:  # each operator would copy what it reads from between other values: one copy serves them all
@@ -64,11 +65,11 @@ def clipped_swiglu_gradient(
     if alpha != 1:
         found[1].div_(alpha)
     del clipped
-    d_gate_up, beyond = torch.empty_like(gate_up), _next(limit, gate_up.dtype)
+    d_gate_up, end = torch.empty_like(gate_up), _next(limit, gate_up.dtype) if _CLAMP_KEEPS_LIMIT else limit
     d_gate, d_up = gate_and_up(d_gate_up, interleaved)
     keep_within = torch.ops.aten.hardtanh_backward.grad_input
-    keep_within(found[0], gate, -math.inf, beyond, grad_input=d_gate)
-    keep_within(found[1], up, -beyond, beyond, grad_input=d_up)
+    keep_within(found[0], gate, -math.inf, end, grad_input=d_gate)
+    keep_within(found[1], up, -end, end, grad_input=d_up)
     return d_gate_up
 
 
@@ -81,3 +82,13 @@ def _next(number: float, dtype: torch.dtype) -> float:
     """Return the least value of a dtype above a positive number."""
     step = torch.finfo(dtype).eps * 2.0 ** (math.frexp(number)[1] - 1)
     return number if number == math.inf else (math.floor(number / step) + 1) * step
+
+
+def _clamp_keeps_limit() -> bool:
+    """Tell whether torch's clamp has a gradient at its limit, wherever this file is imported."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
+
+
+_CLAMP_KEEPS_LIMIT = _clamp_keeps_limit()  # once: a compiler cannot ask

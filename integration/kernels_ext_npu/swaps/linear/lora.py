@@ -122,10 +122,10 @@ def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]
     library = sys.modules.get(_LIBRARY)
     if library is None:
         return
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    for path, module in model.named_modules():
-        if isinstance(module, library.LoraLayer):
-            yield path, module, _refusal(module, is_sharded)
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, library.LoraLayer)]
+    is_sharded = bool(found) and any(isinstance(module, FSDPModule) for module in model.modules())
+    for path, module in found:
+        yield path, module, _refusal(module, is_sharded)
 
 
 def _refusal(module: Any, is_sharded: bool) -> str | None:

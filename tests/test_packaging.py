@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 
 from kernels_ext_npu import __version__, environment
 from kernels_ext_npu.distribution import bundles
+from kernels_ext_npu.distribution.sources import ORGANISATION
 from kernels_ext_npu.distribution.variants import names, repositories
 from kernels_ext_npu.distribution.verification import verify_build
-from kernels_ext_npu.sources import ORGANISATION
 
 if sys.version_info >= (3, 11):
     import tomllib

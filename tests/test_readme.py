@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu import catalogue, sources
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import (
     CATALOGUE,
     COMPRESSORS,
@@ -25,6 +25,7 @@ from kernels_ext_npu.catalogue import (
     TABLES,
     Kind,
 )
+from kernels_ext_npu.distribution import sources
 from tests.localhub import LocalHub
 from tests.support import zoo
 

@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kernels_ext_npu.distribution.sources import load
     from kernels_ext_npu.environment import UnsupportedEnvironmentError
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
-    from kernels_ext_npu.sources import load
     from kernels_ext_npu.swaps.experts.transposing import transpose_experts
     from kernels_ext_npu.swaps.protocol import Row
 
@@ -37,7 +37,7 @@ _MODULES = {
     "Row": "swaps.protocol",
     "UnsupportedEnvironmentError": "environment",
     "kernelize": "lifecycle.kernelize",
-    "load": "sources",
+    "load": "distribution.sources",
     "register": "lifecycle.register",
     "report": "reporting.report",
     "restore": "lifecycle.kernelize",

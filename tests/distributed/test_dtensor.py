@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import sources
+from kernels_ext_npu.distribution import sources
 from tests.distributed import engines, modules
 from tests.distributed.modules import SIZE, Along, Holder, normal
 from tests.distributed.parallel import assert_right, compare, largest_difference, mesh

@@ -7,12 +7,12 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernels_ext_npu
-from kernels_ext_npu import kernels_internals
+from kernels_ext_npu.distribution import kernels_internals
+from kernels_ext_npu.distribution.kernels_internals import NAMES, REPLACE
 from kernels_ext_npu.doctor import probes
 from kernels_ext_npu.doctor.checks import libraries
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import Outcome, run
-from kernels_ext_npu.kernels_internals import NAMES, REPLACE
 from tests.support import doctor_faults as faults
 
 EVERYTHING = (
@@ -78,7 +78,8 @@ def test_doctor_says_it(without) -> None:
 def test_models_get_their_kernels_without(monkeypatch, constant: str) -> None:
     """`kernels` itself has them still, under names that are not found."""
     monkeypatch.setattr(kernels_internals, constant, "kernels.layer.other")
-    assert swapped() == EVERYTHING
+    with kernels.use_kernel_mapping({}):  # what is left behind is gone at its end
+        assert swapped() == EVERYTHING
 
 
 def test_without_the_place_below_wrappers_register_refuses(without) -> None:

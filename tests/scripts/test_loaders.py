@@ -17,7 +17,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.sources import ORGANISATION
+from kernels_ext_npu.distribution.sources import ORGANISATION
 from publishing.run import Request, publish
 from tests.localhub import LocalHub
 from tests.localhub.client import Client

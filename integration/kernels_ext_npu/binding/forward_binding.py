@@ -29,10 +29,10 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, owner_of, package
 from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.distribution import kernels_internals
 
 _EMPTY = CellType()
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.distribution import sources
 
 if TYPE_CHECKING:
     from types import FunctionType, ModuleType

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.sources import ORGANISATION
+from kernels_ext_npu.distribution.sources import ORGANISATION
 
 
 def bundle(

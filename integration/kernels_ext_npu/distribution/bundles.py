@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels_ext_npu import catalogue, sources
-from kernels_ext_npu.distribution import bundle_archive
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.distribution import bundle_archive, sources
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
+from kernels_ext_npu.distribution.sources import ORGANISATION
 from kernels_ext_npu.distribution.variants import contents, is_bytecode, left_out
 from kernels_ext_npu.distribution.verification import verify_build
 from kernels_ext_npu.environment import first_line
-from kernels_ext_npu.sources import ORGANISATION
 
 
 def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository]:

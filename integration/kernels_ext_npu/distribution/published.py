@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx2
 from huggingface_hub import HfApi
 
-from kernels_ext_npu.kernels_internals import need
+from kernels_ext_npu.distribution.kernels_internals import need
 
 KERNEL = "kernel"
 FAILURES = (httpx2.HTTPError, OSError)  # what its client raises where it cannot be asked, or refuses

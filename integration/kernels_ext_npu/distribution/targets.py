@@ -14,8 +14,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
-from kernels_ext_npu import kernels_internals
-from kernels_ext_npu.distribution import published
+from kernels_ext_npu.distribution import kernels_internals, published
 from kernels_ext_npu.distribution.variants import METADATA
 from kernels_ext_npu.distribution.verification import Verified, verify_build, verify_variant
 from kernels_ext_npu.environment import RefusedError

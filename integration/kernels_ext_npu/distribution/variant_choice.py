@@ -10,8 +10,8 @@ from importlib.metadata import version
 from kernels import VariantRejected
 from packaging.version import InvalidVersion, Version
 
+from kernels_ext_npu.distribution.kernels_internals import need
 from kernels_ext_npu.distribution.verification import Verified, parse_variant
-from kernels_ext_npu.kernels_internals import need
 
 CANN, CPU = need("kernels.backends.CANN"), need("kernels.backends.CPU")
 

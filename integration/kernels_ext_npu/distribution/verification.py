@@ -13,8 +13,8 @@ from typing import Any
 
 from kernels import Metadata
 
+from kernels_ext_npu.distribution.kernels_internals import need
 from kernels_ext_npu.distribution.variants import METADATA, identity, published_files, render
-from kernels_ext_npu.kernels_internals import need
 
 Digest, DigestAlgorithm = need("kernels._rust.Digest"), need("kernels._rust.DigestAlgorithm")
 DigestValidationError = need("kernels._rust.DigestValidationError")

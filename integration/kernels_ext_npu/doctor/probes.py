@@ -15,7 +15,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from kernels_ext_npu import catalogue, kernels_internals, sources
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.distribution import kernels_internals, sources
 from kernels_ext_npu.distribution.bundle_archive import BundleError
 from kernels_ext_npu.environment import RefusedError, first_line
 from kernels_ext_npu.machine import description

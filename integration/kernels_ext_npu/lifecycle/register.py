@@ -7,8 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels_ext_npu import environment, kernels_internals
+from kernels_ext_npu import environment
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution import kernels_internals
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,9 +64,9 @@ def register(
     kernels_internals.check()
     from transformers.distributed import utils
 
-    from kernels_ext_npu import sources
     from kernels_ext_npu.binding import forward_binding, lazy_swap, registration
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
+    from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import use_kernels
     from kernels_ext_npu.swaps.sequence import SWAPS
 

@@ -14,9 +14,9 @@ import torch
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import model_comparison
+from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.measuring.costs import peak
 from kernels_ext_npu.measuring.distance import OF_MODELS, models_agree
 from kernels_ext_npu.model_configs import TINY

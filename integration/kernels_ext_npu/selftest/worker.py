@@ -7,8 +7,9 @@ import traceback
 
 import httpx2
 
-from kernels_ext_npu import environment, sources
+from kernels_ext_npu import environment
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.machine.processes import say
 

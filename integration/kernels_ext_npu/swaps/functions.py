@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import forward_binding, loaded_kernels, registration
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS, ROTARY
+from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import Use, uses

@@ -9,9 +9,9 @@ from typing import Any
 
 import kernels
 
-from kernels_ext_npu import kernels_internals, sources
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.distribution import kernels_internals, sources
 
 Table = dict[str, dict[str, Any]]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kernels_ext_npu import kernels_internals
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason

@@ -7,9 +7,9 @@ import pytest
 import torch
 from click.testing import Result
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.benchmarking import providers
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.distribution import sources
 from tests.support.benchmark_runs import EXPERTS, HIDDEN, TOKENS, rows, run, write_config
 
 

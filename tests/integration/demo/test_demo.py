@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import kernels_ext_npu
-from kernels_ext_npu import cli, model_configs, sources
+from kernels_ext_npu import cli, model_configs
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import model_comparison
+from kernels_ext_npu.distribution import sources
 
 
 def invoke(*arguments: str):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu import catalogue, sources
-from kernels_ext_npu.distribution import bundle_archive
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.distribution import bundle_archive, sources
 from tests.localhub import LocalHub
 
 COMMAND = "from kernels_ext_npu.cli import app; app()"

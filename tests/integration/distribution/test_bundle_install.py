@@ -12,9 +12,9 @@ import build
 import pytest
 from typer.testing import CliRunner
 
-from kernels_ext_npu import catalogue, sources
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.cli import app
-from kernels_ext_npu.distribution import bundle_archive, bundles
+from kernels_ext_npu.distribution import bundle_archive, bundles, sources
 from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
 from kernels_ext_npu.distribution.variants import METADATA, names
 from tests.support import bundle_faults

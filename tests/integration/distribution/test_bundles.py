@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels_ext_npu import sources
-from kernels_ext_npu.distribution import bundles, targets
+from kernels_ext_npu.distribution import bundles, sources, targets
 from tests.support import zoo
 
 NOBODY = "http://127.0.0.1:9"  # refuses every connection

@@ -15,8 +15,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import catalogue, sources
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from tests.support import zoo
 

@@ -15,8 +15,9 @@ from build import ROOT
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kernels_ext_npu import cli, sources
+from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.measuring.costs import host_waits, profiled_waits
 from kernels_ext_npu.selftest import comparing, functions, pieces, result_report, runner

@@ -8,10 +8,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
+from kernels_ext_npu.distribution.sources import ORGANISATION, VERSION
 from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, remedy, warning
 from kernels_ext_npu.doctor.observations import Observations, Outcome
 from kernels_ext_npu.doctor.probes import HEADERS
-from kernels_ext_npu.sources import ORGANISATION, VERSION
 
 STATUS = re.compile(r"\b(?:Client|Server) error '(\d{3})|^\w+: (\d{3}) |\((\d{3})\)|\b(401|403|404|407|429|5\d\d)\b")
 

@@ -6,8 +6,8 @@ import platform
 from dataclasses import replace
 from typing import Any
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
+from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.doctor.findings import Finding, Verdict, not_checked, ok, problem, remedy
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations
 from kernels_ext_npu.doctor.probes import COPIES

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.swaps.attention.serving import calls_by_name, is_added_elsewhere
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 

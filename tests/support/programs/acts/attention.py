@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_ext_npu import sources
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
+from kernels_ext_npu.distribution import sources
 from tests.support.programs import variants
 from tests.support.programs.acts.heads import show_loss
 from tests.support.programs.registry import act

@@ -110,5 +110,5 @@ def root(source: str | Path) -> Path:
     """
     if source != "bundled":
         return Path(source).expanduser().resolve()
-    package = Path(__file__).parent
+    package = Path(__file__).parent.parent
     return package / "bundled" if (package / "bundled").is_dir() else package.parent.parent

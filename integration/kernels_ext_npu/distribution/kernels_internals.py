@@ -43,7 +43,6 @@ NAMES = {
     "kernels.hf_hub.CACHE_DIR": "verify and doctor take KERNELS_CACHE for the cache, or that of the Hub",
     "kernels.resolver._BYTECODE_IGNORE_PATTERNS": "doctor takes a cached kernel without bytecode for incomplete",
 }
-_NEEDED = (REPLACE,)  # for any model
 _NOTHING = object()
 _ADVICE = f"Take a release that was tested: pip install 'kernels{TESTED['kernels']}'"
 
@@ -77,9 +76,8 @@ def gone() -> list[str]:
 
 def check() -> None:
     """Raise UnsupportedEnvironmentError where no model can get kernels without what is gone."""
-    lacking = [_gone(name) for name in _NEEDED if find(name, _NOTHING) is _NOTHING]
-    if lacking:
-        raise UnsupportedEnvironmentError(f"{'. '.join(lacking)}. {_ADVICE}")
+    if find(REPLACE) is None:
+        raise UnsupportedEnvironmentError(f"{_gone(REPLACE)}. {_ADVICE}")
 
 
 def replace(name: str, function: Callable) -> None:
@@ -118,6 +116,9 @@ def _holders(name: str) -> Iterator[ModuleType]:
     path, _, last = name.rpartition(".")
     with suppress(ImportError):
         importlib.import_module(path)
-    own = [module for each, module in sys.modules.items() if f"{each}.".startswith(f"{kernels.__name__}.")]
-    modules = dict.fromkeys([*filter(None, [sys.modules.get(path)]), *own])
-    yield from (module for module in modules if last in vars(module))
+    named = sys.modules.get(path)
+    if named is not None and last in vars(named):
+        yield named
+    for each, module in list(sys.modules.items()):  # only where somebody looks further
+        if f"{each}.".startswith(f"{kernels.__name__}.") and module is not named and last in vars(module):
+            yield module

@@ -56,8 +56,8 @@ def install(registration: Registration) -> None:
     patches.method(masking_utils, "_preprocess_mask_arguments", calls.preprocess, calls.reads_no_positions)
     patches.method(modeling_flash_attention_utils, "lazy_import_flash_attention", names.answer_import, is_registered)
     accelerator = sys.modules.get("accelerate.accelerator")  # transformers imports it where it is installed
-    if (attach := getattr(accelerator, _DROPS_MASKS, None)) is not None:
-        patches.attribute(accelerator, _DROPS_MASKS, functools.partial(calls.attach_context_parallel_hooks, attach))
+    if accelerator is not None and hasattr(accelerator, _DROPS_MASKS):
+        patches.method(accelerator, _DROPS_MASKS, calls.attach_context_parallel_hooks, is_registered)
     flash_question.answer_files([name for name in sys.modules if name.startswith(flash_question.FILES)], patches)
 
 

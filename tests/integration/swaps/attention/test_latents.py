@@ -93,7 +93,7 @@ def test_a_static_cache_holds_what_it_held_and_may_be_taken_over(on_latents) -> 
 
 
 def test_few_queries_are_no_further_from_float64_than_many(on_latents) -> None:
-    """In bfloat16, over 1,000 results: half as much again, since other numbers are rounded, as often."""
+    """In bfloat16, over 1,000 results."""
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     config = DeepseekV3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes)
     config._attn_implementation = "eager"
@@ -123,7 +123,7 @@ def test_few_queries_are_no_further_from_float64_than_many(on_latents) -> None:
     many = last(ours, x.npu(), turned.npu(), seen.npu(), 36)
     assert on_latents == [4]
     errors = [(found.double() - wanted).norm() for found in (few, many)]
-    assert errors[0] <= 1.5 * errors[1] <= 0.1 * wanted.norm()
+    assert errors[0] <= errors[1] <= 0.1 * wanted.norm()
 
 
 def test_many_queries_expand_and_so_does_who_looks_at_keys(on_latents) -> None:

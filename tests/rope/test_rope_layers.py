@@ -14,8 +14,10 @@ from kernels_ext_npu.matching.lookup import find_function_pattern
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
 from kernels_ext_npu.patterns.pattern import FunctionPattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
+from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
 from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
 from tests.support.rotations import results, tensors
+from tests.support.swapped import assert_no_further
 from tests.support.transformers_files import code, rotary_functions
 
 PATTERNS = [reference for reference in FUNCTION_PATTERNS if reference.repository == "RoPE"]
@@ -72,6 +74,19 @@ def test_float32_results_and_gradients_are_the_originals(kernel: ModuleType, sub
                 assert a.dtype == b.dtype
                 assert a.shape == b.shape
                 assert distance(a, b) <= 1e-6
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleType, subtests, dtypes) -> None:
+    """Each result and gradient, to 1e-3 and 1e-6 of the norm: products and sums in float32, in another order."""
+    for name, function, reference in served():
+        with subtests.test(name):
+            inputs = arguments(reference.function.__name__, *dtypes)
+            found = results(getattr(kernel.layers, reference.layer)(), moved(inputs))
+            with InPlaceOfFloat32(torch.float64):
+                truth = results(function, doubled(inputs))
+            for each in zip(found, results(function, inputs), truth, strict=True):
+                assert_no_further(*([tensor] for tensor in each), slack=1e-3, least=1e-6)
 
 
 @pytest.mark.parametrize(

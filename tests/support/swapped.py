@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels_ext_npu
+from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
 
 
 def swapped(*modules: nn.Module) -> list[nn.Module]:
@@ -43,6 +44,34 @@ def assert_agree(found: Sequence[Tensor | None], expected: Sequence[Tensor | Non
         if a is not None and b is not None:
             assert a.dtype == b.dtype
             assert (a.cpu().double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+def in_float64(module: nn.Module, *arguments: Tensor, **options: object) -> list:
+    """Return what `results` does of the same module in float64, also where it casts to float32."""
+    with InPlaceOfFloat32(torch.float64):
+        return results(copy.deepcopy(module).double(), *doubled(arguments), **options)
+
+
+def assert_no_further(found: Sequence, own: Sequence, truth: Sequence, slack: float = 0, least: float = 0) -> None:
+    """Compare dtypes, and distances from float64 with those of the original.
+
+    They are root mean squares over all tensors, relative to the norm of each: single ones are too small to compare
+    roundings by, and gradients of single numbers, which are sums that all but cancel, are left out.
+
+    Args:
+        found: of the kernel.
+        own: of the original.
+        truth: of the original, in float64.
+        slack: what the distance of the original may be exceeded by, relative to it.
+        least: a distance that is always allowed.
+    """
+    assert [None if t is None else t.dtype for t in found] == [None if t is None else t.dtype for t in own]
+    compared = [place for place, t in enumerate(truth) if t is not None and t.numel() > 1]
+    far, allowed = (
+        torch.stack([(side[i].cpu().double() - truth[i]).norm() / truth[i].norm() for i in compared]).norm()
+        for side in (found, own)
+    )
+    assert far <= allowed * (1 + slack) + least
 
 
 def moved(arguments: Sequence[Tensor]) -> list[Tensor]:

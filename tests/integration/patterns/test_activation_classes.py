@@ -13,7 +13,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
-from tests.support.swapped import results, swapped
+from tests.support.swapped import assert_no_further, results, swapped
 from tests.support.transformers_files import classes
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -51,6 +51,15 @@ def test_float32_results_and_gradients_are_the_originals(cls) -> None:
     original, x = cls(), inputs(torch.float32)
     for found, expected in zip(results(swapped(original)[0], x.npu()), results(original, x)):
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=2e-6)
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_floats_are_no_further_from_float64_than_the_original(cls, dtype) -> None:
+    original, x = cls(), inputs(dtype)
+    sides = results(swapped(original)[0], x.npu()), results(original, x), results(original, x.double())
+    for each in zip(*sides, strict=True):
+        assert_no_further(*([tensor] for tensor in each))
 
 
 @each_class

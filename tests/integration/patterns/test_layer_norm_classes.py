@@ -14,7 +14,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.norms import layer_norms
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
-from tests.support.swapped import assert_agree, moved, results, swapped
+from tests.support.swapped import assert_agree, assert_no_further, in_float64, moved, results, swapped
 from tests.support.transformers_files import classes, differing
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -42,7 +42,10 @@ def inputs(module: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_gradients_are_the_originals(subtests, dtype) -> None:
-    """To 2e-6 of the norm: sums in another order. In bfloat16 tests/variants compares values, with float64."""
+    """To 2e-6 of the norm: sums in another order. In bfloat16 they are no further from float64.
+
+    There 1e-2: the gradient of torch's operator is the same on both sides.
+    """
     originals = [instance(cls).to(dtype) for cls in differing(classes(LAYER_NORMS))]
     for original, device in zip(originals, swapped(*originals)):
         with subtests.test(type(original).__name__):
@@ -53,7 +56,11 @@ def test_results_and_gradients_are_the_originals(subtests, dtype) -> None:
             assert counters["stream_syncs"] == 0
             assert counters.get("npu_add_layer_norm", 0) == hasattr(original, "dense")
             assert counters["native_layer_norm_backward"] == 1
-            assert_agree(found, results(original, *arguments), 2e-6 if dtype is torch.float32 else torch.inf)
+            own = results(original, *arguments)
+            if dtype is torch.float32:
+                assert_agree(found, own, 2e-6)
+            else:
+                assert_no_further(found, own, in_float64(original, *arguments), slack=1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])

@@ -12,7 +12,7 @@ import softnpu
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.matching.classification import COUNTED, UNSUPPORTED
 from tests.support.norm_modules import inputs, instance
-from tests.support.swapped import assert_agree, moved, results, swapped
+from tests.support.swapped import assert_agree, assert_no_further, in_float64, moved, results, swapped
 from tests.support.transformers_files import classes, differing
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -24,14 +24,13 @@ def test_the_counted_release_is_the_pinned_one() -> None:
     assert f"transformers=={COUNTED};" in (TESTS.parent / "requirements.txt").read_text()
 
 
-# the same formula in float32, sums in another order; narrow results and gradients are rounded once on either side
-TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
-
-
-@pytest.mark.parametrize("of_weight", TOLERANCES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> None:
-    """How near they are to float64 is asked of the layers, in tests/variants."""
+    """To 1e-6 of the norm in float32: sums in another order. In bfloat16 each is no further from float64, but for that.
+
+    There 1e-3 for the order of sums in float32.
+    """
     originals = [instance(c).to(of_weight) for c in differing(c for c in classes(NORMS) if c.__name__ not in REFUSED)]
     for original, device in zip(originals, swapped(*originals)):
         with subtests.test(type(original).__name__):
@@ -41,7 +40,13 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> 
             counters = softnpu.counters()
             assert counters["npu_rms_norm"] == counters["npu_rms_norm_backward"] == 1
             assert counters["stream_syncs"] == 0
-            assert_agree(found, results(original, *arguments), max(TOLERANCES[dtype], TOLERANCES[of_weight]))
+            own = results(original, *arguments)
+            if dtype is of_weight is torch.float32:
+                assert_agree(found, own, 1e-6)
+                continue
+            for each in zip(found, own, in_float64(original, *arguments), strict=True):
+                if each[2] is not None:
+                    assert_no_further(*([tensor] for tensor in each), slack=1e-3, least=1e-6)
 
 
 @pytest.mark.parametrize(

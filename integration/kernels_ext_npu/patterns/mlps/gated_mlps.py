@@ -52,9 +52,13 @@ class LlamaMLP(MLP):
 
 
 _LFM2 = {"self.act_fn": "F.silu", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_GATE_FIRST = {"return self.down_proj(": "gate = ", "(x)) *": "(x))\n    return self.down_proj(gate *"}
 Lfm2MLP = variant("Lfm2MLP", LlamaMLP, _LFM2)
-RecurrentGemmaMlp = variant("RecurrentGemmaMlp", LlamaMLP, _GATE_FIRST)
+
+
+class RecurrentGemmaMlp(MLP):
+    def forward(self, hidden_states):
+        gate = self.act_fn(self.gate_proj(hidden_states))
+        return self.down_proj(gate * self.up_proj(hidden_states))
 
 
 class Gemma3nTextMLP(MLP):

@@ -8,7 +8,6 @@ from torch import nn
 from kernels_ext_npu.patterns.mlps.gated_mlps import (
     GATED,
     MLP,
-    LlamaMLP,
     activated_layer,
     gated_layer,
     refuse_activation,
@@ -70,8 +69,9 @@ class InklingMLP(MLP):
         return hidden_states * self.global_scale
 
 
-_NORMED = {"self.act_fn": "self.ffn_sub_norm(self.act_fn", "self.up_proj(x)": "self.up_proj(x))"}
-BitNetMLP = variant("BitNetMLP", LlamaMLP, _NORMED)
+class BitNetMLP(MLP):
+    def forward(self, x):
+        return self.down_proj(self.ffn_sub_norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class DeepseekV4MLP(MLP):

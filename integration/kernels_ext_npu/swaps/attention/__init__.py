@@ -67,8 +67,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         if serving.PLAIN in vars(module) and module not in registration.restored:
             delattr(module, serving.PLAIN)
     if NPU_FLASH_ATTENTION.is_registered():
-        assert registration.current is not None
-        latents.answer(model, registration.current.patches)
+        latents.answer(swapping.by_class, swapping.registration.patches)
         registration.try_package(NPU_FLASH_ATTENTION.repository)
 
 

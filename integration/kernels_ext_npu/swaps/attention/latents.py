@@ -11,12 +11,12 @@ the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.binding.patches import Patches
@@ -29,9 +29,9 @@ _METHOD = "expand_kv"
 _NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
 
 
-def answer(model: nn.Module, patches: Patches) -> None:
-    """Let modules of a model that expand latents as transformers does ask here first."""
-    for cls in {cls for module in model.modules() for cls in type(module).__mro__ if _METHOD in vars(cls)}:
+def answer(classes: Iterable[type], patches: Patches) -> None:
+    """Let modules of some classes that expand latents as transformers does ask here first."""
+    for cls in {base for each in classes for base in each.__mro__ if _METHOD in vars(base)}:
         if _expands(cls) and not patches.knows(cls, _METHOD):
             patches.method(cls, _METHOD, _expand, NPU_FLASH_ATTENTION.is_registered)
 

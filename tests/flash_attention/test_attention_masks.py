@@ -1,5 +1,6 @@
 """What the mask function describes, against the masks that transformers makes; and the attention that takes them."""
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,9 @@ from kernels_ext_npu.selftest.functions import attention as attention_formula
 
 TOKENS = 12
 SEQUENCES = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
+# where each row begins and counts on, which transformers asks of packed sequences from 5.23 on
+POSITIONS = torch.cat([torch.arange(2, 7), torch.arange(4), torch.arange(3)]), torch.arange(12)
+REMAPS = hasattr(masking_utils, "packed_sequence_compatibility_function")
 BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1], [-1] * 12])
 
 
@@ -23,7 +27,7 @@ def functions() -> dict[str, Any]:
     m = masking_utils
     causal, none = m.causal_mask_function, torch.zeros(2, dtype=torch.long)
     packed, blocks = m.packed_sequence_mask_function, m.blockwise_overlay(BLOCKS)
-    return {
+    found = {
         "causal": (causal, False),
         "sliding": (m.sliding_window_causal_mask_function(4), False),
         "chunked": (m.chunked_causal_mask_function(5, none), False),
@@ -34,7 +38,21 @@ def functions() -> dict[str, Any]:
         "blocks of images": (m.or_masks(causal, blocks), False),
         "prefix": (m.or_masks(causal, lambda b, h, q, k: k < 4), True),
         "every second": (m.and_masks(causal, lambda b, h, q, k: (q - k) % 2 == 0), True),
+        "packed and chunked": (m.and_masks(m.chunked_causal_mask_function(3, none), packed(SEQUENCES)), False),
     }
+    if REMAPS:
+        remapped = partial(
+            m.packed_sequence_compatibility_function,
+            position_ids=torch.stack(POSITIONS),
+            packed_sequence_mask=SEQUENCES,
+        )
+        found |= {
+            "packed by positions": (remapped(causal), False),
+            "packed and sliding by positions": (remapped(m.sliding_window_causal_mask_function(3)), False),
+            "packed and chunked by positions": (remapped(m.chunked_causal_mask_function(3, none)), False),
+            "packed and odd by positions": (remapped(lambda b, h, q, k: (q % 3 >= k % 3) & (k <= q)), True),
+        }
+    return found
 
 
 PADDING = {
@@ -143,6 +161,37 @@ def test_plain_patterns_make_no_mask_and_the_host_does_not_wait(kernel: ModuleTy
     assert not counts.get("stream_syncs")
     assert counts.get("logical_not", 0) == masked
     assert bool(found._masks) == bool(masked)
+
+
+@pytest.mark.parametrize("name", [name for name in functions() if "packed" in name and "odd" not in name])
+def test_packed_sequences_make_no_mask_and_the_host_waits_once(kernel: ModuleType, name: str) -> None:
+    q, k, v = (torch.randn(2, n, TOKENS, 8).npu() for n in (4, 2, 2))
+    function, _ = functions()[name]
+    softnpu.reset_counters()
+    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "device": "npu"}
+    found = kernel.attention_mask(**sizes, mask_function=function)
+    for _ in range(3):
+        kernel.attention_forward(Module(), q, k, v, found)
+    counts = softnpu.counters()
+    assert counts["npu_fusion_attention_v3"] == 3
+    assert not counts.get("logical_not")
+    assert not found._masks
+
+
+@pytest.mark.skipif(not REMAPS, reason="chunks are of places in a row, whatever positions are")
+@pytest.mark.parametrize("first", [0, 2])
+def test_positions_of_a_batch_that_is_not_packed_move_no_chunks(kernel: ModuleType, first: int) -> None:
+    """transformers looks whether any row is packed, for which the host waits; ours hands positions on."""
+    chunks = masking_utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long))
+    positions, ids = torch.arange(first, first + TOKENS).expand(2, -1), torch.zeros(2, TOKENS, dtype=torch.long)
+    function = masking_utils.packed_sequence_compatibility_function(chunks, positions, ids)
+    found = kernel.attention_mask(2, TOKENS, TOKENS, mask_function=function)
+    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "allow_is_causal_skip": False}
+    assert torch.equal(found.mask(), masking_utils.sdpa_mask(**sizes, mask_function=chunks))
+    q = torch.randn(2, 1, TOKENS, 8, generator=torch.Generator().manual_seed(0))
+    out = kernel.attention_forward(Module(), *[q.npu()] * 3, found)[0]
+    scores = (q.double() @ q.double().mT * 8**-0.5).masked_fill(~found.mask(), -torch.inf)
+    assert (out.cpu().double() - (scores.softmax(-1) @ q.double()).transpose(1, 2)).abs().max() <= 2**-20
 
 
 # ---- lengths of the caller -------------------------------------------------------------------------------------------

@@ -82,8 +82,13 @@ def padded(*places: slice) -> Tensor:
     return mask
 
 
+def places(*sequences: Tensor | int) -> Tensor:
+    """Return the positions of a row, of sequences that begin at zero or are said."""
+    return torch.cat([torch.arange(part) if isinstance(part, int) else part for part in sequences])[None]
+
+
 def _packed() -> dict[str, Tensor]:
-    return {"input_ids": ids(1), "position_ids": torch.cat([torch.arange(5), torch.arange(12), torch.arange(7)])[None]}
+    return {"input_ids": ids(1), "position_ids": places(5, 12, 7)}
 
 
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -93,6 +98,8 @@ BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "right padding": lambda: {"input_ids": ids(3), "attention_mask": padded(slice(-7, None), slice(-1, None))},
     "padding between": lambda: {"input_ids": ids(2), "attention_mask": padded(slice(4, 9))},
     "packed": _packed,
+    "packed, from other places": lambda: {"input_ids": ids(1), "position_ids": places(torch.arange(3, 14), 13)},
+    "from another place": lambda: {"input_ids": ids(2), "position_ids": places(torch.arange(5, 29))},
 }
 
 

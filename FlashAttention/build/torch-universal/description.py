@@ -189,8 +189,8 @@ class MaskDescription:
         return self._padded(band) if self._padding else self._packed(batch, band)
 
     def _chunks(self, batch: int, band: Band, chunk: int) -> Packing | None:
-        """Return the chunks as sequences; beside windows and packed sequences there has to be a mask."""
-        if self._ids or band != CAUSAL:
+        """Return the chunks as sequences; beside windows there has to be a mask."""
+        if band != CAUSAL:
             return None
         within = [*range(chunk, self.keys, chunk), self.keys]
         return self._packing([row * self.keys + end for row in range(batch) for end in within])

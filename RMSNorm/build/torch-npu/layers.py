@@ -135,14 +135,20 @@ class RMSNormGated(_Layer):
 class MambaRMSNormGated(_Layer):
     """Computes ``weight * norm(x * silu(gate))`` in float32, as Mamba 2 does.
 
-    That is the gate, which may be None, then the norm. Reads ``weight`` and eps.
+    That is the gate, which may be None, then the norm. Reads ``weight``, eps, and ``group_size`` if there is one: how
+    many values in a row are normed together.
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x, weight = hidden_states.float(), _weight(self)
         if gate is not None:
             x = x * F.silu(gate.float())
-        return norm(x, weight.float(), eps_of(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
+        size = self.group_size if _has(self, "group_size") else x.shape[-1]
+        if size == x.shape[-1]:
+            normed = norm(x, weight.float(), eps_of(self))
+        else:  # the operator takes no weight for each group
+            normed = norm(x.unflatten(-1, (-1, size)), None, eps_of(self)).flatten(-2) * weight.float()
+        return normed.to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
 class HyperConnection(_Layer):

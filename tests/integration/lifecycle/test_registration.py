@@ -231,10 +231,9 @@ def test_strict_names_what_is_kept(checkpoint) -> None:
     kernels_ext_npu.register(strict=True)
     load(checkpoint("qwen3"))
     load(checkpoint("gpt2"))  # layer norms are nobody's business
-    with pytest.raises(
-        RuntimeError, match=r"2 modules and functions stay as they were\n.*mamba.norm \(Zamba2RMSNormGated\): no kernel"
-    ):
-        load(checkpoint("zamba2"))
+    kept = r"2 modules and functions stay as they were\n.*mamba.norm \(FalconH1RMSNormGated\): no kernel"
+    with pytest.raises(RuntimeError, match=kept):
+        load(checkpoint("falcon_h1"), mamba_rms_norm=True)
 
 
 def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:

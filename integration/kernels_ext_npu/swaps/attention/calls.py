@@ -57,7 +57,12 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     """Describe the mask of a forward: transformers calls this by the name in the model's config.
 
     The arguments are those of the masks in transformers' ``AttentionMaskInterface``.
+
+    Raises:
+        ValueError: torch's context parallelism splits sequences of which a model sees chunks.
     """
+    if split_sequences.exchanges_keys():
+        kwargs = context_parallel.of_whole(kwargs)
     if serving.is_eager_by_default(type(kwargs.get("config"))):  # its formula knows masks alone, whatever a module says
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
@@ -118,6 +123,9 @@ def mask_standing_in(original: Callable) -> Callable:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
             return given if serving.describes_masks(config) else given.mask()
+        if split_sequences.exchanges_keys():
+            kwargs = context_parallel.of_whole(kwargs)
+            given = kwargs["attention_mask"]
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
             and serving.describes_masks(config)
@@ -181,8 +189,8 @@ def preprocess(
         return original(*given, position_ids, *args, **kwargs)
     is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
     packed = None
-    if split_sequences.exchanges_keys() and not is_done:
-        packed, mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask), None
+    if split_sequences.exchanges_keys() and not is_done:  # a mask that is made in both directions asks for no sequences
+        mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
     elif split_sequences.are_split():
         pass  # positions of a part tell nothing of the whole
     elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.swaps.attention.gathered_keys import Gather, Range, Split
@@ -149,6 +150,26 @@ def sequences(tokens: Tensor, positions: Tensor | None, padding: Tensor | None) 
     if known is None or known[0] != told:
         known = _known[positions] = told, _exchanged(split, batch, positions, padding)
     return known[1]
+
+
+def of_whole(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a mask, with the sequences of the whole batch where they stand in the place of padding.
+
+    Raises:
+        ValueError: the mask is of chunks, which begin and end on other devices.
+    """
+    config, ids, chunk = kwargs.get("config"), kwargs.get("attention_mask"), kwargs.get("local_size")
+    is_chunked = chunk is not None and chunk == getattr(config, "attention_chunk_size", None)
+    if is_chunked and kwargs["q_length"] * current().ranks > chunk:
+        raise ValueError(
+            f"{type(config).__name__}: torch's context_parallel splits sequences between devices, and there the kernel "
+            f"does not compute attention in chunks of {chunk} tokens: train this model without context parallelism"
+        )
+    if ids is None or ids not in _begins:
+        return kwargs
+    function = and_masks(kwargs.get("mask_function") or causal_mask_function, packed_sequence_mask_function(ids))
+    skipped = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    return kwargs | skipped | {"mask_function": function, "attention_mask": None}
 
 
 def _is_unknown(ids: Tensor | None) -> bool:

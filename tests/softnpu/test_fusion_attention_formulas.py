@@ -84,23 +84,6 @@ def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
     check(found, inputs, exact(*leaves, hidden=hidden, pse=pse), leaves, TOLERANCE[dtype])
 
 
-def test_values_may_be_narrower_than_keys() -> None:
-    tensors = drawn(d=16, d_v=8)
-    found, inputs = on_device(tensors)
-    leaves = [t.double().requires_grad_() for t in tensors]
-    check(found, inputs, exact(*leaves), leaves, 2e-6)
-
-
-def test_sink_takes_a_share_of_every_row() -> None:
-    tensors, sink = drawn(), torch.tensor([0.5, -1.0, 2.0, 0.0])
-    leaf, device_sink = sink.double().requires_grad_(), sink.to("npu").requires_grad_()
-    found = torch_npu.npu_fusion_attention_v3(
-        *(t.to("npu") for t in tensors), 4, "BNSD", scale=SCALE, sink=device_sink
-    )[0]
-    expected = exact(*tensors, sink=leaf)
-    check(found, [device_sink], expected, [leaf], 2e-6)
-
-
 @pytest.mark.parametrize("layout", ["BSND", "BSH", "SBH"])
 def test_layouts(layout) -> None:
     def arrange(t: torch.Tensor) -> torch.Tensor:
@@ -194,23 +177,6 @@ def test_scaled_dot_product_attention_is_one_launch(masked, causal, gqa) -> None
         torch.testing.assert_close(a, b, rtol=2e-2, atol=3 * 2.0**-8 * b.abs().max().item())
 
 
-def test_dropout_keeps_the_mask_for_backward_and_follows_the_generator() -> None:
-    tensors = drawn(s_q=64, s_k=64)
-    torch.manual_seed(1)
-    state = torch.npu.get_rng_state()
-    (first, inputs), (second, _) = on_device(tensors, keep_prob=0.5), on_device(tensors, keep_prob=0.5)
-    assert not torch.equal(first, second)
-    torch.npu.set_rng_state(state)
-    again, _ = on_device(tensors, keep_prob=0.5)
-    assert torch.equal(first, again)
-    # the gradient of v is the transposed weights: with dy = 1 its sum counts the weights that were kept
-    first.backward(torch.ones_like(first))
-    kept = inputs[2].grad.sum().item() / (inputs[2].shape[-1] * first[..., 0].numel())
-    assert kept == pytest.approx(1.0, abs=0.1)  # 32768 weights, each kept with probability one half
-    # linear in v: the directional derivative is the result itself
-    assert (inputs[2].grad * inputs[2]).sum().item() == pytest.approx(first.sum().item(), rel=1e-3)
-
-
 @pytest.mark.parametrize("given", ["generator", "seed", "dropout_mask"])
 def test_the_dropout_mask_is_the_one_that_torch_npu_makes_of_seed_and_offset(given) -> None:
     q, k, v = (torch.randn(1, 2, 16, 16).npu() for _ in range(3))
@@ -266,13 +232,6 @@ def test_version_3_writes_to_the_tensors_of_the_caller() -> None:
         torch.ops.npu.npu_fusion_attention_v3.out(*args, out=[torch.empty(3).npu()])
 
 
-def test_a_dropout_mask_that_is_too_small_is_refused() -> None:
-    q = torch.ones(1, 2, 16, 16).npu()
-    mask = torch.zeros(63, dtype=torch.uint8).npu()
-    with pytest.raises(RuntimeError, match=r"a bit for each of 512 weights, as uint8, got uint8 \[63\]"):
-        torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", keep_prob=0.5, dropout_mask=mask)
-
-
 def test_rows_that_see_nothing() -> None:
     tensors = drawn()
     hidden = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
@@ -287,36 +246,3 @@ def test_rows_that_see_nothing() -> None:
         found, _ = on_device(tensors, atten_mask=hidden)
     assert found[0, :, 2].isnan().all()
     assert not found[1].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"input_layout": "BNDS"}, "input_layout must be one of"),
-        ({"head_num": 3}, "head_num"),
-        ({"keep_prob": 0.0}, "keep_prob"),
-        ({"sparse_mode": 9}, "sparse_mode"),
-        ({"sparse_mode": 2, "atten_mask": torch.ones(5, 7, dtype=torch.bool)}, "upper triangle of 2048"),
-        ({"atten_mask": torch.ones(2, 7, dtype=torch.bool)}, "atten_mask must have one of the shapes"),
-        ({"atten_mask": torch.ones(5, 7)}, "atten_mask must be"),
-        ({"atten_mask": torch.zeros(5, 7, dtype=torch.bool), "next_tockens": 0}, "keeps positions"),
-        ({"sink": torch.ones(3)}, "sink must have the shape"),
-        ({"pse": torch.ones(2, 4, 5, 7, dtype=torch.float16)}, "pse must be"),
-        ({"padding_mask": torch.ones(5, 7)}, "padding_mask"),
-    ],
-)
-def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
-    arguments = {"head_num": 4, "input_layout": "BNSD"} | options
-    arguments = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_fusion_attention_v3(*(t.to("npu") for t in drawn()), **arguments)
-
-
-def test_mixed_dtypes_and_head_sizes_are_refused() -> None:
-    q, k, v = (t.to("npu") for t in drawn())
-    with pytest.raises(RuntimeError, match="float32, float32, bfloat16"):
-        torch_npu.npu_fusion_attention_v3(q, k, v.bfloat16(), 4, "BNSD")
-    with pytest.raises(RuntimeError, match="head sizes must be Dq = Dk >= Dv"):
-        torch_npu.npu_fusion_attention_v3(q, k[..., :8], v, 4, "BNSD")
-    with pytest.raises(RuntimeError, match=r"sparse_mode must be in .* in the layout BNSD, got 7"):
-        torch_npu.npu_fusion_attention_v3(q, k, v, 4, "BNSD", sparse_mode=7)

@@ -154,61 +154,8 @@ def test_sequences_that_were_cut(mode, q_lengths, k_lengths, window, hidden) -> 
     check(tensors, [], "TND", sequences(q_lengths, k_lengths, hidden), **given)
 
 
-def test_sequences_without_queries_and_absent_ones() -> None:
-    q, k, v = drawn((6, 4, 8), (7, 2, 8), (7, 2, 8))
-    out, *_ = torch_npu.npu_fusion_attention(
-        *(t.to("npu") for t in (q, k, v)), 4, "TND", scale=SCALE, actual_seq_qlen=[0, 4, 0], actual_seq_kvlen=[2, 6, 0]
-    )
-    expected = exact(*(t.double().transpose(0, 1) for t in (q[:4], k[2:6], v[2:6]))).transpose(0, 1)
-    torch.testing.assert_close(out[:4].cpu().double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
-    assert out[4:].isnan().all()  # nobody writes behind the last sequence
-
-
 def test_the_gradient_of_a_position_bias_is_not_computed() -> None:
     q, k, v = (t.to("npu") for t in drawn((1, 4, 3, 8), (1, 4, 3, 8), (1, 4, 3, 8)))
     pse = torch.zeros(1, 4, 3, 3, device="npu", requires_grad=True)
     torch_npu.npu_fusion_attention_v2(q, k, v, 4, "BNSD", pse=pse)[0].sum().backward()
     assert pse.grad.isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"pse_type": 4}, r"pse_type must be in \[0, 3\]"),
-        ({"pse_type": 0}, "pse_type 0 needs pse"),
-        ({"pse_type": 2, "pse": torch.ones(4)}, "slopes need as many keys as queries"),
-        ({"pse": torch.ones(2, 4, 5, 1)}, "pse must have one of the shapes"),
-        ({"pse": torch.ones(2, 4, 5, 7).half()}, "pse must be"),
-        ({"sparse_mode": 5, "prefix": [3], "atten_mask": TRIANGLE}, "one number for each of 2"),
-        ({"sparse_mode": 5, "prefix": [1, 2], "atten_mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)}, r"\[2, 7\]"),
-        ({"sparse_mode": 6, "prefix": [3, 3], "atten_mask": TRIANGLE}, "1024 rows"),
-        ({"sparse_mode": 8}, "sparse_mode must be in"),
-        ({"query_rope": torch.ones(2, 4, 5, 8)}, "given together"),
-        ({"query_rope": torch.ones(2, 4, 5, 8), "key_rope": torch.ones(2, 2, 7, 8)}, "take the layout TND"),
-        ({"q_start_idx": [1, 2]}, "q_start_idx must hold one number"),
-    ],
-)  # fmt: skip
-def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
-    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    tensors = [t.to("npu") for t in drawn((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))]
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_fusion_attention_v2(*tensors, 4, "BNSD", **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"sparse_mode": 7, "pre_tokens": 3, "next_tokens": 0}, "needs pre_tockens >= 4"),
-        ({"sparse_mode": 7, "pre_tokens": 4, "next_tokens": 1}, "needs next_tockens <= 0"),
-        ({"sparse_mode": 3, "actual_seq_kvlen": [2, 7]}, "without any key"),
-        ({"sparse_mode": 5}, "sparse_mode must be in"),
-        ({"actual_seq_kvlen": [3, 2]}, "must not fall"),
-        ({"actual_seq_kvlen": [3]}, "differ in length"),
-        ({"actual_seq_kvlen": [7, 7]}, "queries need keys"),
-    ],
-)
-def test_what_several_sequences_refuse(options, rule) -> None:
-    tensors = [t.to("npu") for t in drawn((5, 4, 8), (7, 2, 8), (7, 2, 8))]
-    options = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [3, 7], "atten_mask": TRIANGLE.to("npu")} | options
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_fusion_attention_v2(*tensors, 4, "TND", **options)

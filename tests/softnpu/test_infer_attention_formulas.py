@@ -171,47 +171,6 @@ def test_rows_that_see_nothing() -> None:
     assert not out[0, :, 0].isnan().any()
 
 
-ONE = [(1, 4, 1, 64), (1, 4, 600, 64), (1, 4, 600, 64)]
-SEVERAL = [(2, 4, 3, 64), (2, 4, 5, 64), (2, 4, 5, 64)]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "options", "rule"),
-    [
-        (ONE, {"atten_mask": torch.zeros(1, 1, 1, 600, dtype=torch.bool)}, "does not hide keys behind 512"),
-        (ONE, {"inner_precise": 2}, "one query takes inner_precise 0 or 1"),
-        (SEVERAL, {"sparse_mode": 5}, r"sparse_mode must be in \[0, 4\]"),
-        (SEVERAL, {"sparse_mode": 3}, "needs atten_mask"),
-        (SEVERAL, {"sparse_mode": 3, "atten_mask": torch.zeros(3, 5, dtype=torch.bool)}, "upper triangle"),
-        (SEVERAL, {"atten_mask": torch.zeros(2, 4, 3, 5, dtype=torch.bool)}, "atten_mask must be"),
-        (SEVERAL, {"pse_shift": torch.zeros(1, 1, 3, 5)}, "pse_shift must be"),
-        (SEVERAL, {"actual_seq_lengths_kv": [5, 6]}, r"must be in \[0, 5\]"),
-        (SEVERAL, {"layout": "BNSD_SBH"}, "input_layout must be one of"),
-        (SEVERAL, {"query_rope": torch.zeros(2, 4, 3, 64)}, "given together"),
-        (SEVERAL, {"heads": 8, "kv_heads": 8}, "must have 8 heads"),
-        ([(1, 4, 3, 24)] * 3, {}, "by 16"),
-        ([(5, 4, 32)] * 3, {"layout": "TND", "actual_seq_lengths": [5], "actual_seq_lengths_kv": [5]}, "take head"),
-        ([(5, 4, 64)] * 3, {"layout": "TND"}, "cumulative lengths"),
-    ],
-)  # fmt: skip
-def test_what_the_device_refuses_is_refused_with_the_rule(shapes, options, rule) -> None:
-    with pytest.raises(RuntimeError, match=rule):
-        fused(drawn(*shapes), **{"heads": 4, "kv_heads": 4} | options)
-
-
-def test_dtypes_strides_and_quantised_arguments_are_refused_by_name() -> None:
-    tensors = drawn(*SEVERAL)
-    with pytest.raises(RuntimeError, match="float32, float32, float32"):
-        fused([t.float() for t in tensors], 4, 4)
-    with pytest.raises(RuntimeError, match="query must be contiguous"):
-        torch_npu.npu_fused_infer_attention_score(
-            tensors[0].to("npu").transpose(1, 2), *(t.to("npu").transpose(1, 2).contiguous() for t in tensors[1:]),
-            num_heads=4, input_layout="BSND",
-        )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="no form of the operator with antiquant_scale"):
-        fused(tensors, 4, 4, antiquant_scale=torch.ones(2))
-
-
 def test_results_go_to_the_tensors_of_the_caller() -> None:
     x = torch.randn(2, 3, 4, 64, dtype=torch.half).npu()
     options = {"num_heads": 4, "input_layout": "BSND", "softmax_lse_flag": True}

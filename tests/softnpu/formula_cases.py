@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch_npu
@@ -365,4 +366,34 @@ CASES |= {
         for experts in (None, "tokens", "index")
     },
     "npu_ffn, precise": feed_forward("gelu", None, inner_precise=1),
+}
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+TARGET, OF_WORDS = torch.tensor([3, 0, 10, 4, 4, 1]), torch.linspace(0.1, 1.1, 11)
+
+
+def cross_entropy(reduction: str, ignored: int, is_weighted: bool, smoothing: float) -> Case:
+    options = {"reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
+    target = TARGET.where(torch.arange(6) > 0, ignored)
+    weight = OF_WORDS if is_weighted else None
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        moved = weight.npu() if is_weighted else None
+        return torch_npu.npu_cross_entropy_loss(x, target.npu(), moved, **options)
+
+    def formula(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(x, target, weight.double() if is_weighted else None, **options)
+        return loss.view(-1), torch.log_softmax(x, -1)
+
+    # a mean has a gradient of all rows alike, which reads the logarithms as they were rounded
+    has_gradient = not smoothing and (ignored < 0 and not is_weighted if reduction == "mean" else True)
+    gradients = 4 if has_gradient else None
+    options_of_case = {"absolute": 2e-6, "sums": 2e-6, "cancels": True, "gradients": gradients}
+    return Case(call, formula, ((6, 11),), ((FULL,), (HALF,)), **options_of_case)
+
+
+CASES |= {
+    f"npu_cross_entropy_loss, {given}": cross_entropy(*given)
+    for given in product(("mean", "sum", "none"), (-100, 4), (False, True), (0.0, 0.2))
 }

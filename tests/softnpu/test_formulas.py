@@ -107,3 +107,12 @@ def test_the_second_version_writes_norm_and_sum_over_its_arguments(functional: b
 def test_no_rows_are_fine() -> None:
     y, rstd = torch_npu.npu_rms_norm(ones(0, 4), ones(4))
     assert (y.shape, rstd.shape) == ((0, 4), (0, 1))
+
+
+def test_the_gradient_of_a_loss_takes_smoothing_and_weights() -> None:
+    x, target, weight = torch.randn(6, 11), torch.tensor([3, 0, 10, 4, 4, 1]), torch.rand(11) + 0.1
+    leaf = x.double().requires_grad_()
+    F.cross_entropy(leaf, target, weight.double(), label_smoothing=0.2, ignore_index=4).backward()
+    given = (t.npu() for t in (torch.ones(1), torch.log_softmax(x, -1), target, weight))
+    dx = torch.ops.npu.npu_cross_entropy_loss_backward(*given, ignore_index=4, label_smoothing=0.2)
+    torch.testing.assert_close(dx.cpu().double(), leaf.grad, rtol=2e-6, atol=2e-6)

@@ -1,6 +1,5 @@
 """npu_fusion_attention against attention in float64, its gradients against autograd through that."""
 
-import math
 from itertools import product
 
 import numpy as np
@@ -10,23 +9,9 @@ import torch_npu
 from torch.nn import functional as F
 
 import softnpu
+from tests.softnpu.exact_attention import TRIANGLE, attend
 
-TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 SCALE = 0.3
-
-
-def exact(q, k, v, hidden=None, scale=SCALE, pse=None, sink=None) -> torch.Tensor:
-    """[B, N, S, D] in float64; a row that sees nothing is zero."""
-    q, k, v = (t.double() for t in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    scores = (q @ k.mT + (0 if pse is None else pse.double())) * scale
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return weights[..., : k.shape[2]] @ v
 
 
 def drawn(dtype=torch.float32, b=2, n=4, n_kv=2, s_q=5, s_k=7, d=16, d_v=16) -> list[torch.Tensor]:
@@ -62,7 +47,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
     tensors = drawn(dtype, s_q=s_q, s_k=s_k)
     distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1)
-    options, hidden, pse = {}, None, None
+    options, hidden, pse = {}, None, 0.0
     if mode == "all":
         hidden = torch.rand(2, 1, s_q, s_k) < 0.4
         hidden[..., 0] = False
@@ -81,7 +66,7 @@ def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
         options = {"pse": pse}
     found, inputs = on_device(tensors, **options)
     leaves = [t.double().requires_grad_() for t in tensors]
-    check(found, inputs, exact(*leaves, hidden=hidden, pse=pse), leaves, TOLERANCE[dtype])
+    check(found, inputs, attend(*leaves, hidden, pse)[0], leaves, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BSH", "SBH"])
@@ -97,7 +82,7 @@ def test_layouts(layout) -> None:
     found = torch_npu.npu_fusion_attention(*inputs, 4, layout, scale=SCALE)[0]
     leaves = [arrange(t).double().requires_grad_() for t in tensors]
     truth = [t.double().requires_grad_() for t in tensors]
-    expected = arrange(exact(*truth))
+    expected = arrange(attend(*truth)[0])
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
     grad = torch.randn(expected.shape)
     found.backward(grad.to("npu"))
@@ -122,7 +107,7 @@ def test_sequences_of_several_lengths_in_one_tensor() -> None:
     for pieces in zip(*(leaf.split(lengths) for leaf in leaves)):
         size = pieces[0].shape[0]
         hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
-        parts.append(exact(*(p.transpose(0, 1).unsqueeze(0) for p in pieces), hidden=hidden)[0].transpose(0, 1))
+        parts.append(attend(*(p.transpose(0, 1) for p in pieces), hidden)[0].transpose(0, 1))
     check(out, inputs, torch.cat(parts), leaves, 2e-6)
 
 
@@ -130,7 +115,7 @@ def test_sequences_of_several_lengths_in_one_tensor() -> None:
 def test_gradients_of_parts_of_the_keys_add_up_with_the_statistics_of_all(layout) -> None:
     """As in a ring of devices: each launch gets the result and the statistics of the whole rows."""
     q, k, v = drawn(b=1)
-    expected = exact(*(leaves := [t.double().requires_grad_() for t in (q, k, v)]))
+    expected, _ = attend(*(leaves := [t.double().requires_grad_() for t in (q, k, v)]))
     grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     expected.backward(grad.double())
     q, k, v, grad = (t.npu() if layout == "BNSD" else t[0].transpose(0, 1).contiguous().npu() for t in (q, k, v, grad))
@@ -236,7 +221,7 @@ def test_rows_that_see_nothing() -> None:
     tensors = drawn()
     hidden = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
     hidden[0, 0, 2] = True
-    expected = exact(*tensors, hidden=hidden)
+    expected, _ = attend(*tensors, hidden)
     found, _ = on_device(tensors, atten_mask=hidden, inner_precise=2)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
     with pytest.warns(UserWarning, match="nothing to attend to"):

@@ -1,84 +1,41 @@
-"""The gated linear units against float64 and torch's autograd, with the rounding of the device's kernels."""
+"""Gated linear units: where float16 rounds, what stays unwritten, and limits. Values are cases of test_formulas.py."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# half a unit in the last place of the result, relative: one rounding
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# half the spacing of the smallest numbers, where rounding is absolute
-UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
-FLOAT32 = 16 * 2.0**-24  # of about ten operations in float32, each half a unit in the last place, exp and erf one
+from tests.softnpu.formula_cases import CASES
+from tests.support.rounding import ROUNDING, assert_rounded
 
 swiglu_backward, geglu_grad = torch.ops.npu.npu_swiglu_backward, torch.ops.npu.npu_geglu_grad
 
 
-def sample(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Up to some ±12: both tails of the activations, and beyond the limit of the clipped form."""
-    return (3 * torch.randn(shape)).to(dtype)
-
-
-def clipped_swiglu(rows: torch.Tensor, interleaved: bool, alpha=1.702, limit=7.0, bias=1.0) -> torch.Tensor:
-    a, b = (rows[..., ::2], rows[..., 1::2]) if interleaved else rows.chunk(2, -1)
-    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
-    return a * torch.sigmoid(alpha * a) * (b + bias)
-
-
-def gradient(function, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """By torch's autograd in float64."""
-    leaf = x.double().requires_grad_()
-    function(leaf).backward(dy.double())
-    return leaf.grad
-
-
-def assert_rounded_once(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """As near as the float64 value rounded once, but for the error of float32 inside: off by one unit in the last
-    place only next to a tie. A second rounding to 16 bits does not pass."""
-    error, best = ((t.cpu().double() - expected).abs() for t in (found, expected.to(found.dtype)))
-    assert (error <= best + FLOAT32 * expected.abs()).all(), (error - best).max()
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, roundings: int) -> None:
-    """Where float32 loses digits, in 1 + erf and in slopes near zero, its error is relative to the operands."""
-    error = (found.cpu().double() - expected).abs()
-    rounding = roundings * (ROUNDING[found.dtype] * expected.abs() + UNDERFLOW[found.dtype])
-    assert (error <= rounding + FLOAT32 * expected.abs().max()).all(), error.max()
-
-
-def test_geglu_by_default_activates_the_right_half_with_tanh() -> None:
-    x = sample(4, 64, dtype=torch.float32).npu()
-    for found, expected in zip(torch_npu.npu_geglu(x), torch_npu.npu_geglu(x, -1, 1, False)):
-        assert torch.equal(found, expected)
-    assert not torch.equal(torch_npu.npu_geglu(x)[1], torch_npu.npu_geglu(x, approximate=0)[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_only_float16_multiplies_with_the_rounded_gelu(dtype) -> None:
-    x = sample(16, 128, dtype=dtype)
-    y, gelu = (t.cpu() for t in torch_npu.npu_geglu(x.npu(), activate_left=True))
-    assert torch.equal(y, x.chunk(2, -1)[1] * gelu) == (dtype == torch.float16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_geglu_grad_rounds_between_its_products_in_float16_only(dtype) -> None:
-    x, dy, gelu = sample(16, 64, dtype=dtype), sample(16, 32, dtype=dtype), sample(16, 32, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_float16_rounds_between_its_products(dtype) -> None:
+    x, dy, gelu = (3 * torch.randn(16, n) for n in (64, 32, 32))
+    x, dy, gelu = (t.to(dtype) for t in (x, dy, gelu))
     activated, other = x.chunk(2, -1)
+    y, own = (t.cpu() for t in torch_npu.npu_geglu(x.npu(), activate_left=True))
+    assert torch.equal(y, other * own) == (dtype != torch.bfloat16)
     found = geglu_grad(dy.npu(), x.npu(), gelu.npu(), activate_left=True).cpu().chunk(2, -1)
     weighted = dy * other if dtype == torch.float16 else dy.double() * other.double()
-    assert_close(found[0], gradient(lambda leaf: F.gelu(leaf, approximate="tanh"), activated, weighted), roundings=1)
+    leaf = activated.double().requires_grad_()
+    F.gelu(leaf, approximate="tanh").backward(weighted.double())
+    # half the spacing of the smallest numbers, and what float32 leaves of slopes near zero
+    limit = ROUNDING[dtype] * leaf.grad.abs() + 2.0**-25 * (dtype == torch.float16) + 2.0**-20 * leaf.grad.abs().max()
+    assert ((found[0].double() - leaf.grad).abs() <= limit).all()
     assert torch.equal(found[1], dy * gelu)
 
 
 @pytest.mark.parametrize(("counts", "written"), [([2, 1], 3), ([0, 0], 0), ([4, 9], 6), ([], 0)])
 def test_rows_beyond_the_groups_are_left_unwritten(counts, written) -> None:
-    x = sample(2, 3, 8, dtype=torch.bfloat16)
+    x = (3 * torch.randn(2, 3, 8)).bfloat16()
     y = torch_npu.npu_clipped_swiglu(x.npu(), group_index=torch.tensor(counts, dtype=torch.int64).npu())
-    found, expected = y.cpu().view(6, 4), clipped_swiglu(x.double().view(6, 8), True)
+    found, expected = y.cpu().view(6, 4), CASES["npu_clipped_swiglu, woven"].formula(x.double().view(6, 8))
     assert found[written:].isnan().all()
     if written:
-        assert_rounded_once(found[:written], expected[:written])
+        assert_rounded(found[:written], expected[:written])
 
 
 def npu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

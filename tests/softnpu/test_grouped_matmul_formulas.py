@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch_npu
 
+from tests.support.rounding import ROUNDING
+
 M, K, N, E = 11, 8, 6, 4
 COUNTS = [3, 0, 5, 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF = torch.bfloat16
 BIAS = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float16}
-# one rounding: half a unit in the last place of the result, or of the smallest numbers of float16
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # of the smallest numbers
 FLOAT32 = (max(K, M) + 1) * 2.0**-24  # of the sum of magnitudes: every addition of the longest sum rounds once
 
 gmm = torch_npu.npu_grouped_matmul

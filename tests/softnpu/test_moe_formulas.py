@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch_npu
 
+from tests.support.rounding import ROUNDING
+
 T, K, H, E = 7, 3, 8, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one rounding: half a unit in the last place of the result
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FLOAT32 = 8 * 2.0**-24  # of the operands: sums of K or H products in float32
 
 permute, unpermute = torch_npu.npu_moe_token_permute, torch_npu.npu_moe_token_unpermute

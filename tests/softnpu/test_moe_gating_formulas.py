@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch_npu
 
+from tests.support.rounding import ROUNDING
+
 T, E, K = 9, 16, 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one rounding: half a unit in the last place of the result, or of the smallest numbers of float16
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # of the smallest numbers
 FLOAT32 = 2 * E * 2.0**-24  # relative, of exp, a sum of E terms and a few products in float32
 
 softmax_top_k, softmax_top_k_v2 = torch_npu.npu_moe_gating_top_k_softmax, torch_npu.npu_moe_gating_top_k_softmax_v2

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch_npu
 
+from tests.support.rounding import ROUNDING
+
 T, K, H, E = 6, 3, 8, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one rounding: half a unit in the last place of the result
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FLOAT32 = 16 * 2.0**-24  # of the operands: about ten operations in float32
 
 init_routing, finalize = torch_npu.npu_moe_init_routing_v2, torch_npu.npu_moe_finalize_routing

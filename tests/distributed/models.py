@@ -57,6 +57,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3-MoE": ("qwen3_moe", TEXT | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
     "gpt-oss": ("gpt_oss", TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss, no groups": (
+        "gpt_oss",
+        TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
+    "Qwen3, groups": ("qwen3", TEXT | {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "Qwen3-Next": (
         "qwen3_next",
         TEXT | EXPERTS | LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 64, "norm_topk_prob": True},

@@ -176,7 +176,7 @@ def break_rules() -> dict[str, str]:
         "several tensors": lambda: dist.group.WORLD.allreduce([x, x]),
         "premultiplied integers": lambda: dist.all_reduce(x.int(), dist.ReduceOp.PREMUL_SUM(0.5)),
         "average of integers": lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG),
-        "beyond the devices": lambda: torch.npu.set_device(7),
+        "beyond the devices": lambda: torch.npu.set_device(DEVICES),
         "another device": lambda: dist.all_reduce(torch.ones(1, device=torch.device("npu", 1 - rank))),
     }
     dist.all_reduce(x)  # the device is known
@@ -203,7 +203,7 @@ MESSAGES = {
     "several tensors": "one tensor a process, on one NPU; given 2",
     "premultiplied integers": "ReduceOp.PREMUL_SUM of torch.int32; it takes float16, bfloat16, float32",
     "average of integers": "ReduceOp.AVG of torch.int32; it takes float16, bfloat16, float32",
-    "beyond the devices": f"There is no device 7: the software devices are 0 to {DEVICES - 1}. Set the environment",
+    "beyond the devices": f"There is no device {DEVICES}: the software devices are 0 to {DEVICES - 1}.",
     "another device": "HCCL supports one NPU per process",
 }
 

@@ -80,18 +80,33 @@ def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
         assert after[phase]["launches"] < before[phase]["launches"]
 
 
-@pytest.mark.parametrize(("window", "sent_tokens"), [(None, TOKENS), (5, 4 * 2 * 4)])
-def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients(
-    tmp_path: Path, window: int | None, sent_tokens: int
+@pytest.mark.parametrize(
+    ("keys", "window", "sent_tokens"), [(KEYS // 2, None, TOKENS), (KEYS, 5, 4 * 2 * 4), (KEYS, None, 0)]
+)
+def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients_or_exchange_heads(
+    tmp_path: Path, keys: int, window: int | None, sent_tokens: int
 ) -> None:
-    """Keys and values of whole rows, or of each of two blocks of four ranks what a window in the next one sees."""
-    AutoConfig.for_model("mistral", **SIZES, sliding_window=window).save_pretrained(tmp_path)
+    """Keys and values of whole rows; of each of two blocks of four ranks what a window in the next one sees; or heads.
+
+    Queries, keys, values and results of a part, and as many bytes for their gradients.
+    """
+    AutoConfig.for_model("mistral", **SIZES | {"num_key_value_heads": keys}, sliding_window=window).save_pretrained(
+        tmp_path
+    )
     report = json.loads(inspect(tmp_path, "--cp", 4, "--tokens", TOKENS, "--json").stdout)
     assert report["mesh"]["ranks"] == report["mesh"]["fsdp"] == 4
     phases = {phase: sent(report["variants"][-1][phase]) for phase in ("forward", "step")}
     found = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
-    gathered = 2 * LAYERS, 2 * LAYERS * 2 * sent_tokens * KEYS * WIDTH
-    assert found == {"forward": {"all_gather": gathered}, "step": {"all_gather": gathered, "reduce_scatter": gathered}}
+    if sent_tokens:
+        gathered = 2 * LAYERS, 2 * LAYERS * 2 * sent_tokens * keys * WIDTH
+        assert found == {
+            "forward": {"all_gather": gathered},
+            "step": {"all_gather": gathered, "reduce_scatter": gathered},
+        }
+    else:
+        exchanged = 4 * LAYERS, LAYERS * 2 * TOKENS // 4 * 2 * (HEADS + keys) * WIDTH
+        twice = tuple(2 * number for number in exchanged)
+        assert found == {"forward": {"all_to_all": exchanged}, "step": {"all_to_all": twice}}
 
 
 def test_packed_attention_multiplies_within_sequences(moe: Path) -> None:

@@ -151,7 +151,7 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     """
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
-    split_sequences.refuse_recurrences(self)
+    split_sequences.split_recurrences_of(self)
     split_sequences.refuse_unshifted(self, kwargs.get("labels"), kwargs.get("shift_labels"))
     # tokens can be given without their name, and what follows them could be positions
     counts_itself = is_known and len(args) <= 1 and kwargs.get("position_ids") is None

@@ -63,6 +63,31 @@ def test_where_a_result_is_put_is_written_and_not_read() -> None:
     assert made.bytes.total() == put.bytes.total() == 2 * 8 * 4 * 4
 
 
+def test_what_an_operator_picks_or_puts_is_moved_and_not_what_it_leaves() -> None:
+    """Of a table of 1,000 x 64 floats in 256,000 bytes, by 8 numbers of 8 bytes."""
+    table, rows = torch.ones(1000, 64, device="npu"), torch.arange(8, device="npu")
+    columns = rows.unsqueeze(-1)
+    picked, loss = 8 * 64 * 4, torch.ones((), device="npu")
+    cases = {
+        "embedding": (lambda: F.embedding(rows, table), 2 * picked + 64),
+        "index_select": (lambda: table.index_select(0, rows), 2 * picked + 64),
+        "index": (lambda: table[rows], 2 * picked + 64),
+        "gather": (lambda: table.gather(1, columns), 2 * 8 * 4 + 64),
+        "scatter_": (lambda: table.scatter_(1, columns, 0.5), 8 * 4 + 64),
+        "nll_loss_forward": (lambda: F.nll_loss(table[:8], rows), 8 * 4 + 64 + 2 * 4),
+        "nll_loss_backward": (
+            lambda: torch.ops.aten.nll_loss_backward(loss, table[:8], rows, None, 1, -100, loss),
+            picked + 64 + 2 * 4,
+        ),
+        "zeros_like": (lambda: torch.zeros_like(table), 256_000),
+        "new_ones": (lambda: table.new_ones(8, 64), picked),
+    }
+    for name, (call, expected) in cases.items():
+        with Cost() as cost:
+            call()
+        assert cost.bytes == {name: expected}, name
+
+
 def test_a_decoder_layer_launches_what_it_must(registered) -> None:
     """Operators of one layer of Qwen3 with kernels, and nothing that copies but those of torch_npu's own attention."""
     with torch.no_grad():

@@ -10,14 +10,17 @@ which each keeps its own pairs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .chunks import CHUNK
-from .gates import Decays, Gates, dots
+from .gates import Gates, dots
 from .transforms import is_transformed
+
+if TYPE_CHECKING:
+    from .segment import Chunks
 
 
 class _Halving(NamedTuple):
@@ -49,25 +52,20 @@ class _Halving(NamedTuple):
         return x.unflatten(2, (-1, 2, self.size)).unflatten(1, (-1, 2, self.size))[:, :, 1, :, :, 0]
 
 
-def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i, and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i; both ``[M, C, C]``."""
-    of_keys, of_queries = (key.new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
+def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, ``[M, C, C]``, behind no Γ."""
+    of_keys, of_queries = (key[:, 0, 0].new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
     of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
     for halving in _halvings(gates):
         near = _flat_pairs(halving.first(key) * halving.earlier).transpose(-1, -2)
         for x, found in ((key, of_keys), (query, of_queries)):
             product = torch.bmm(_flat_pairs(halving.second(x) * halving.later), near).view(halving.between(found).shape)
             _own(halving.between(found)).copy_(_own(product))
-    return of_keys, of_queries
+    return key.new_empty(0), of_keys, of_queries
 
 
 def product_gradients(
-    query: Tensor,
-    key: Tensor,
-    gates: Gates,
-    beta: Tensor,
-    grad_keys: Tensor,
-    grad_queries: Tensor,
+    chunks: Chunks, _: Tensor, grad_keys: Tensor, grad_queries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`products` times βⱼ for query, key and sums.
 
@@ -75,16 +73,14 @@ def product_gradients(
     gradients of later tokens make with them, less what those of earlier ones do.
 
     Args:
-        query: ``[M, C, K]``.
-        key: ``[M, C, K]``.
-        gates: of tokens.
-        beta: ``[M, C, 1]``.
-        grad_keys: that of the first product, the sign changed; only what is below the diagonal counts.
-        grad_queries: of the second product.
+        chunks: the tokens.
+        grad_keys: that of the product of keys, the sign changed; only what is below the diagonal counts.
+        grad_queries: of the other product.
     """
+    query, key, beta = chunks.query, chunks.key, chunks.beta
     grad_keys, grad_queries = grad_keys * -beta.transpose(-1, -2), grad_queries * beta.transpose(-1, -2)
     grad_query, later, earlier = (torch.zeros_like(key) for _ in range(3))
-    for halving in _halvings(gates):
+    for halving in _halvings(chunks.gates):
         of_keys, of_queries = (
             (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
         )
@@ -111,20 +107,12 @@ def read(inverse: Tensor, key: Tensor, lead: Tensor) -> Tensor:
 
 
 def decay_gradients(
-    query: Tensor,
-    key: Tensor,
-    beta: Tensor,
-    decays: Decays,
-    grads: tuple[Tensor, Tensor, Tensor],
-    of_states: tuple[Tensor, Tensor, Tensor],
+    chunks: Chunks, grads: tuple[Tensor, Tensor, Tensor], of_states: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add to gradients what comes from the state before a chunk, and from that behind it.
 
     Args:
-        query: ``[M, C, K]``.
-        key: ``[M, C, K]``.
-        beta: ``[M, C, 1]``.
-        decays: of the chunks.
+        chunks: the tokens.
         grads: the gradients of query, key and sums of gates so far.
         of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, K]``.
 
@@ -132,11 +120,11 @@ def decay_gradients(
         The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
         ``[M, C, K]``.
     """
-    lead, trail, _ = decays
+    query, key, (lead, trail, _) = chunks.query, chunks.key, chunks.decays
     of_query, of_key, of_trailed = of_states
     carried = torch.addcmul(of_query * query, of_key, key, value=-1)
     trailed = of_trailed * trail
-    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), trailed, beta)
+    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), trailed, chunks.beta)
     grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
     return grad_query, grad_key, grad_sums, trailed.mul_(key)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import channel_gates, scalar_gates
 from .chunks import from_chunks, to_chunks
-from .gates import Decays, Gates, decays, dots, gates_of, summed_back
+from .gates import Gates, Led, decays, dots, summed_back
 from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
@@ -59,13 +59,12 @@ class Factors(NamedTuple):
 
 @dataclass
 class Chunks:
-    """Holds all of tokens but their values in chunks, in float32, with their decays.
+    """Holds all of tokens but their values in chunks, in float32.
 
     Attributes:
         query, key: normalised and scaled, ``[M, C, K]``; M counts chunks, rows and heads.
         beta: ``[M, C, 1]``.
         gates: with G of 1 or K.
-        decays: that follow from them.
         rows: rows times heads.
     """
 
@@ -73,7 +72,6 @@ class Chunks:
     key: Tensor
     beta: Tensor
     gates: Gates
-    decays: Decays
     rows: int
 
     @property
@@ -114,42 +112,40 @@ def chunks_of(tokens: Tokens, factors: Factors, bounds: Bounds | None) -> Chunks
     heads = tokens.value.shape[2]
     groups = heads // tokens.key.shape[2]
     query, key = to_chunks(tokens.query, groups, factors.query), to_chunks(tokens.key, groups, factors.key)
-    gates, beta = gates_of(tokens.g, bounds), to_chunks(tokens.beta.unsqueeze(-1))
-    return Chunks(query, key, beta, gates, decays(gates), heads * len(tokens.value))
+    gates, beta = Gates(to_chunks(tokens.g), bounds), to_chunks(tokens.beta.unsqueeze(-1))
+    return Chunks(query, key, beta, gates, heads * len(tokens.value))
 
 
-def inner(chunks: Chunks) -> Inner:
+def inner(chunks: Chunks) -> tuple[Inner, Led]:
     """Compute what chunks know without a state."""
-    between, keys, queries = chunks.kind.products(chunks.query, chunks.key, chunks.gates)
-    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2)))
+    between, keys, queries, led = chunks.kind.products(chunks)
+    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led
 
 
 class _Parts(NamedTuple):
-    """Holds more of the equations: βlK, P, W, and what a state loses over a chunk, ``[N, rows, K, K]``."""
+    """Holds more of the equations: P, W, and what a state loses over a chunk, ``[N, rows, K, K]``."""
 
-    trailed_key: Tensor
     weighted: Tensor
     read: Tensor
     removed: Tensor
 
 
-def _equations(chunks: Chunks, found: Inner) -> _Parts:
-    lead, trail, whole = chunks.decays
-    weighted = found.queries * chunks.beta.transpose(-1, -2)
-    trailed_key, read = chunks.key * (trail * chunks.beta), chunks.kind.read(found.inverse, chunks.key, lead)
-    removed = torch.bmm(trailed_key.transpose(-1, -2), read)
-    removed.diagonal(dim1=-2, dim2=-1).sub_(whole)
-    return _Parts(trailed_key, weighted, read, removed.unflatten(0, (-1, chunks.rows)))
+def _equations(chunks: Chunks, found: Inner, led: Led) -> _Parts:
+    weighted, read = found.queries * chunks.beta.transpose(-1, -2), led.read(found.inverse)
+    removed = torch.bmm(led.trailed.transpose(-1, -2), read)
+    removed.diagonal(dim1=-2, dim2=-1).sub_(led.whole)
+    return _Parts(weighted, read, removed.unflatten(0, (-1, chunks.rows)))
 
 
 def forward(
-    chunks: Chunks, found: Inner, value: Tensor, state: Tensor | None, keep: bool
+    chunks: Chunks, found: Inner, led: Led, value: Tensor, state: Tensor | None, keep: bool
 ) -> tuple[Tensor, States, Used | None]:
     """Compute the results of chunks, and the states around them.
 
     Args:
         chunks: the tokens.
         found: what they know without a state.
+        led: keys and queries with their decays.
         value: of the tokens, ``[M, C, V]``.
         state: the one before them, ``[rows, K, V]``; None for zeros.
         keep: whether a backward follows.
@@ -157,11 +153,11 @@ def forward(
     Returns:
         ``[M, C, V]``, the states, and what the backward takes of it.
     """
-    parts = _equations(chunks, found)
+    parts = _equations(chunks, found, led)
     new = torch.bmm(found.inverse, value)  # U
-    added = torch.bmm(parts.trailed_key.transpose(-1, -2), new)
+    added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
-    read = torch.baddbmm(chunks.query * chunks.decays.lead, parts.weighted, parts.read, alpha=-1)
+    read = torch.baddbmm(led.query, parts.weighted, parts.read, alpha=-1)
     before = states.before.flatten(0, 1)
     out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)
     return out, states, Used(read, torch.baddbmm(new, parts.read, before, alpha=-1)) if keep else None
@@ -169,7 +165,7 @@ def forward(
 
 def last_state(chunks: Chunks, value: Tensor, state: Tensor) -> Tensor:
     """Compute the state behind the chunks of rows of one, from that before them, ``[rows, K, V]``."""
-    return forward(chunks, inner(chunks), value, state, keep=False)[1].last
+    return forward(chunks, *inner(chunks), value, state, keep=False)[1].last
 
 
 def backward(
@@ -191,13 +187,15 @@ def backward(
     Returns:
         The gradients of query, key, value, beta and the sums of gates, and of the first state.
     """
-    parts, kind, beta = _equations(chunks, found), chunks.kind, chunks.beta
+    kind, beta, edges = chunks.kind, chunks.beta, decays(chunks.gates)
+    led = kind.led(chunks, edges)
+    parts = _equations(chunks, found, led)
     added = torch.bmm(used.read.transpose(-1, -2), grad).unflatten(0, (-1, chunks.rows))
     grads = scan(parts.removed.transpose(-1, -2), added, grad_state, backwards=True)
     before, behind = states.flatten(0, 1), grads.before.flatten(0, 1)
 
     grad_value = torch.bmm(parts.weighted.transpose(-1, -2), grad)
-    grad_value = torch.baddbmm(grad_value, parts.trailed_key, behind)
+    grad_value = torch.baddbmm(grad_value, led.trailed, behind)
     grad_new = torch.bmm(found.inverse.transpose(-1, -2), grad_value)
     across = used.value.transpose(-1, -2)
     grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β
@@ -213,11 +211,11 @@ def backward(
     if sums is None:
         sums = torch.bmm(pairs, beta) - beta * given
     inside = query, key, sums
-    query, key, sums, kept = kind.decay_gradients(chunks, inside, of_states)
+    query, key, sums, kept = kind.decay_gradients(chunks, edges, inside, of_states)
     grad_beta = given + alone + kept.sum(-1, keepdim=True)
     kept = kept * beta
     sums = sums - kept
-    of_whole = chunks.decays.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
+    of_whole = led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
     sums[:, -1:] += kept.sum(1, keepdim=True) + of_whole
     return query, key, grad_new, grad_beta, sums, grads.last
 

@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .gates import Gates, dots
+from .gates import Decays, Gates, Led, decays, dots, sums_of
 
 if TYPE_CHECKING:
     from .segment import Chunks
 
 
-def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
     """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``: ``[M, C, C]`` each."""
-    between, turned = _between(gates), key.transpose(-1, -2)
-    of_keys = torch.bmm(key, turned) * between
+    between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
+    of_keys = torch.bmm(chunks.key, turned) * between
     of_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    return between, of_keys, torch.bmm(query, turned) * between
+    return between, of_keys, torch.bmm(chunks.query, turned) * between, led(chunks, decays(chunks.gates))
+
+
+def led(chunks: Chunks, decays: Decays) -> Led:
+    """Give keys and queries the decays to the bounds of their chunk."""
+    lead, trail, whole = decays
+    return Led(chunks.query * lead, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
 
 
 def product_gradients(
@@ -41,18 +47,14 @@ def product_gradients(
     return torch.bmm(grad_queries, key), grad_key, None
 
 
-def read(inverse: Tensor, key: Tensor, lead: Tensor) -> Tensor:
-    """Compute ``X (eK)``, ``[M, C, D]``."""
-    return torch.bmm(inverse * lead.transpose(-1, -2), key)
-
-
 def decay_gradients(
-    chunks: Chunks, grads: tuple[Tensor, Tensor, Tensor], of_states: tuple[Tensor, Tensor, Tensor]
+    chunks: Chunks, decays: Decays, grads: tuple[Tensor, Tensor, Tensor], of_states: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add to gradients what comes from the state before a chunk, and from that behind it.
 
     Args:
         chunks: the tokens.
+        decays: of them.
         grads: the gradients of query, key and sums of gates so far.
         of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, D]``.
 
@@ -60,7 +62,7 @@ def decay_gradients(
         The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
         ``[M, C, 1]``.
     """
-    query, key, (lead, trail, _) = chunks.query, chunks.key, chunks.decays
+    query, key, (lead, trail, _) = chunks.query, chunks.key, decays
     of_query, of_key, of_trailed = of_states
     carried = dots(of_query, query) - dots(of_key, key)
     grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), of_trailed, trail * chunks.beta)
@@ -70,7 +72,7 @@ def decay_gradients(
 
 def _between(gates: Gates) -> Tensor:
     """Compute Γ, zero above the diagonal and over the bounds of sequences."""
-    _, sums, bounds = gates
+    sums, bounds = sums_of(gates), gates.bounds
     exponents = sums - sums.transpose(-1, -2)
     if bounds is None:
         later = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=sums.device).triu(1)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .description import MaskDescription
 from .in_torch import outside, softmax
-from .limits import is_fused_choice, is_fused_over_choice
+from .limits import is_fused_choice, reads_chosen_in_place
 from .options import Band
 
 BYTES = 2**28  # of what is made for some queries at a time
@@ -92,7 +92,7 @@ def attend_chosen(
     is_trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, latents, rope, sink)
     )
-    if sink is None and not is_trained and is_fused_over_choice(query, latents, rope):
+    if sink is None and not is_trained and reads_chosen_in_place(query, latents, rope):
         return _fused(query, latents, rope, indices, mask, scale)
     return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
 

@@ -72,7 +72,7 @@ def is_fused_choice(query: Tensor, key: Tensor, count: int) -> bool:
     )
 
 
-def is_fused_over_choice(query: Tensor, latents: Tensor, rope: Tensor) -> bool:
+def reads_chosen_in_place(query: Tensor, latents: Tensor, rope: Tensor) -> bool:
     """Tell whether ``npu_sparse_flash_attention`` takes ``[B, S_q, N, D]``, and the two parts of one key head.
 
     Its limits (Atlas A2 and A3), since CANN 8.5: op-plugin,

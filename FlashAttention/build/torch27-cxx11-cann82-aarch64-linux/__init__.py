@@ -3,6 +3,7 @@
 from .chosen_keys import attend_chosen, top_k_keys
 from .forward import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
+from .limits import reads_chosen_in_place
 from .masks import attention_mask
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "attention_mask",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "reads_chosen_in_place",
     "top_k_keys",
 ]

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from .attention import attend, attend_packed
 from .caller_masks import described, of_the_caller
 from .chosen_keys import left_out_beside
-from .description import MaskDescription, Packing
+from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
 from .lengths import ends_of, in_other_sequences, read_together
 from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
+from .packing import Packing
 
 
 class _Lengths(NamedTuple):

@@ -49,7 +49,7 @@ class Cost(TorchDispatchMode):
         if not moves or not (given or _writes(operator)):
             return None
         read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
-        moved = bytes_of((args, read, result)) - _unread(name, args, given)
+        moved = bytes_of((args, read, result)) - _unread(name, args, kwargs, given)
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
@@ -60,12 +60,18 @@ def bytes_of(values: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(values))
 
 
-def _unread(name: str, args: tuple, given: list[torch.Tensor]) -> int:
+def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> int:
     """Return the bytes of weights that no row is multiplied with: of experts without a token, in products by groups.
 
     Tokens are taken to be routed to one expert after the other. The loop of products that runs in the place of
-    ``_grouped_mm`` has one without rows for each of these experts.
+    ``_grouped_mm`` has one without rows for each of these experts. Of sparse attention, the keys that no query chose,
+    less those that are read for several.
     """
+    if name == "npu_sparse_flash_attention":
+        every = args[1], args[2], kwargs["key_rope"]
+        rows = args[3].numel()
+        read = {id(tensor): rows * tensor.shape[-1] * tensor.element_size() for tensor in every}
+        return bytes_of(every) - sum(read.values())
     if name == "mm" and not given[0].numel():
         return bytes_of(args)
     if name != "npu_grouped_matmul" or len(args[1]) > 1 or args[1][0].dim() < 3:

@@ -211,7 +211,8 @@ def _attend(
     if attention_mask is None and serving.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
     kernel = registration.package(NPU_FLASH_ATTENTION.repository)
-    if (chosen := latents.of_chosen_keys(query, key, value, attention_mask, kwargs)) is not None:
+    given = query, key, value, attention_mask, kwargs
+    if (chosen := latents.of_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
     forward = kernel.attention_forward

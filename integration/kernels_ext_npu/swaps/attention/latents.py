@@ -96,15 +96,15 @@ class Latents:
         size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
         return queries * (rank * size + keys * (2 * rank - size)) < keys * rank * size
 
-    def is_cheaper_of_chosen(self, queries: int, count: int) -> bool:
+    def is_cheaper_of_chosen(self, queries: int, count: int, gathered: bool) -> bool:
         """Tell whether few enough products are left where each query has so many keys of its own, on latents.
 
-        A gathered key is moved three times as often as one that all queries share: each product counts `_GATHERED`
-        times.
+        Where keys are gathered for them, each product counts `_GATHERED` times: every key is read, written and read
+        twice for one query.
         """
         size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
         rope = self.rope.shape[-1]
-        chosen = queries * (rank * size + _GATHERED * count * (2 * rank + rope))
+        chosen = queries * (rank * size + (_GATHERED if gathered else 1) * count * (2 * rank + rope))
         return count < keys and chosen < keys * rank * size + queries * keys * (size + rope)
 
     def attend(self, attend: Callable[..., Tensor], query: Tensor) -> Tensor:
@@ -154,13 +154,17 @@ def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str,
     return latents if latents.is_cheaper(query.shape[2]) else None
 
 
-def of_chosen_keys(query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> Latents | None:
+def of_chosen_keys(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any], read_in_place: Callable[..., bool]
+) -> Latents | None:
     """Return the latents of keys and values where attention is to chosen ones of them; None where it is not."""
     latents, indices = _of_both(key, value, options), options.get("indices")
     if latents is None or indices is None or mask is None or options.get("dropout"):
         return None
     is_plain = not isinstance(mask, Tensor) or (mask.dim() == 4 and mask.shape[1] == 1 and not mask.requires_grad)
-    is_cheaper = latents.is_cheaper_of_chosen(query.shape[2], indices.shape[-1])
+    in_place = options.get("s_aux") is None and not latents.has_gradient
+    in_place = in_place and read_in_place(query.transpose(1, 2), latents.nope[:, 0], latents.rope[:, 0])
+    is_cheaper = latents.is_cheaper_of_chosen(query.shape[2], indices.shape[-1], not in_place)
     return latents if is_plain and is_cheaper else None
 
 

@@ -53,7 +53,7 @@ class Cost(TorchDispatchMode):
         if not moves or not (given or _writes(operator)):
             return None
         read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
-        moved = bytes_of((args, read, result)) - _unread(name, args, given)
+        moved = bytes_of((args, read, result)) - _unread(name, args, kwargs, given)
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
@@ -64,15 +64,21 @@ def bytes_of(values: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(values))
 
 
-def _unread(name: str, args: tuple, given: list[torch.Tensor]) -> int:
+def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> int:
     """Return the bytes of tensors that an operator takes or gives, and leaves where they are.
 
     It picks some elements of a tensor, such as the rows of an embedding, puts some into it, or takes its shape alone:
     ``aclnnInplaceScatter`` copies nothing but these elements where the dimension is the last (CANN's ops-nn,
     index/scatter_elements_v2/op_api/aclnn_scatter.cpp). In products by groups no row is multiplied with the weights
     of experts without a token. Tokens are taken to be routed to one expert after the other. The loop of products that
-    runs in the place of ``_grouped_mm`` has one without rows for each of these experts.
+    runs in the place of ``_grouped_mm`` has one without rows for each of these experts. Of sparse attention these
+    are the keys that no query chose, less those that are read for several.
     """
+    if name == "npu_sparse_flash_attention":
+        every = args[1], args[2], kwargs["key_rope"]
+        rows = args[3].numel()
+        read = {id(tensor): rows * tensor.shape[-1] * tensor.element_size() for tensor in every}
+        return bytes_of(every) - sum(read.values())
     if name in PICKING:
         return max(0, bytes_of(args[:1]) - bytes_of(given[:1]))
     if name == "scatter_":

@@ -18,6 +18,7 @@ from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.catalogue import (
     ACTIVATIONS,
     ATTENTION,
+    INDEXERS,
     KIND_OF_LAYER,
     LAYER_NORMS,
     MLPS,
@@ -27,6 +28,7 @@ from kernels_ext_npu.catalogue import (
     Kind,
 )
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
+from kernels_ext_npu.matching.indexer_scan import chooser
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import gate_up_layout, kernel_marks, refusals
@@ -89,7 +91,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
         kind = of_module(module) or KIND_OF_LAYER.get(forward_binding.layer_of(module) or "")
-        if kind not in (None, ATTENTION):
+        if kind not in (None, ATTENTION) and not (kind is INDEXERS and chooser(type(module))):
             yield _row(path, module, kind)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.processes import DEVICES, Processes
+from tests.distributed.test_collectives import changed, filled
 
 FLOATS = ["float16", "bfloat16", "float32"]
 INTEGERS = ["int8", "int16", "int32", "int64"]
@@ -51,23 +52,15 @@ def attempt(function) -> torch.Tensor | str:
         return str(error)
 
 
-def all_reduce(x, op):
-    x = x.clone()
-    dist.all_reduce(x, op)
-    return x
-
-
-def reduce_scatter(x, op):
-    output = torch.empty_like(x[:2])
-    dist.reduce_scatter_tensor(output, x, op=op)
-    return output
-
-
 def reduce_all() -> dict:
     given = {dtype: values(dist.get_rank(), dtype).to("npu") for dtype in DTYPES}
+    forms = {
+        "all_reduce": lambda x, op: changed(x, lambda y: dist.all_reduce(y, op)),
+        "reduce_scatter": lambda x, op: filled(x, (2,), lambda o: dist.reduce_scatter_tensor(o[0], x, op=op)),
+    }
     return {
-        (form.__name__, op, dtype): attempt(functools.partial(form, given[dtype], getattr(dist.ReduceOp, op)))
-        for form, op, dtype in itertools.product((all_reduce, reduce_scatter), ALL_REDUCED, DTYPES)
+        (form, op, dtype): attempt(functools.partial(forms[form], given[dtype], getattr(dist.ReduceOp, op)))
+        for form, op, dtype in itertools.product(forms, ALL_REDUCED, DTYPES)
     }
 
 
@@ -88,47 +81,25 @@ def test_reductions_by_dtype(two_ranks: Processes) -> None:
             assert torch.equal(result.view(torch.uint8), own.view(torch.uint8)), (form, op, dtype, result, own)
 
 
-def broadcast(x):
-    y = x.clone()
-    dist.broadcast(y, 1)
-    return y
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.view(torch.uint8)] * 2).view(x.dtype)
 
 
-def all_gather(x):
-    outputs = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(outputs, x)
-    return outputs[1]
-
-
-def all_gather_into_tensor(x):
-    output = torch.empty(8, dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(output, x)
-    return output[4:]
-
-
-def all_to_all(x):
-    outputs = [torch.empty_like(x) for _ in range(2)]
-    dist.all_to_all(outputs, [x, x])
-    return outputs[1]
-
-
-def all_to_all_single(x):
-    output = torch.empty(8, dtype=x.dtype, device=x.device)
-    dist.all_to_all_single(output, torch.cat([x.view(torch.uint8)] * 2).view(x.dtype))
-    return output[4:]
-
-
-def send(x):
-    y = x.clone()
-    dist.send(y, 0) if dist.get_rank() == 1 else dist.recv(y, 1)
-    return y
+# forms in which rank 1 gives what it has to both
+MOVES = {
+    "broadcast": lambda x: changed(x, lambda y: dist.broadcast(y, 1)),
+    "all_gather": lambda x: filled(x, (4, 4), lambda o: dist.all_gather(o, x))[4:],
+    "all_gather_into_tensor": lambda x: filled(x, (8,), lambda o: dist.all_gather_into_tensor(o[0], x))[4:],
+    "all_to_all": lambda x: filled(x, (4, 4), lambda o: dist.all_to_all(o, [x, x]))[4:],
+    "all_to_all_single": lambda x: filled(x, (8,), lambda o: dist.all_to_all_single(o[0], twice(x)))[4:],
+    "send": lambda x: changed(x, lambda y: dist.send(y, 0) if dist.get_rank() else dist.recv(y, 1)),
+}
 
 
 def move_all() -> dict:
-    moves = broadcast, all_gather, all_gather_into_tensor, all_to_all, all_to_all_single, send
     return {
-        (move.__name__, dtype): attempt(functools.partial(move, values(dist.get_rank(), dtype).to("npu")))
-        for dtype, move in itertools.product(DTYPES, moves)
+        (form, dtype): attempt(functools.partial(move, values(dist.get_rank(), dtype).to("npu")))
+        for dtype, (form, move) in itertools.product(DTYPES, MOVES.items())
     }
 
 

@@ -262,6 +262,8 @@ def test_the_command_refuses_in_sentences(monkeypatch, tmp_path: Path, archive: 
     with zipfile.ZipFile(tmp_path / "unsafe.zip", "w") as unsafe:
         unsafe.writestr("../escape.py", b"import os")
     for arguments, words in [
+        (["--install", str(tmp_path / "missing.zip")], f"{tmp_path}/missing.zip: there is no such file"),
+        (["--install", "/dev/zero"], "/dev/zero: there is no such file"),
         (["--install", str(tmp_path / "cut.zip")], f"{tmp_path}/cut.zip: not a bundle, or cut short"),
         (["--install", str(tmp_path / "unsafe.zip")], f"{tmp_path}/unsafe.zip: '../escape.py' is not a path"),
         (

@@ -1,11 +1,9 @@
 """Share what the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import unquote
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from .faults import Faults
 from .store import HubError, Repository, Store
@@ -18,15 +16,11 @@ class Settings:
     - trusted: the organisations whose overview says that they are trusted publishers of kernels
     - token: the one that is required for writing; None accepts any, and none at all
     - may_create: whether repositories can be created; otherwise 403
-    - lfs: whether binary and large files go to LFS; otherwise every file is a regular one
-    - page_size: the number of entries of a listing before its next page
     """
 
     trusted: set[str] = field(default_factory=set)
     token: str | None = None
     may_create: bool = True
-    lfs: bool = False
-    page_size: int = 1000
     user: str = "tester"
 
 
@@ -50,10 +44,7 @@ def parameter(request: Request, name: str, default: str | None = None) -> str:
 
 def repository_of(request: Request) -> Repository:
     repo_id = f"{parameter(request, 'organisation')}/{parameter(request, 'name')}"
-    repository = hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
-    if repository.private and token_of(request) is None:
-        raise HubError(401, "Repository not found", "RepoNotFound")
-    return repository
+    return hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
 
 
 def url_of(request: Request, kind: str, repo_id: str) -> str:
@@ -72,15 +63,5 @@ def check_token(request: Request) -> None:
     if sent is not None:
         raise HubError(401, "Invalid credentials in Authorization header")
     asks = request.method in ("GET", "HEAD") or "/paths-info/" in request.url.path
-    if not asks and not request.url.path.startswith(("/lfs/", "/api/validate-yaml")):
+    if not asks and not request.url.path.startswith("/api/validate-yaml"):
         raise HubError(401, "Invalid username or password.")
-
-
-def page(request: Request, entries: list[Any]) -> JSONResponse:
-    """Answer with the entries from `cursor` on, and where the next ones are."""
-    start = int(request.query_params.get("cursor", 0))
-    end = start + hub_of(request).settings.page_size
-    headers = {}
-    if end < len(entries):
-        headers["Link"] = f'<{request.url.include_query_params(cursor=end)}>; rel="next"'
-    return JSONResponse(entries[start:end], headers=headers)

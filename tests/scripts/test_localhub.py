@@ -1,6 +1,5 @@
 """The Hub of the tests: that the real clients find in it what they expect of the Hub."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
-    constants,
     hf_hub_download,
     hf_hub_url,
     snapshot_download,
@@ -84,19 +82,14 @@ def test_a_trusted_organisation_says_so(localhub: LocalHub, client: Client) -> N
 # ---- repositories and references -------------------------------------------------------------------------------------
 def test_what_exists_is_a_conflict(client: Client) -> None:
     client.create_branch(branch="v1")
-    client.create_tag(tag="v1.0", revision="v1")
-    for create, arguments in (("repo", {}), ("branch", {"branch": "v1"}), ("tag", {"tag": "v1.0"})):
+    for create, arguments in (("repo", {}), ("branch", {"branch": "v1"})):
         with pytest.raises(HfHubHTTPError) as caught:
             getattr(client, f"create_{create}")(**arguments)
         assert caught.value.response.status_code == 409
         getattr(client, f"create_{create}")(exist_ok=True, **arguments)
-    refs = client.list_repo_refs()
-    assert [branch.name for branch in refs.branches] == ["main", "v1"]
-    assert [tag.target_commit for tag in refs.tags] == [client.head("v1")] == [client.head("v1.0")]
-    client.delete_tag(tag="v1.0")
+    assert [branch.name for branch in client.list_repo_refs().branches] == ["main", "v1"]
     client.delete_branch(branch="v1")
-    refs = client.list_repo_refs()
-    assert ([branch.name for branch in refs.branches], refs.tags) == (["main"], [])
+    assert [branch.name for branch in client.list_repo_refs().branches] == ["main"]
     client.delete_repo()
     assert not client.repo_exists()
 
@@ -135,27 +128,17 @@ def test_a_model_repository_is_another_one(client: Client, tmp_path: Path) -> No
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-def test_listings_go_on_over_pages(localhub: LocalHub, client: Client) -> None:
+def test_listings_are_of_a_folder_or_of_all_in_it(client: Client) -> None:
     client.commit({f"build/v{number}/a.py": b"%d" % number for number in range(5)})
-    localhub.settings.page_size = 3
-    before = len(localhub.requests)
     entries = list(client.list_repo_tree("build", recursive=True))
     assert [entry.path for entry in entries] == [f"build/v{n}{end}" for n in range(5) for end in ("", "/a.py")]
-    assert len(localhub.requests) == before + 4
     assert [entry.path for entry in client.list_repo_tree()] == [".gitattributes", "build"]
     assert [entry.path for entry in client.list_repo_tree("build")] == [f"build/v{n}" for n in range(5)]
-    for number in range(4):
-        client.commit({"a.py": b"%d" % number})
-    titles = [commit.title for commit in client.list_repo_commits()]
-    assert titles == ["a commit"] * 5 + ["initial commit"]
-
-
-def test_paths_are_described_with_their_last_commit(client: Client) -> None:
-    first = client.commit({"a.py": b"1", "build/b.py": b"1"})
-    second = client.commit({"a.py": b"2"})
-    file, folder = client.get_paths_info(["a.py", "build", "missing"], expand=True)
-    assert (file.path, file.last_commit.oid) == ("a.py", second.oid)
-    assert (folder.path, folder.last_commit.oid) == ("build", first.oid)
+    assert [commit.title for commit in client.list_repo_commits()] == ["a commit", "initial commit"]
+    assert [entry.path for entry in client.get_paths_info(["build", "build/v1/a.py", "missing"])] == [
+        "build",
+        "build/v1/a.py",
+    ]
 
 
 def test_only_what_changed_is_committed(client: Client) -> None:
@@ -174,26 +157,6 @@ def test_only_what_changed_is_committed(client: Client) -> None:
     assert client.paths() == [".gitattributes", "a.py", "build/y/d.py"]
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")  # of the client's own request
-def test_large_files_go_by_lfs_where_the_hub_asks_for_it(localhub: LocalHub, client: Client, tmp_path: Path) -> None:
-    localhub.settings.lfs = True
-    content = os.urandom(1000)
-    (tmp_path / "kernel.so").write_bytes(content)
-    client.commit({"build/x/kernel.so": tmp_path / "kernel.so", "build/x/a.py": b"1"})
-    assert [request.method for request in localhub.requests if request.path.startswith("/lfs/")] == ["PUT", "POST"]
-    assert httpx2.put(f"{localhub.url}/lfs/upload/{'0' * 64}", content=content).status_code == 400
-    regular, large = client.get_paths_info(["build/x/a.py", "build/x/kernel.so"])
-    assert regular.lfs is None
-    assert large.lfs.size == large.size == 1000
-    where = {"repo_type": "kernel", "endpoint": localhub.url, "cache_dir": tmp_path / "cache"}
-    path = Path(hf_hub_download(REPOSITORY, "build/x/kernel.so", **where))
-    assert path.read_bytes() == content
-    assert path.resolve().name == large.lfs.sha256
-    before = client.head()
-    assert client.commit({"build/x/kernel.so": tmp_path / "kernel.so"}).oid == before
-    assert client.verify_repo_checksums(revision=before, cache_dir=tmp_path / "cache").mismatches == []
-
-
 @pytest.mark.parametrize(
     ("asked", "status", "answered"),
     [("2-4", 206, b"234"), ("7-", 206, b"789"), ("-1", 206, b"9"), ("10-", 416, b""), ("0-99", 206, b"0123456789")],
@@ -203,18 +166,6 @@ def test_a_part_of_a_file_can_be_asked_for(client: Client, asked: str, status: i
     url = hf_hub_url(REPOSITORY, "a.py", repo_type="kernel", revision=commit.oid)
     response = httpx2.get(url, headers={"Range": f"bytes={asked}"})
     assert (response.status_code, response.content) == (status, answered)
-
-
-def test_with_xet_every_file_has_to_be_a_regular_one(
-    localhub: LocalHub, client: Client, monkeypatch, tmp_path: Path
-) -> None:
-    localhub.settings.lfs = True
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    (tmp_path / "kernel.so").write_bytes(b"\0")
-    with pytest.raises(ConnectionError, match="xet-write-token"):
-        client.commit({"build/x/kernel.so": tmp_path / "kernel.so"})
-    localhub.settings.lfs = False
-    client.commit({"build/x/kernel.so": tmp_path / "kernel.so"})
 
 
 def test_a_card_is_validated_before_it_is_committed(client: Client) -> None:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 from tests.localhub import LocalHub
 from tests.localhub.client import TOKEN, Client
@@ -28,14 +28,6 @@ def test_creating_repositories_can_be_refused(localhub: LocalHub, client: Client
     with pytest.raises(HfHubHTTPError, match="You don't have the rights"):
         client.api.create_repo("kernels-ext-npu/RoPE", repo_type="kernel")
     client.create_repo(exist_ok=True)
-
-
-def test_a_private_repository_is_hidden_without_a_token(localhub: LocalHub, client: Client) -> None:
-    hidden = Client(localhub.url, "kernels-ext-npu/hidden")
-    hidden.create_repo(visibility="private")
-    assert hidden.repo_info().private
-    with pytest.raises(RepositoryNotFoundError):
-        Client(localhub.url, "kernels-ext-npu/hidden", token=False).repo_info()
 
 
 def test_no_token_is_written_down(localhub: LocalHub, client: Client) -> None:

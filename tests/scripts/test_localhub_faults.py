@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,12 @@ from tests.localhub.client import REPOSITORY, TOKEN, Client
 
 COMMIT = {"method": "POST", "path": "*/commit/main"}
 LOST = httpx2.RemoteProtocolError, httpx2.NetworkError
+
+
+def get(hub: LocalHub, path: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(hub.url.removeprefix("http://"))
+    connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
+    return connection.getresponse()
 
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
@@ -141,9 +146,9 @@ def test_requests_are_counted_by_what_they_match(localhub: LocalHub, client: Cli
         except HfHubHTTPError as error:
             outcomes.append(error.response.status_code)
     assert outcomes == [1, 500, 500, 1]
-    assert [(fault["kind"], fault["matched"]) for fault in localhub.faults.to_json()] == [("status", 4)]
+    assert [(fault.kind, matched) for fault, (matched,) in localhub.faults.planned] == [("status", 4)]
     localhub.faults.clear()
-    assert localhub.faults.to_json() == []
+    assert localhub.faults.planned == []
 
 
 def test_every_request_of_a_sequence_can_be_hit(localhub: LocalHub, client: Client) -> None:
@@ -182,46 +187,4 @@ def test_every_request_of_a_sequence_can_be_hit(localhub: LocalHub, client: Clie
 def test_a_fault_that_cannot_be_is_refused(localhub: LocalHub, fields: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         localhub.faults.add(**fields)
-    assert ask(localhub, "POST", "faults", fields)[0] == 400
-    assert localhub.faults.to_json() == []
-
-
-# ---- from other processes --------------------------------------------------------------------------------------------
-def get(hub: LocalHub, path: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(hub.url.removeprefix("http://"))
-    connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
-    return connection.getresponse()
-
-
-def ask(hub: LocalHub, method: str, what: str, fields: dict[str, Any] | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(hub.url.removeprefix("http://"))
-    connection.request(method, f"/_localhub/{what}", json.dumps(fields) if fields is not None else None)
-    answer = connection.getresponse()
-    return answer.status, json.load(answer)
-
-
-def test_faults_and_the_log_are_there_over_http(localhub: LocalHub) -> None:
-    status, planned = ask(
-        localhub, "POST", "faults", {"kind": "status", "path": "/api/whoami*", "status": 429, "at": 2}
-    )
-    assert (status, planned[0]["matched"]) == (200, 0)
-    assert [get(localhub, "/api/whoami-v2").status for _ in range(3)] == [200, 429, 200]
-    _, logged = ask(localhub, "GET", "requests")
-    assert [(entry["number"], entry["status"], entry["fault"]) for entry in logged] == [
-        (1, 200, None),
-        (2, 429, "status"),
-        (3, 200, None),
-    ]
-    assert all(entry["authorized"] for entry in logged)
-    assert TOKEN not in json.dumps(logged)
-    assert ask(localhub, "GET", "faults")[1][0]["matched"] == 3
-    assert ask(localhub, "DELETE", "faults") == (200, [])
-    assert ask(localhub, "DELETE", "requests") == (200, [])
-
-
-def test_settings_are_there_over_http(localhub: LocalHub) -> None:
-    status, settings = ask(localhub, "PATCH", "settings", {"trusted": ["kernels-ext-npu"], "token": TOKEN})
-    assert (status, settings["trusted"], settings["token"]) == (200, ["kernels-ext-npu"], "required")
-    assert (localhub.settings.trusted, localhub.settings.token) == ({"kernels-ext-npu"}, TOKEN)
-    assert json.load(get(localhub, "/api/organizations/kernels-ext-npu/overview"))["trustedKernelPublisher"]
-    assert ask(localhub, "PATCH", "settings", {"trust": []})[0] == 400
+    assert localhub.faults.planned == []

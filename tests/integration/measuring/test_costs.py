@@ -12,16 +12,10 @@ import softnpu
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import zoo
 from tests.support.costs import costs
+from tests.support.sizes import sizes
 
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,  # in place of 151936: the embedding is nobody's kernel
-}
+# the embedding is nobody's kernel: 1,024 words in place of 151,936
+QWEN3_8B = sizes(4096, 12288, heads=32, keys=8, width=128, layers=2, words=1024)
 
 
 def gigabytes(cost: Cost) -> float:

@@ -23,7 +23,7 @@ from tests.support.saving import (  # noqa: F401 each adds its ways
 )
 from tests.support.saving.ways import WAYS, Loading
 
-pytestmark = [pytest.mark.usefixtures("registered"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("registered", "frozen"), pytest.mark.filterwarnings("ignore")]
 
 OFFLOADS = ("cpu_offload", "cpu_offload_with_hook", "disk_offload")
 APART = (  # what tests of their own try
@@ -38,13 +38,6 @@ APART = (  # what tests of their own try
 # names of classes and functions in a pickle of a whole model: which forward it takes, and where it is
 WITH_CLASSES = {"torch_whole_model", "pickled"}
 NAMES = 1_000  # bytes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> None:
-    """Libraries collect garbage after each file: what is there before is none, and costs a quarter of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[Loading, int, int]:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -36,7 +35,8 @@ def is_true(value: str | None) -> bool:
 
 
 async def tree(request: Request) -> Response:
-    commit = repository_of(request).commit(parameter(request, "revision"))
+    repository = repository_of(request)
+    commit = repository.commit(parameter(request, "revision"))
     folder = parameter(request, "path", "").rstrip("/")
     found = entries(commit)
     if folder and found.get(folder, {}).get("type") != "directory":
@@ -48,26 +48,20 @@ async def tree(request: Request) -> Response:
     return JSONResponse(list(inside.values()))
 
 
-async def paths_info(request: Request) -> Response:
-    """Describe the paths that a form asks for; those that do not exist are left out."""
-    body = (await request.body()).decode()
-    asked = json.loads(body) if "json" in request.headers.get("content-type", "") else parse_qs(body)
-    found = entries(repository_of(request).commit(parameter(request, "revision")))
-    return JSONResponse([found[path] for path in asked.get("paths", []) if path in found])
-
-
 def entry_not_found(path: str, commit: Commit) -> HubError:
     return HubError(404, f"{path} does not exist", "EntryNotFound", **{"X-Repo-Commit": commit.id})
 
 
 # ---- uploading -------------------------------------------------------------------------------------------------------
 async def preupload(request: Request) -> Response:
-    """Say of each file that it is to be uploaded as a regular one, as kernels are, and what is there."""
+    """Say of each file that it is uploaded with the commit, as kernels of Python alone are, and what is there."""
     present = repository_of(request).commit(parameter(request, "revision")).files
-    paths = [asked["path"] for asked in (await request.json())["files"]]
-    oids = {path: present[path].git_id if path in present else None for path in paths}
-    regular = {"uploadMode": "regular", "shouldIgnore": False}
-    return JSONResponse({"files": [regular | {"path": path, "oid": oid} for path, oid in oids.items()]})
+    answers = []
+    for asked in (await request.json())["files"]:
+        file = present.get(asked["path"])
+        oid = None if file is None else file.git_id
+        answers.append({"path": asked["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": oid})
+    return JSONResponse({"files": answers})
 
 
 async def commit(request: Request) -> Response:
@@ -118,7 +112,6 @@ async def resolve(request: Request) -> Response:
 ROUTES = [
     Route(REPOSITORY + "/tree/{revision}", tree),
     Route(REPOSITORY + "/tree/{revision}/{path:path}", tree),
-    Route(REPOSITORY + "/paths-info/{revision}", paths_info, methods=["POST"]),
     Route(REPOSITORY + "/preupload/{revision}", preupload, methods=["POST"]),
     Route(REPOSITORY + "/commit/{revision}", commit, methods=["POST"]),
     Route("/{organisation}/{name}/resolve/{revision}/{path:path}", resolve),

@@ -1,4 +1,4 @@
-"""Share what the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
+"""Share what the handlers have in common: the state of the Hub, access, and the repository of a request."""
 
 from dataclasses import dataclass, field
 from urllib.parse import unquote
@@ -44,7 +44,10 @@ def parameter(request: Request, name: str, default: str | None = None) -> str:
 
 def repository_of(request: Request) -> Repository:
     repo_id = f"{parameter(request, 'organisation')}/{parameter(request, 'name')}"
-    return hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
+    repository = hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
+    if repository.private and token_of(request) is None:
+        raise HubError(401, "Repository not found", "RepoNotFound")
+    return repository
 
 
 def url_of(request: Request, kind: str, repo_id: str) -> str:
@@ -56,12 +59,12 @@ def token_of(request: Request) -> str | None:
 
 
 def check_token(request: Request) -> None:
-    """Refuse a wrong token. Reading, which a question asked by POST is too, needs none."""
+    """Refuse a wrong token. Reading needs none."""
     required, sent = hub_of(request).settings.token, token_of(request)
     if required is None or sent == required:
         return
     if sent is not None:
         raise HubError(401, "Invalid credentials in Authorization header")
-    asks = request.method in ("GET", "HEAD") or "/paths-info/" in request.url.path
-    if not asks and not request.url.path.startswith("/api/validate-yaml"):
+    asks = request.method in ("GET", "HEAD") or request.url.path.startswith("/api/validate-yaml")
+    if not asks:
         raise HubError(401, "Invalid username or password.")

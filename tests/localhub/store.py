@@ -2,6 +2,7 @@
 
     blobs/<sha256>                           the content of all repositories
     kernels/<organisation>/<name>/
+        repository.json                      {"private": false}
         commits/<id>.json                    title, parents, and every file of the tree
         refs.json                            {"branches": {}, "pulls": {}}, replaced in one step
 
@@ -72,7 +73,7 @@ class Store:
         self.root = root
         self.lock = threading.RLock()
 
-    def create(self, kind: str, repo_id: str) -> Repository:
+    def create(self, kind: str, repo_id: str, private: bool = False) -> Repository:
         if kind not in KINDS or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo_id):
             raise HubError(400, f"no repository can be called {kind}/{repo_id}")
         with self.lock:
@@ -80,6 +81,7 @@ class Store:
             if repository.folder.exists():
                 raise HubError(409, "You already created this repo")
             first = repository.add_commit([], "initial commit", "", repository.changed({}, [file_at_first(self)]))
+            write(repository.folder / "repository.json", json.dumps({"private": private}).encode())
             repository.write_refs({"branches": {"main": first.id}, "pulls": {}})
             return repository
 
@@ -118,6 +120,10 @@ class Repository:
     def __init__(self, store: Store, kind: str, repo_id: str) -> None:
         self.store, self.kind, self.id = store, kind, repo_id
         self.folder = store.root / kind / repo_id
+
+    @property
+    def private(self) -> bool:
+        return json.loads((self.folder / "repository.json").read_text())["private"]
 
     # ---- references --------------------------------------------------------------------------------------------------
     def refs(self) -> dict[str, dict[str, str]]:

@@ -25,10 +25,6 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     """Return the forward of a layer for modules whose class computes what was matched, by the names of its parameters.
 
     What it cannot take, as the class perhaps can, it leaves to the class.
-
-    Args:
-        forward: the layer's.
-        matched: that of the class.
     """
     parameters = list(inspect.signature(forward).parameters.values())
     if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):

@@ -14,19 +14,12 @@ UNREADABLE: Release = (0, 0)  # for which the narrowest limits hold
 
 @dataclass(frozen=True)
 class Limit:
-    """Say what releases do less than a later one.
+    """Say what releases do less than a later one."""
 
-    Attributes:
-        since: the first release without the limit.
-        before: what the others do, behind their name.
-        then: what the first one without it does.
-        of: the first and the last but one of the releases that do so; all before ``since`` where it is not given.
-    """
-
-    since: Release
-    before: str
-    then: str
-    of: tuple[Release, Release] | None = None
+    since: Release  # the first one without the limit
+    before: str  # what the others do, behind their name
+    then: str  # what the first one without it does
+    of: tuple[Release, Release] | None = None  # the first that does so, and the next that does not; None for all before
 
     def holds(self, release: Release) -> bool:
         """Tell whether a release has the limit."""

@@ -14,18 +14,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from kernels_ext_npu import catalogue as kinds
 from kernels_ext_npu.binding import forward_binding, registration
-from kernels_ext_npu.catalogue import (
-    ACTIVATIONS,
-    ATTENTION,
-    KIND_OF_LAYER,
-    LAYER_NORMS,
-    MLPS,
-    PATCHES,
-    ROUTERS,
-    TABLES,
-    Kind,
-)
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
@@ -36,7 +27,7 @@ from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
-_OF_ANY_SORT = (TABLES, LAYER_NORMS, PATCHES)  # kinds of which no kernel is expected to serve all
+_OF_ANY_SORT = (kinds.TABLES, kinds.LAYER_NORMS, kinds.PATCHES)  # of which no kernel is expected to serve all
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -89,7 +80,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
         kind = of_module(module) or KIND_OF_LAYER.get(forward_binding.layer_of(module) or "")
-        if kind not in (None, ATTENTION):
+        if kind not in (None, kinds.ATTENTION):
             yield _row(path, module, kind)
 
 
@@ -123,8 +114,9 @@ def _is_other(module: nn.Module, kind: Kind, reference: Pattern | None) -> bool:
     only called so: what they multiply with is no pair of projections.
     """
     if reference is None:
-        is_only_called_so = kind is MLPS and not has_gated_projections(module)
-        return module in registration.restored or is_only_called_so or kind in (ROUTERS, ACTIVATIONS, *_OF_ANY_SORT)
+        is_only_called_so = kind is kinds.MLPS and not has_gated_projections(module)
+        is_rare = kind in (kinds.ROUTERS, kinds.ACTIVATIONS, *_OF_ANY_SORT)
+        return is_rare or is_only_called_so or module in registration.restored
     if refusals.unwanted(module, reference.repository) is not None:
         return True
     return kind in _OF_ANY_SORT and why_not_served(module, reference) is not None

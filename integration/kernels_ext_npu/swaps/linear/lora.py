@@ -44,17 +44,12 @@ _TOGETHER = "_kernels_ext_npu_together"  # what the MLPs of SwiGLU call for gate
 
 
 class _Layer(NamedTuple):
-    """What a layer with adapters is computed of.
+    """What a layer with adapters is computed of."""
 
-    Attributes:
-        weight: of the frozen layer.
-        bias: its bias, or None.
-        adapters: for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for
-            never; or the module that does, where that is no plain one.
-    """
-
-    weight: Tensor
+    weight: Tensor  # of the frozen layer
     bias: Tensor | None
+    # for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for never; or the
+    # module that does, where that is no plain one
     adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
 
     @property
@@ -94,22 +89,20 @@ def rows(model: nn.Module) -> Iterator[Row]:
             yield row(None, False, PLAIN)
 
 
-def why_apart(gate: nn.Module, up: nn.Module) -> str | None:
+def why_apart(*pair: nn.Module) -> str | None:
     """Return why two layers with adapters that a kernel computes are two products; None if they need not be."""
-    if not (owner_of(gate) == owner_of(up) == LORA):
+    if any(owner_of(each) != LORA for each in pair):
         return None
-    first, second = _layer_of(gate, is_sharded=True), _layer_of(up, is_sharded=True)
-    if not (isinstance(first, _Layer) and isinstance(second, _Layer)):
+    layers = [layer for each in pair if isinstance(layer := _layer_of(each, is_sharded=True), _Layer)]
+    if len(layers) < len(pair):
         return "peft computes what they are adapted by"
-    if len(first.adapters) != 1 or len(second.adapters) != 1:
+    if any(len(layer.adapters) != 1 for layer in layers):
         return "one of them has several adapters"
-    if first.bias is not None or second.bias is not None:
+    if any(layer.bias is not None for layer in layers):
         return "they have biases beside adapters"
-    if not (first.has_one_that_keeps_all and second.has_one_that_keeps_all):
+    if not all(layer.has_one_that_keeps_all for layer in layers):
         return "each adapter drops other elements of the input"
-    if first.adapters[0][2] != second.adapters[0][2]:
-        return "their adapters differ in scale"
-    return None
+    return None if len({layer.adapters[0][2] for layer in layers}) == 1 else "their adapters differ in scale"
 
 
 def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -203,9 +196,9 @@ def _is_plain_call(x: Tensor) -> bool:
 
 
 def _layers_of_several(modules: Sequence[nn.Module], is_sharded: bool = False) -> list[_Layer] | None:
-    """Return what several layers are computed of; None where each has to be called, or has other than one adapter.
+    """Return what several layers are computed of; None where each has to be called.
 
-    Nor with dropout: each adapter drops others then, and hardly anything is shared.
+    So it has with dropout: each adapter drops others then, and hardly anything is shared.
     """
     if len(modules) < 2 or any(owner_of(module) != LORA or has_hooks(module) for module in modules):
         return None

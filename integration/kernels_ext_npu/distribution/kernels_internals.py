@@ -58,11 +58,7 @@ def find(name: str, otherwise: Any = None) -> Any:
 
 
 def need(name: str) -> Any:
-    """Return what `find` does.
-
-    Raises:
-        GoneError: `kernels` lacks it.
-    """
+    """Return what `find` does; raise GoneError if `kernels` lacks it."""
     found = find(name, _NOTHING)
     if found is _NOTHING:
         raise GoneError(f"{_gone(name)}. {_ADVICE}")

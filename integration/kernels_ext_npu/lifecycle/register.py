@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,7 +134,6 @@ def _chosen(kernels: Collection[str] | None) -> frozenset[str]:
         raise ValueError(f"register: kernels={kernels!r} is one name; give a list, such as [{kernels!r}]")
     for name in kernels:
         if name not in REPOSITORIES:
-            near = difflib.get_close_matches(name.lower(), [known.lower() for known in REPOSITORIES], 1)
-            hint = next((f"; did you mean {known}?" for known in REPOSITORIES if [known.lower()] == near), "")
-            raise ValueError(f"register: there is no kernel {name!r}, only {', '.join(REPOSITORIES)}{hint}")
+            meant = environment.meant(name, REPOSITORIES)
+            raise ValueError(f"register: there is no kernel {name!r}: {meant}there are {', '.join(REPOSITORIES)}")
     return frozenset(kernels)

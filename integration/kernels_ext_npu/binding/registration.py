@@ -29,8 +29,8 @@ class Registration:
     on_first_call: Callable[[nn.Module], None] | None = None
     over_packages: bool = False  # whether kernels go before packages that transformers lets compute its functions
     patches: Patches = field(default_factory=Patches)  # changes to transformers, `kernels` and what belongs to models
-    marked: set[type] = field(default_factory=set)  # the classes that were looked at
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)  # what `kernels` made of functions
+    served: dict[nn.Module, str] = field(default_factory=dict)  # the layers of those that have a kernel
     # of the repositories that were asked for by more than the names of layers, once they are loaded
     packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # for their first call on the NPU

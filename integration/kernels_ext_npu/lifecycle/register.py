@@ -67,12 +67,13 @@ def register(
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import use_kernels
+    from kernels_ext_npu.swaps import layers
     from kernels_ext_npu.swaps.sequence import SWAPS
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
-    forward_binding.install()
+    forward_binding.install(layers.serves)
     active = registration.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     registration.current = active
     try:

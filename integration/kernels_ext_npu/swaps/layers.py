@@ -1,8 +1,8 @@
 """Swaps layers of kernels into the modules of a model whose class computes what a layer does.
 
-`kernels` takes a layer for each module whose class is marked for one, by transformers' table (kernel_mapping.py) and
-what the class says of the instance (kernel_marks.py). Where an instance decides on another layer than its class is
-marked for, that is taken behind it. Whoever changes the activation of an MLP, the gate of experts or the class of a
+`kernels` takes a layer for each module whose class transformers has marked for one, by transformers' table
+(kernel_mapping.py), if it is the one that serves the module (layer_choice.py). Where that is another one, or the class
+has no mark, that is taken behind it. Whoever changes the activation of an MLP, the gate of experts or the class of a
 module gets what that computes from the next call on; the report says so until ``kernelize()``, ``train()``, ``eval()``
 or ``use_kernels = True`` look again, and take the layer that fits by then.
 """
@@ -10,24 +10,28 @@ or ``use_kernels = True`` look again, and take the layer that fits by then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 
 from torch import nn
 
 from kernels_ext_npu import catalogue as kinds
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
+from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.swaps import gate_up_layout, kernel_marks, refusals
+from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.experts import serving as experts
-from kernels_ext_npu.swaps.kernel_mapping import marked
-from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
+from kernels_ext_npu.swaps.layer_choice import layer_for, refusal, unwanted
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 _OF_ANY_SORT = (kinds.TABLES, kinds.LAYER_NORMS, kinds.PATCHES)  # of which no kernel is expected to serve all
+# the layers of modules, while `kernels` asks for them
+_decided: ContextVar[Mapping[nn.Module, str | None]] = ContextVar("_decided", default=MappingProxyType({}))
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -40,15 +44,33 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for module in modules:
             if reference is None and "forward" not in vars(module):
                 continue
-            layers[module] = kernel_marks.layer_for(module, reference)
+            layers[module] = reference and layer_for(module, reference)
             if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
-    kernel_marks.mark(swapping)
-    with kernel_marks.decided(layers):
+    token = _decided.set(layers)
+    try:
         swapping.take(swapping.mode)
-    for module, layer in layers.items():
-        if layer is not None and layer != marked(type(module)):
-            kernel_marks.take_as(module, layer, swapping.mode)
+        left = {}
+        for module, layer in layers.items():
+            mark = getattr(type(module), "kernel_layer_name", None)
+            if layer is not None and mark != layer and (mark is None or not _is_strangers(module)):
+                left[module] = layer
+        kernels_internals.take(left, swapping.mode)
+    finally:
+        _decided.reset(token)
+
+
+def serves(module: nn.Module, layer: str) -> bool:
+    """Tell whether a layer serves a module, or a function that `kernels` made a module of, which `kernels` asks."""
+    active, known = registration.current, _decided.get()
+    if active is not None and module in active.served:
+        return layer == active.served[module]
+    return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
+
+
+def _is_strangers(module: nn.Module) -> bool:
+    """Tell whether the kernel of somebody else computes a module, which its class was marked for."""
+    return forward_binding.layer_of(module) is None and forward_binding.kernel_forward(module) is not None
 
 
 def revert(model: nn.Module) -> None:

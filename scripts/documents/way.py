@@ -27,7 +27,7 @@ WAY = (
         "register",
         "Our kernels go into transformers' mapping of layers, and methods that models call are wrapped. `Patches` "
         "remembers all of it, and `unregister()` undoes it.",
-        ("lifecycle.register:register", "swaps.kernel_mapping:install", "binding.patches:Patches"),
+        ("lifecycle.register:register", "swaps.layers:install", "binding.patches:Patches"),
     ),
     Step(
         "enter",

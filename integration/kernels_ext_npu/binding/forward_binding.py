@@ -160,9 +160,7 @@ def install(serves: Callable[[nn.Module, str], bool]) -> None:
         if getattr(bound, "__wrapped__", None) is forward and getattr(bound, MATCHED, None) is type(module).forward:
             return  # it is in place
         name = layer_name(forward)
-        if layer is type(
-            module
-        ):  # there is no kernel: where it was asked for by a mark that is not ours, ours may stay
+        if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
             ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else layer_of(module)
             if ours is None or not serves(module, ours):
                 put(module, _below_wrappers(module))

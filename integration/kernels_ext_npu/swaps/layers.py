@@ -1,10 +1,12 @@
 """Swaps layers of kernels into the modules of a model whose class computes what a layer does.
 
-`kernels` takes a layer for each module whose class transformers has marked for one, by transformers' table
-(kernel_mapping.py), if it is the one that serves the module (layer_choice.py). Where that is another one, or the class
-has no mark, that is taken behind it. Whoever changes the activation of an MLP, the gate of experts or the class of a
-module gets what that computes from the next call on; the report says so until ``kernelize()``, ``train()``, ``eval()``
-or ``use_kernels = True`` look again, and take the layer that fits by then.
+`kernels` takes a layer for each module whose class transformers has marked for one, by transformers' table, if it is
+the one that serves the module. Where that is another one, or the class has no mark, it is taken behind that. What
+stands in transformers' table wins over every later registration: `kernels` is given it again each time.
+
+Whoever changes the activation of an MLP, the gate of experts or the class of a module gets what that computes from the
+next call on; the report says so until ``kernelize()``, ``train()``, ``eval()`` or ``use_kernels = True`` look again,
+and take the layer that fits by then.
 """
 
 from __future__ import annotations
@@ -15,17 +17,20 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 from torch import nn
+from transformers.integrations import hub_kernels
 
 from kernels_ext_npu import catalogue as kinds
 from kernels_ext_npu.binding import forward_binding, registration
-from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
-from kernels_ext_npu.distribution import kernels_internals
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
+from kernels_ext_npu.distribution import kernels_internals, sources
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.experts import serving as experts
-from kernels_ext_npu.swaps.layer_choice import layer_for, refusal, unwanted
+from kernels_ext_npu.swaps.experts.implementation import other_than_ours
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
@@ -36,6 +41,21 @@ _decided: ContextVar[Mapping[nn.Module, str | None]] = ContextVar("_decided", de
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
 
+def install(active: Registration) -> None:
+    """Put the layers of the repositories that are used into transformers' table, for the NPU.
+
+    Layers of those that are not used lose the kernel that they had for the NPU.
+    """
+    table = hub_kernels.get_kernel_mapping_transformers()
+    devices = {layer: {k: kernel for k, kernel in table.get(layer, {}).items() if k != "npu"} for layer in LAYERS}
+    used = {layer: repository for layer, repository in LAYERS.items() if repository in active.kernels}
+    for layer, source in sources.layer_sources(active.source, used).items():
+        devices[layer]["npu"] = source
+    active.patches.items(table, devices)
+    if (given := kernels_internals.table()) is not None:  # it forgets no entry, and fills a dictionary that is there
+        active.patches.items(given, {layer: {} for layer in LAYERS})
+
+
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
     layers: dict[nn.Module, str | None] = {}
@@ -44,7 +64,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for module in modules:
             if reference is None and "forward" not in vars(module):
                 continue
-            layers[module] = reference and layer_for(module, reference)
+            layers[module] = layer_for(module, reference)
             if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
     token = _decided.set(layers)
@@ -66,6 +86,30 @@ def serves(module: nn.Module, layer: str) -> bool:
     if active is not None and module in active.served:
         return layer == active.served[module]
     return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
+
+
+def layer_for(module: nn.Module, reference: Pattern | None) -> str | None:
+    """Return the layer that serves a module, whose forward is that of a pattern, on the NPU; None if none does."""
+    return None if reference is None or refusal(module, reference) is not None else reference.layer_for(module)
+
+
+def refusal(module: nn.Module, reference: Pattern | None) -> str | None:
+    """Return why no kernel can take the place of a module's forward, which is that of a pattern; None if one can."""
+    if reference is None:
+        stranger = forward_binding.stranger(module)
+        if stranger is not None:
+            return Reason("replaced", f"another library replaced its forward: {stranger}")
+        return refusals.FORWARD_UNKNOWN
+    reason = refusals.elsewhere(module) or forward_binding.refuse_wrapper(module)
+    return reason or unwanted(module, reference) or why_not_served(module, reference)
+
+
+def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
+    """Return why somebody does not want the kernel for an instance; None if nobody said so."""
+    if (reason := refusals.unwanted(module, reference.repository)) is not None:
+        return reason
+    asked_for = other_than_ours(module.config) if experts.LAYER in reference.layers else None
+    return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
 def _is_strangers(module: nn.Module) -> bool:

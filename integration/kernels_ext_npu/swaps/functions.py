@@ -60,7 +60,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 def revert(model: nn.Module) -> None:
     """Put the originals back, in all models that call the same functions."""
     for function in {use.function for module in model.modules() for use in uses(type(module))}:
-        _unswap(function)
+        if is_kernel_function(function):
+            forward_binding.take_out(function)
         if registration.current is not None:
             registration.current.served.pop(function, None)
 
@@ -68,7 +69,7 @@ def revert(model: nn.Module) -> None:
 def remove(active: Registration) -> None:
     """Take the kernels out of all functions."""
     for function in active.served:
-        _unswap(function)
+        forward_binding.take_out(function)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
@@ -145,17 +146,8 @@ def _module_of(active: Registration, use: Use) -> nn.Module:
 
 
 def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:
-    """Reduce the module of a function to the name that it stands under.
-
-    Raises:
-        PicklingError: something else stands there now, as `pickle` says of a function that was replaced.
-    """
+    """Reduce the module of a function to the name that it stands under; raise as `pickle` does if it was replaced."""
     place = f"{original.__module__}:{original.__name__}"
     if not is_kernel_function(pkgutil.resolve_name(place)):
         raise PicklingError(f"Can't pickle {place}: it was replaced in its file; put it back, or save a state dict")
     return pkgutil.resolve_name, (place,)
-
-
-def _unswap(function: object) -> None:
-    if is_kernel_function(function) and isinstance(vars(function).get("forward"), MethodType):
-        del function.forward  # type: ignore[attr-defined]

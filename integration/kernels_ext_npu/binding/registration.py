@@ -30,7 +30,8 @@ class Registration:
     over_packages: bool = False  # whether kernels go before packages that transformers lets compute its functions
     patches: Patches = field(default_factory=Patches)  # changes to transformers, `kernels` and what belongs to models
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)  # what `kernels` made of functions
-    served: dict[nn.Module, str] = field(default_factory=dict)  # the layers of those that have a kernel
+    # the layers of those that have a kernel; and of the modules of a model, None for none, while it is swapped
+    served: dict[nn.Module, str | None] = field(default_factory=dict)
     # of the repositories that were asked for by more than the names of layers, once they are loaded
     packages: dict[str, ModuleType] = field(default_factory=dict)
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # for their first call on the NPU

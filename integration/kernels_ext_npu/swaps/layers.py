@@ -12,9 +12,7 @@ and take the layer that fits by then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from torch import nn
 from transformers.integrations import hub_kernels
@@ -35,8 +33,6 @@ from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 _OF_ANY_SORT = (kinds.TABLES, kinds.LAYER_NORMS, kinds.PATCHES)  # of which no kernel is expected to serve all
-# the layers of modules, while `kernels` asks for them
-_decided: ContextVar[Mapping[nn.Module, str | None]] = ContextVar("_decided", default=MappingProxyType({}))
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -67,7 +63,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             layers[module] = layer_for(module, reference)
             if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
-    token = _decided.set(layers)
+    asked = swapping.registration.served
+    asked |= layers
     try:
         swapping.take(swapping.mode)
         left = {}
@@ -77,14 +74,13 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
                 left[module] = layer
         kernels_internals.take(left, swapping.mode)
     finally:
-        _decided.reset(token)
+        for module in layers:
+            del asked[module]
 
 
 def serves(module: nn.Module, layer: str) -> bool:
     """Tell whether a layer serves a module, or a function that `kernels` made a module of, which `kernels` asks."""
-    active, known = registration.current, _decided.get()
-    if active is not None and module in active.served:
-        return layer == active.served[module]
+    known = {} if registration.current is None else registration.current.served
     return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
 
 

@@ -57,11 +57,7 @@ def all_folders() -> tuple[Folder, ...]:
 
 
 def find(model_types: Iterable[str]) -> list[Folder]:
-    """Find the folders of these model types, in their order.
-
-    Raises:
-        RefusedError: one of them is none. It says which are called nearly so.
-    """
+    """Find the folders of these model types, in their order; refuse one that is none, and say what is nearly so."""
     found: dict[Folder, None] = {}
     for model_type in model_types:
         folder = next((folder for folder in all_folders() if model_type in folder.model_types), None)

@@ -39,15 +39,10 @@ def answer(classes: Iterable[type], patches: Patches) -> None:
 
 
 class Unexpanded(Tensor):
-    """Keys or values that are expanded when somebody looks at them.
+    """Keys or values that are expanded when somebody looks at them."""
 
-    Attributes:
-        latents: what they are made of.
-        place: 0 for keys, 1 for values.
-    """
-
-    latents: Latents
-    place: int
+    latents: Latents  # what they are made of
+    place: int  # 0 for keys, 1 for values
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

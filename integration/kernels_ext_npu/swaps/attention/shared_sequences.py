@@ -16,19 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """Says how the devices of a group share a sequence.
-
-    Attributes:
-        group: of the devices.
-        rank: of this one.
-        ranks: how many there are.
-        is_balanced: whether each has two blocks, one from the front and one from the end, in place of one.
-    """
+    """Says how the devices of a group share a sequence."""
 
     group: dist.ProcessGroup
-    rank: int
+    rank: int  # of this device
     ranks: int
-    is_balanced: bool
+    is_balanced: bool  # whether each has two blocks, one from the front and one from the end, in place of one
 
     def blocks(self, rank: int) -> tuple[int, ...]:
         """Return which blocks of a sequence a device has."""

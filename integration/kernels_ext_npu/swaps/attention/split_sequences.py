@@ -31,21 +31,13 @@ _TORCH = "torch's context_parallel"
 
 @dataclass(frozen=True)
 class _Framework:
-    """One that splits sequences.
-
-    Attributes:
-        name: of the framework.
-        module: the module that knows into how many parts.
-        parts: reads that from the module.
-        wraps: whether it gathers heads in entries of transformers' table, which ours may then be inside of.
-        advice: what to name, so that it gathers them.
-    """
+    """One that splits sequences."""
 
     name: str
-    module: str
-    parts: Callable[[ModuleType], int | None]
-    wraps: bool
-    advice: str
+    module: str  # that knows into how many parts
+    parts: Callable[[ModuleType], int | None]  # reads that from the module
+    wraps: bool  # whether it gathers heads in entries of transformers' table, which ours may then be inside of
+    advice: str  # what to name, so that it gathers them
 
 
 def _ulysses(module: ModuleType) -> int:
@@ -102,9 +94,6 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
         module: whose attention is to be computed; one that is not causal, as of images, gets them whole.
         name: of the implementation that it calls, in messages.
         is_served: whether the kernel computes it, for which keys are exchanged.
-
-    Raises:
-        ValueError: nobody exchanges keys or heads around it; the message says what to choose.
     """
     if not getattr(module, "is_causal", True):
         return
@@ -127,11 +116,7 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
 
 
 def split_recurrences_of(model: nn.Module) -> None:
-    """Let the convolutions and recurrences of a model see whole sequences where torch splits them.
-
-    Raises:
-        ValueError: sequences are split, and what computes one of them does not serve there.
-    """
+    """Let the convolutions and recurrences of a model see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
     if lazy_swap.waits(model):
@@ -156,9 +141,6 @@ def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Ten
     """Raise if a language model is to shift the labels of parts: the first of each is that of another device's token.
 
     Frameworks compute their losses themselves.
-
-    Raises:
-        ValueError: torch's context parallelism splits sequences, and nobody gave labels that are shifted.
     """
     if labels is None or shifted is not None or not exchanges_keys():
         return
@@ -172,11 +154,7 @@ def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Ten
 
 
 def refuse_own_positions(model: PreTrainedModel) -> None:
-    """Raise if a model that counts positions itself has parts of sequences: it would begin at zero in each.
-
-    Raises:
-        ValueError: torch's context parallelism splits sequences, and the model takes positions.
-    """
+    """Raise if a model that counts positions itself has parts of sequences: it would begin at zero in each."""
     if exchanges_keys() and "position_ids" in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{type(model).__name__}: {_TORCH} splits sequences between devices, and positions would begin at zero on "
@@ -185,15 +163,7 @@ def refuse_own_positions(model: PreTrainedModel) -> None:
 
 
 def refuse_mask(module: nn.Module, mask: Any) -> None:
-    """Raise if keys that torch exchanges are left out by more than the order of tokens, of which it knows nothing.
-
-    Args:
-        module: whose attention torch computes, not the kernel.
-        mask: None, a tensor, or what the kernel describes.
-
-    Raises:
-        ValueError: a mask says so.
-    """
+    """Raise if a mask leaves out keys that torch exchanges by more than the order of tokens, and torch computes."""
     pattern = getattr(mask, "pattern", None)
     if mask is None or (pattern is not None and pattern.ids is pattern.chunk is pattern.band.left is None):
         return
@@ -204,15 +174,7 @@ def refuse_mask(module: nn.Module, mask: Any) -> None:
 
 
 def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
-    """Raise if a framework has gathered some of the heads, and sinks are those of all.
-
-    Args:
-        query: ``[B, N, S, D]``.
-        sinks: ``[N]``, or None.
-
-    Raises:
-        ValueError: there are more sinks than heads.
-    """
+    """Raise if a framework has gathered some of the heads of a query ``[B, N, S, D]``, and sinks are those of all."""
     if sinks is None or len(sinks) == query.shape[1]:
         return
     framework = _framework()

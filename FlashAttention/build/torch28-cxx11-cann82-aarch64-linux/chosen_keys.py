@@ -180,7 +180,7 @@ def _gathered(
     keys, count = latents.shape[1], indices.shape[-1]
     first = torch.arange(batch, device=query.device).view(-1, 1, 1) * keys
     latents, rope = latents.flatten(0, 1), rope.flatten(0, 1)
-    row = count * (2 * size * query.element_size() + heads * (query.element_size() + 8))
+    row = count * (size * (2 * query.element_size() + 4) + heads * (query.element_size() + 8))
     for begin, end in _parts(queries, batch * row):
         rows = slice(begin, end)
         chosen = indices[:, rows].long()
@@ -188,7 +188,7 @@ def _gathered(
         gathered = torch.cat((latents.index_select(0, flat), rope.index_select(0, flat)), dim=-1)
         gathered = gathered.unflatten(0, (-1, count))
         few = query[:, rows].flatten(0, 1)
-        scores = (few @ gathered.mT).float().mul_(scale)
+        scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
         seen = _rows(mask, begin, end).expand(batch, -1, -1).gather(-1, chosen).flatten(0, 1)
         weights = softmax(_masked(scores, seen.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
         yield _Part(rows, flat, gathered, few, weights)

@@ -24,6 +24,7 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _LONG = 8192  # tokens of a prompt that are computed at once
 _AT_A_TIME = 1024  # tokens of a longer one
+_OF_ALL_TOKENS = (bool, int, float, str, type(None))  # arguments that say the same of each
 
 
 def answer(classes: Iterable[type], patches: Patches) -> None:
@@ -97,7 +98,7 @@ def _is_long(
         hidden_states.shape[1] > _LONG
         and not torch.is_grad_enabled()
         and isinstance(position_embeddings, tuple)
-        and not any(value is not None and name not in parts for name, value in rest.items())
+        and all(name in parts or isinstance(value, _OF_ALL_TOKENS) for name, value in rest.items())
         and not isinstance(attention_mask, Tensor)
         and attention_mask.queries == hidden_states.shape[1]
         and attention_mask.part(0, _AT_A_TIME) is not None

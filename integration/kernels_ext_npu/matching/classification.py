@@ -162,7 +162,7 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
 
 def indexer_refusal(cls: type[nn.Module]) -> Reason | None:
     """Return why keys are not chosen in parts where an indexer of a class chooses them; None where they are."""
-    return None if chooser(cls) is not None else reason(INDEXERS, cls.__name__)
+    return None if chooser(cls) is not None else reason(kinds.INDEXERS, cls.__name__)
 
 
 def of_function(name: str, function: object) -> Kind | None:

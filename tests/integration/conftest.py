@@ -1,5 +1,6 @@
 """Tiny checkpoints on disk, and which layers run."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return saved[name]
 
     return save
+
+
+@pytest.fixture(scope="module")
+def frozen() -> None:
+    """For tests that collect garbage: what is there before is none, and to look at it costs a quarter of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

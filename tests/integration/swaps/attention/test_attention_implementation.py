@@ -216,13 +216,6 @@ def test_a_model_has_again_what_it_had_before(registered, tmp_path, name, defaul
     launches(loaded)  # computes
 
 
-def test_unregister_leaves_what_was_named_since(registered) -> None:
-    _, ours = pair_by_name("qwen3")
-    ours.set_attn_implementation("sdpa")
-    kernels_ext_npu.unregister()
-    assert ours.config._attn_implementation == "sdpa"
-
-
 def test_a_copy_of_a_model_is_told_so_and_can_be_restored(registered) -> None:
     twin = copy.deepcopy(pair_by_name("mistral")[1])
     assert launches(twin) == 2
@@ -231,22 +224,6 @@ def test_a_copy_of_a_model_is_told_so_and_can_be_restored(registered) -> None:
         launches(twin)
     assert kernels_ext_npu.restore(twin).config._attn_implementation == "sdpa"
     launches(twin)  # computes
-
-
-def test_restoring_an_mlp_leaves_attention_alone(registered) -> None:
-    _, ours = pair_by_name("mistral")
-    kernels_ext_npu.restore(ours.model.layers[0].mlp)
-    assert launches(ours) == 2
-    kernels_ext_npu.restore(ours.model.layers[0].self_attn)  # one config is that of all
-    assert launches(ours) == 0
-
-
-def test_registering_again_takes_the_kernel_from_the_new_source(registered, checkpoint) -> None:
-    _, ours = pair_by_name("qwen3")
-    kernels_ext_npu.register(source=Path(__file__).parents[4])
-    assert ours.config._attn_implementation == "eager"
-    ours.set_attn_implementation(NAME)
-    assert launches(ours) == 2
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory
 from tests.support.costs import costs
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 QWEN3_30B_A3B = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -47,11 +49,6 @@ def with_experts(forward: Callable) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def show(name: str, counted: tuple[Cost, Cost]) -> None:
-    launches, bytes_moved = ([f(cost) for cost in counted] for f in (lambda c: c.launches.total(), gigabytes))
-    print(f"{name}: {launches[0]} / {launches[1]} launches, {bytes_moved[0]:.2f} / {bytes_moved[1]:.2f} GB")
-
-
 def gigabytes(cost: Cost) -> float:
     return cost.bytes.total() / 1e9
 
@@ -61,9 +58,6 @@ def test_a_model_launches_and_moves_half_of_what_it_did(registered) -> None:
     theirs = costs(with_experts(llama_factory.experts), "qwen3_moe", 4096, **QWEN3_30B_A3B)
     kernels_ext_npu.unregister()
     original = costs(lambda model: None, "qwen3_moe", 4096, **QWEN3_30B_A3B)
-    show("original", original)
-    show("experts node by node", theirs)
-    show("swapped", ours)
     assert (original[0].launches.total(), round(gigabytes(original[0]), 1)) == (187, 10.7)
     assert (original[1].launches.total(), round(gigabytes(original[1]), 1)) == (452, 33.8)
     assert ours[0].launches.total() <= 60
@@ -118,7 +112,6 @@ def test_a_training_step_holds_less_than_transformers_and_the_nodes(registered) 
     grouped = peak(with_experts(grouped_mm_experts_forward))
     kernels_ext_npu.unregister()
     original = peak(lambda model: None)
-    print(f"of transformers {ours / original:.2f}, of its experts {ours / grouped:.2f}, of nodes {ours / theirs:.2f}")
     # For each layer but the last the nodes keep the tokens and what the gate makes of them besides. Within the last one
     # they free what they kept one after the other, one node all at its end: a tensor of the inner size more.
     rows, inner = TOKENS * SIZES["num_experts_per_tok"] * 4, SIZES["moe_intermediate_size"]
@@ -139,7 +132,9 @@ def test_frozen_experts_hold_less_still(registered) -> None:
     assert peak(freeze) < peak(kernels_ext_npu.kernelize)
 
 
-@pytest.mark.parametrize(("model", "fewer"), [("deepseek_v3", 58 * 17), ("glm4_moe", 45 * 16)])
+@pytest.mark.parametrize(
+    ("model", "fewer"), [("deepseek_v3", 58 * 17), pytest.param("glm4_moe", 45 * 16, marks=pytest.mark.long)]
+)
 def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
     """In place of 20; GLM's one group saves a copy of the mask of groups.
 
@@ -158,8 +153,5 @@ def test_routers_of_whole_models_launch_three_times(registered, model, fewer) ->
                     prepare(module)
             found.append(count("forward", built, inputs, values, soc))
     ours, without = found
-    print(
-        f"{model}: {without.launches.total()} launches of a forward, {ours.launches.total()} with kernels for routers"
-    )
     assert without.launches.total() - ours.launches.total() == fewer
     assert ours.waits <= without.waits

@@ -82,6 +82,9 @@ MAP = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
 MAPPED = torch.tensor([0, 2, 3, 4, 1, 5], dtype=torch.int32)
 MAPPED_PADDED = torch.tensor([0, 2, 0, 1, 1, 0, 2, 0], dtype=torch.int32)
 LATENTS = halves((1, 1, 2, 576), (512,), (1, 1, 2, 64), (1, 1, 2, 64))
+CHOSEN = torch.tensor([0, 2, -1], dtype=torch.int32).expand(2, 3, 1, 3).contiguous()
+SPARSE = halves((2, 3, 8, 512), (2, 5, 1, 512), (2, 5, 1, 512))
+ROTATED = {"query_rope": rows(2, 3, 8, 64, dtype=HALF), "key_rope": rows(2, 5, 1, 64, dtype=HALF), "attention_mode": 2}
 ENDS = {"actual_seq_lengths": [3, 5], "actual_seq_lengths_kv": [3, 5]}
 ENDS_V2 = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [3, 5]}
 SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
@@ -145,6 +148,19 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_fusion_attention_grad_v2": [attention_backward(), attention_backward(sink=rows(4))],
     "npu_fusion_attention_v3": [attention(), attention(HALF), attention(d_v=4), attention(sink=rows(4))],
     "npu_fusion_attention_grad_v3": [attention_backward(), attention_backward(sink=rows(4))],
+    "npu_lightning_indexer": [
+        ((*halves((2, 3, 8, 128), (2, 5, 1, 128)), rows(2, 3, 8)), {"sparse_count": 4, "return_value": True}),
+        (halves((2, 3, 8, 128), (2, 5, 1, 128), (2, 3, 8)), {"sparse_count": 4, "sparse_mode": 0}),
+    ],
+    "npu_lightning_indexer_grad": [
+        ((*halves((2, 3, 8, 128), (2, 5, 1, 128), (2, 3, 1, 3)), CHOSEN, *halves((2, 3, 8))), {"sparse_mode": 0}),
+    ],
+    "npu_sparse_flash_attention": [
+        ((*SPARSE, CHOSEN, 0.1), ROTATED | {"return_softmax_lse": is_returned}) for is_returned in (True, False)
+    ],
+    "npu_sparse_flash_attention_grad": [
+        ((*SPARSE, CHOSEN, *halves((2, 3, 8, 512), (2, 3, 8, 512)), *[rows(2, 1, 3, 8)] * 2, 0.1, 1), ROTATED)
+    ],
     "npu_fused_infer_attention_score": [
         inference("BSH", (2, 3, 256), (2, 5, 128), num_key_value_heads=2),
         inference("BNSD_BSND", (2, 4, 3, 64), (2, 4, 5, 64), softmax_lse_flag=True),

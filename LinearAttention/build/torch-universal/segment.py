@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import channel_gates, scalar_gates
 from .chunks import from_chunks, to_chunks
-from .gates import Gates, Led, decays, dots, summed_back
+from .gates import Gates, Led, OfLed, OfProducts, decays, dots, summed_back
 from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
@@ -187,7 +187,7 @@ def backward(
     Returns:
         The gradients of query, key, value, beta and the sums of gates, and of the first state.
     """
-    kind, beta, edges = chunks.kind, chunks.beta, decays(chunks.gates)
+    kind, edges = chunks.kind, decays(chunks.gates)
     led = kind.led(chunks, edges)
     parts = _equations(chunks, found, led)
     added = torch.bmm(used.read.transpose(-1, -2), grad).unflatten(0, (-1, chunks.rows))
@@ -200,24 +200,18 @@ def backward(
     across = used.value.transpose(-1, -2)
     grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β
     turned = before.transpose(-1, -2)
-    of_states = torch.bmm(grad, turned), torch.bmm(grad_new, turned), torch.bmm(used.value, behind.transpose(-1, -2))
+    of_led = OfLed(
+        torch.bmm(grad, turned), torch.bmm(grad_new, turned), torch.bmm(used.value, behind.transpose(-1, -2))
+    )
 
     pairs = grad_queries * found.queries
     alone = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
-    pairs = pairs.addcmul_(grad_keys, found.keys, value=-1)
-    pairs.diagonal(dim1=-2, dim2=-1).zero_()
+    pairs.addcmul_(grad_keys, found.keys, value=-1).diagonal(dim1=-2, dim2=-1).zero_()
     given = pairs.sum(-2).unsqueeze(-1)
-    query, key, sums = kind.product_gradients(chunks, found.between, grad_keys, grad_queries)
-    if sums is None:
-        sums = torch.bmm(pairs, beta) - beta * given
-    inside = query, key, sums
-    query, key, sums, kept = kind.decay_gradients(chunks, edges, inside, of_states)
-    grad_beta = given + alone + kept.sum(-1, keepdim=True)
-    kept = kept * beta
-    sums = sums - kept
-    of_whole = led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
-    sums[:, -1:] += kept.sum(1, keepdim=True) + of_whole
-    return query, key, grad_new, grad_beta, sums, grads.last
+    of_products = OfProducts(grad_keys, grad_queries, pairs, given)
+    query, key, sums, kept, passed = kind.gradients(chunks, edges, of_products, found.between, of_led)
+    sums[:, -1:] += passed + led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
+    return query, key, grad_new, given + alone + kept, sums, grads.last
 
 
 def _shared(before: Tensor, behind: Tensor, size: int) -> Tensor:

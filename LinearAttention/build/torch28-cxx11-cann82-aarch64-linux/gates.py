@@ -59,6 +59,47 @@ class Led(NamedTuple):
         return torch.bmm(inverse if self.lead is None else inverse * self.lead.transpose(-1, -2), self.key)
 
 
+class OfProducts(NamedTuple):
+    """Holds the gradients of products, ``[M, C, C]``, which β weighs behind them.
+
+    Attributes:
+        keys: of ``-KKᵀ⊙Γ``, of which only what is below the diagonal counts.
+        queries: of ``QKᵀ⊙Γ``.
+        pairs: of logarithms of Γ, zero on the diagonal.
+        given: the sums of these over later tokens, ``[M, C, 1]``.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    pairs: Tensor
+    given: Tensor
+
+
+class OfLed(NamedTuple):
+    """Holds the gradients of eQ, of -eK and of βlK, ``[M, C, K]``."""
+
+    query: Tensor
+    key: Tensor
+    trailed: Tensor
+
+
+class Gradients(NamedTuple):
+    """Holds the gradients of tokens in chunks.
+
+    Attributes:
+        query, key: ``[M, C, K]``.
+        sums: of sums of gates, ``[M, C, G]``, without what passes on to the end of the chunk.
+        kept: of β, as far as keys are added to the state behind the chunk, ``[M, C, 1]``.
+        passed: what tokens of the chunk pass on to its end, ``[M, 1, G]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    sums: Tensor
+    kept: Tensor
+    passed: Tensor
+
+
 def sums_of(gates: Gates) -> Tensor:
     """Sum gates from the start of the chunk, or of a sequence in it, ``[M, C, G]``.
 

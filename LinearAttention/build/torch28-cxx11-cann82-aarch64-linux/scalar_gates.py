@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .gates import Decays, Gates, Led, decays, dots, sums_of
+from .gates import Decays, Gates, Gradients, Led, OfLed, OfProducts, decays, dots, sums_of
 
 if TYPE_CHECKING:
     from .segment import Chunks
@@ -27,47 +27,30 @@ def led(chunks: Chunks, decays: Decays) -> Led:
     return Led(chunks.query * lead, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
 
 
-def product_gradients(
-    chunks: Chunks, between: Tensor, grad_keys: Tensor, grad_queries: Tensor
-) -> tuple[Tensor, Tensor, None]:
-    """Compute the gradients of :func:`products` times βⱼ for query and key; that of the sums follows from the pairs.
-
-    Args:
-        chunks: the tokens.
-        between: Γ.
-        grad_keys: that of the product of keys, the sign changed; only what is below the diagonal counts.
-        grad_queries: of the other product.
-    """
-    query, key = chunks.query, chunks.key
-    between = between * chunks.beta.transpose(-1, -2)
-    grad_keys, grad_queries = grad_keys * between, grad_queries * between
-    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    grad_key = torch.bmm(grad_queries.transpose(-1, -2), query)
-    grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
-    return torch.bmm(grad_queries, key), grad_key, None
-
-
-def decay_gradients(
-    chunks: Chunks, decays: Decays, grads: tuple[Tensor, Tensor, Tensor], of_states: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add to gradients what comes from the state before a chunk, and from that behind it.
+def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, between: Tensor, of_led: OfLed) -> Gradients:
+    """Compute the gradients of queries, keys and sums of gates.
 
     Args:
         chunks: the tokens.
         decays: of them.
-        grads: the gradients of query, key and sums of gates so far.
-        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, D]``.
-
-    Returns:
-        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
-        ``[M, C, 1]``.
+        of_products: the gradients of products.
+        between: Γ.
+        of_led: those of keys and queries with their decays.
     """
-    query, key, (lead, trail, _) = chunks.query, chunks.key, decays
-    of_query, of_key, of_trailed = of_states
-    carried = dots(of_query, query) - dots(of_key, key)
-    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), of_trailed, trail * chunks.beta)
-    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
-    return grad_query, grad_key, grad_sums, trail * dots(of_trailed, key)
+    query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
+    between = between * beta.transpose(-1, -2)
+    grad_keys, grad_queries = (grad * between for grad in (of_products.keys, of_products.queries))
+    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    grad_key = torch.bmm(grad_queries.transpose(-1, -2), query)
+    grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
+    grad_key.addcmul_(of_led.key, lead, value=-1).addcmul_(of_led.trailed, trail * beta)
+    grad_query = torch.bmm(grad_queries, key).addcmul_(of_led.query, lead)
+
+    carried = lead * (dots(of_led.query, query) - dots(of_led.key, key))
+    kept = trail * dots(of_led.trailed, key)
+    passed = kept * beta
+    sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried - passed
+    return Gradients(grad_query, grad_key, sums, kept, passed.sum(1, keepdim=True))
 
 
 def _between(gates: Gates) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .chunks import CHUNK
-from .gates import Decays, Gates, Led, dots
+from .gates import Decays, Gates, Gradients, Led, OfLed, OfProducts, dots
 from .transforms import is_transformed
 
 if TYPE_CHECKING:
@@ -82,30 +82,31 @@ def led(chunks: Chunks, decays: Decays) -> Led:
     return Led(chunks.query * lead, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
 
 
-def product_gradients(
-    chunks: Chunks, _: Tensor, grad_keys: Tensor, grad_queries: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`products` times βⱼ for query, key and sums.
+def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:
+    """Compute the gradients of queries, keys and sums of gates.
 
-    A sum enters as that of the later token of a pair, or as that of the earlier one, so that its gradient is what the
-    gradients of later tokens make with them, less what those of earlier ones do.
+    A sum enters as that of a later token, or as that of an earlier one, so that its gradient is what the gradients of
+    later tokens make with them, less what those of earlier ones do.
 
     Args:
         chunks: the tokens.
-        grad_keys: that of the product of keys, the sign changed; only what is below the diagonal counts.
-        grad_queries: of the other product.
+        decays: of them.
+        of_products: the gradients of products.
+        of_led: those of keys and queries with their decays; they are written over.
     """
-    query, key, beta = chunks.query, chunks.key, chunks.beta
-    grad_keys, grad_queries = grad_keys * -beta.transpose(-1, -2), grad_queries * beta.transpose(-1, -2)
-    grad_query, later, earlier = (torch.zeros_like(key) for _ in range(3))
+    query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
+    grad_keys, grad_queries = (grad * beta.transpose(-1, -2) for grad in (of_products.keys, of_products.queries))
+    trailed = of_led.trailed.mul_(trail)
+    earlier, later = trailed * beta, of_led.key.mul_(lead)  # of keys, the latter with its sign changed
+    grad_query = of_led.query.mul_(lead)
     for halving in _halvings(chunks.gates):
         of_keys, of_queries = (
             (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
         )
         near = _flat_pairs(halving.first(key) * halving.earlier)
-        of_near = torch.bmm(of_keys.transpose(-1, -2), _flat_pairs(halving.second(key) * halving.later))
+        of_near = torch.bmm(of_queries.transpose(-1, -2), _flat_pairs(halving.second(query) * halving.later))
         of_near = torch.baddbmm(
-            of_near, of_queries.transpose(-1, -2), _flat_pairs(halving.second(query) * halving.later)
+            of_near, of_keys.transpose(-1, -2), _flat_pairs(halving.second(key) * halving.later), alpha=-1
         )
         for found, grad, decay in (
             (halving.second(grad_query), torch.bmm(of_queries, near), halving.later),
@@ -113,34 +114,12 @@ def product_gradients(
             (halving.first(earlier), of_near, halving.earlier),
         ):
             found.addcmul_(grad.view(found.shape), decay)
-    grad_sums = torch.addcmul(query * grad_query, key, later - earlier)
+    sums = torch.addcmul(query * grad_query, key, later + earlier, value=-1)
     alone = grad_queries.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself, whose gate has no part in it
-    grad_key = torch.addcmul(later.add_(earlier), query, alone)
-    return torch.addcmul(grad_query, key, alone), grad_key, grad_sums
-
-
-def decay_gradients(
-    chunks: Chunks, decays: Decays, grads: tuple[Tensor, Tensor, Tensor], of_states: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add to gradients what comes from the state before a chunk, and from that behind it.
-
-    Args:
-        chunks: the tokens.
-        decays: of them.
-        grads: the gradients of query, key and sums of gates so far.
-        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, K]``.
-
-    Returns:
-        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
-        ``[M, C, K]``.
-    """
-    query, key, (lead, trail, _) = chunks.query, chunks.key, decays
-    of_query, of_key, of_trailed = of_states
-    carried = torch.addcmul(of_query * query, of_key, key, value=-1)
-    trailed = of_trailed * trail
-    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), trailed, chunks.beta)
-    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
-    return grad_query, grad_key, grad_sums, trailed.mul_(key)
+    grad_key = earlier.sub_(later).addcmul_(query, alone)
+    kept = trailed.mul_(key)
+    passed = torch.bmm(beta.transpose(-1, -2), kept)
+    return Gradients(grad_query.addcmul_(key, alone), grad_key, sums, kept.sum(-1, keepdim=True), passed)
 
 
 def _halvings(gates: Gates) -> Iterator[_Halving]:

@@ -149,7 +149,7 @@ def test_an_operator_attends_to_the_same_keys(kernel: ModuleType, npu_counters, 
     indices = indices.masked_fill(~seen[:, 0], -1).topk(COUNT).indices.int()
     out = kernel.attend_chosen(*(t.npu() for t in given), indices.npu(), mask, 0.04)
     wanted = attended(*(t.double() for t in given), indices, seen, 0.04, None)
-    assert npu_counters()["npu_sparse_flash_attention"] == 1
+    assert ("npu_sparse_flash_attention" in npu_counters()) == (name != "added")
     assert (out.cpu().double() - wanted).norm() <= 2**-7 * wanted.norm()
     assert (out.cpu()[wanted == 0] == 0).all()
 

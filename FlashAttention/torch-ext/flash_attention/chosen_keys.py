@@ -55,14 +55,14 @@ def top_k_keys(
         return torch.where(found == _ABSENT, keys - 1, found)  # of rows that do not see the last key
     turned, weights = key.float().mT, weights.float()
     result = torch.empty(batch, queries, count, dtype=torch.int32, device=query.device)
-    for begin, end in _parts(queries, 4 * batch * heads * keys):
+    for begin, end in _in_budget(queries, 4 * batch * heads * keys):
         seen = mask.reach(end, keys) if isinstance(mask, MaskDescription) else keys
         scores = query[:, begin:end].flatten(1, 2).float() @ turned[..., :seen]
         if scale != 1:
             scores = scores.mul_(scale)
         scores = weights[:, begin:end].unsqueeze(-2) @ scores.relu_().unflatten(1, (-1, heads))
         scores = F.pad(scores.squeeze(-2), (0, keys - seen), value=-torch.inf)
-        result[:, begin:end] = _masked(scores, _rows(mask, begin, end)[..., :keys]).topk(count).indices
+        result[:, begin:end] = _masked(scores, _mask_of(mask, begin, end, query)[..., :keys]).topk(count).indices
     return result
 
 
@@ -92,8 +92,9 @@ def attend_chosen(
     is_trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, latents, rope, sink)
     )
-    if sink is None and not is_trained and reads_chosen_in_place(query, latents, rope):
-        return _fused(query, latents, rope, indices, mask, scale)
+    is_added = isinstance(mask, Tensor) and mask.is_floating_point()
+    if sink is None and not is_trained and not is_added and reads_chosen_in_place(query, latents, rope):
+        return _by_operator(query, latents, rope, indices, mask, scale)
     return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
 
 
@@ -110,7 +111,7 @@ def left_out_beside(indices: Tensor, seen: Band | Tensor, mask: Any, keys: int) 
     batch, queries, _ = indices.shape
     if isinstance(seen, Band):
         seen = outside(seen, queries, keys, indices.device)
-    for begin, end in _parts(queries, batch * keys):
+    for begin, end in _in_budget(queries, batch * keys):
         rows = slice(begin, end)
         # uint8: CANN scatters bool on an AI CPU (ops-nn, scatter_elements.cpp, AICORE_910B_DTYPE_SUPPORT_LIST)
         left_out = torch.ones(batch, end - begin, keys, dtype=torch.uint8, device=indices.device)
@@ -142,7 +143,7 @@ class ChosenAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, latents: Tensor, rope: Tensor, sink: Tensor | None, *rest: Any) -> Tensor:
         rank = latents.shape[-1]
         out = query.new_empty(*query.shape[:3], rank)
-        for part in _gathered(query, latents, rope, sink, *rest):
+        for part in _with_chosen_keys(query, latents, rope, sink, *rest):
             found = part.weights.to(query.dtype) @ part.keys[..., :rank]
             out[:, part.rows] = found.unflatten(0, (len(query), -1))
         ctx.save_for_backward(query, latents, rope, sink, rest[0], out)
@@ -157,7 +158,7 @@ class ChosenAttention(torch.autograd.Function):
         of_query = torch.empty_like(query)
         of_keys = torch.zeros(latents.shape[0] * latents.shape[1], query.shape[-1], device=query.device)
         of_sink = None if sink is None else torch.zeros(len(sink), device=query.device)
-        for part in _gathered(query, latents, rope, sink, indices, *ctx.rest):
+        for part in _with_chosen_keys(query, latents, rope, sink, indices, *ctx.rest):
             grad = gradient[:, part.rows].flatten(0, 1)
             mean = (grad.float() * out[:, part.rows].flatten(0, 1)).sum(-1, keepdim=True)
             of_scores = (grad @ part.keys[..., :rank].mT).float().sub_(mean).mul_(part.weights)
@@ -173,7 +174,7 @@ class ChosenAttention(torch.autograd.Function):
         return of_query, of_keys[..., :rank], of_keys[..., rank:], of_sink, None, None, None
 
 
-def _gathered(
+def _with_chosen_keys(
     query: Tensor, latents: Tensor, rope: Tensor, sink: Tensor | None, indices: Tensor, mask: Any, scale: float
 ) -> Iterator[_Part]:
     batch, queries, heads, size = query.shape
@@ -181,7 +182,7 @@ def _gathered(
     first = torch.arange(batch, device=query.device).view(-1, 1, 1) * keys
     latents, rope = latents.flatten(0, 1), rope.flatten(0, 1)
     row = count * (size * (2 * query.element_size() + 4) + heads * (query.element_size() + 8))
-    for begin, end in _parts(queries, batch * row):
+    for begin, end in _in_budget(queries, batch * row):
         rows = slice(begin, end)
         chosen = indices[:, rows].long()
         flat = (chosen + first).flatten()
@@ -189,12 +190,12 @@ def _gathered(
         gathered = gathered.unflatten(0, (-1, count))
         few = query[:, rows].flatten(0, 1)
         scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
-        seen = _rows(mask, begin, end).expand(batch, -1, -1).gather(-1, chosen).flatten(0, 1)
+        seen = _mask_of(mask, begin, end, query).expand(batch, -1, -1).gather(-1, chosen).flatten(0, 1)
         weights = softmax(_masked(scores, seen.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
         yield _Part(rows, flat, gathered, few, weights)
 
 
-def _fused(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, mask: Any, scale: float) -> Tensor:
+def _by_operator(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, mask: Any, scale: float) -> Tensor:
     """Attend by an operator, which takes no mask: keys that a query does not see become absent, behind the others."""
     rank = latents.shape[-1]
     is_causal = isinstance(mask, MaskDescription) and mask.is_causal(query.shape[1], latents.shape[1])
@@ -203,9 +204,11 @@ def _fused(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, mask: 
         seen = _seen(mask, indices)
         none = ~seen.any(-1)[..., None, None]
         indices = torch.where(seen, indices, _ABSENT)
+    key = latents.unsqueeze(2).contiguous()
     out = torch.ops.npu.npu_sparse_flash_attention(
         query[..., :rank].contiguous(),
-        *(latents.unsqueeze(2).contiguous(),) * 2,
+        key,
+        key,
         indices.int().unsqueeze(2).contiguous(),
         scale,
         query_rope=query[..., rank:].contiguous(),
@@ -219,24 +222,23 @@ def _fused(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, mask: 
 def _seen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
     """Tell which of the chosen keys their queries see."""
     parts = []
-    for begin, end in _parts(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
+    for begin, end in _in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
         chosen = indices[:, begin:end].long()
-        part = _rows(mask, begin, end).expand(len(indices), -1, -1).gather(-1, chosen)
-        parts.append(part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2)
+        parts.append(_mask_of(mask, begin, end, chosen).expand(len(indices), -1, -1).gather(-1, chosen))
     return torch.cat(parts, dim=1)
 
 
-def _parts(queries: int, row: int) -> Iterator[tuple[int, int]]:
+def _in_budget(queries: int, row: int) -> Iterator[tuple[int, int]]:
     """Yield where parts of the queries begin and end, of which each takes so many bytes."""
     rows = max(1, BYTES // row)
     for begin in range(0, queries, rows):
         yield begin, min(begin + rows, queries)
 
 
-def _rows(mask: MaskDescription | Tensor, begin: int, end: int) -> Tensor:
-    """Return what a mask says of some queries, ``[B or 1, end - begin, S_k]``."""
+def _mask_of(mask: MaskDescription | Tensor, begin: int, end: int, like: Tensor) -> Tensor:
+    """Return what a mask says of some queries, ``[B or 1, end - begin, S_k]``, where another tensor is."""
     rows = mask.of_queries(begin, end) if isinstance(mask, MaskDescription) else mask[..., begin:end, :]
-    return rows[:, 0] if rows.dim() == 4 else rows
+    return (rows[:, 0] if rows.dim() == 4 else rows).to(like.device)
 
 
 def _masked(scores: Tensor, rows: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def _handing_on(forward: object) -> FunctionType | None:
 
 def _written(cls: type) -> object:
     """Return the forward of a class as it is in its file, below torch.no_grad and what was put over it."""
-    return inspect.unwrap(cls.__dict__["forward"]) if "forward" in vars(cls) else None
+    return inspect.unwrap(inspect.getattr_static(cls, "forward", _tree))
 
 
 def _tree(forward: object, attribute: str) -> ast.FunctionDef | None:

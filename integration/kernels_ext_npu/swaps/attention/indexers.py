@@ -58,8 +58,7 @@ def refusal(module: nn.Module) -> str | None:
 
 def hands_on(module: nn.Module) -> bool:
     """Tell whether a module hands on indices, with what it has for an indexer: one that is known, or none."""
-    known = [base for base in type(module).__mro__ if "forward" in vars(base)][:1]
-    if not known or hands_on_indices(known[0]) is None or not _stands_for(module):
+    if hands_on_indices(type(module)) is None or not _stands_for(module):
         return False
     indexer = module._modules.get("indexer")
     return indexer is None or (is_indexer(indexer) and _stands_for(indexer))

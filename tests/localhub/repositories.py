@@ -25,14 +25,6 @@ async def create(request: Request) -> Response:
     return JSONResponse(described)
 
 
-async def delete(request: Request) -> Response:
-    asked = await request.json()
-    hub = hub_of(request)
-    repo_id = f"{asked.get('organization') or hub.settings.user}/{asked['name']}"
-    hub.store.delete(f"{asked.get('type') or 'model'}s", repo_id)
-    return JSONResponse({})
-
-
 async def info(request: Request) -> Response:
     """Describe a repository. A model lists its files, as older clients need; kernels' would stumble over it."""
     repository = repository_of(request)
@@ -79,24 +71,12 @@ async def delete_branch(request: Request) -> Response:
     return JSONResponse({})
 
 
-async def commits(request: Request) -> Response:
-    history = repository_of(request).history(parameter(request, "revision"))
-    author = {"user": hub_of(request).settings.user}
-    described = [
-        {"id": commit.id, "title": commit.title, "message": commit.message, "date": commit.date, "authors": [author]}
-        for commit in history
-    ]
-    return JSONResponse(described)
-
-
 REPOSITORY = "/api/{kind}/{organisation}/{name}"
 ROUTES = [
     Route("/api/repos/create", create, methods=["POST"]),
-    Route("/api/repos/delete", delete, methods=["DELETE"]),
     Route(REPOSITORY, info),
     Route(REPOSITORY + "/revision/{revision}", info),
     Route(REPOSITORY + "/refs", references),
-    Route(REPOSITORY + "/commits/{revision}", commits),
     Route(REPOSITORY + "/branch/{name_of_ref}", create_branch, methods=["POST"]),
     Route(REPOSITORY + "/branch/{name_of_ref}", delete_branch, methods=["DELETE"]),
 ]

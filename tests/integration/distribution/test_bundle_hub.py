@@ -36,16 +36,20 @@ print(kernels_ext_npu.report(model))
 
 
 def publish(
-    hub: LocalHub, card: str, names: Sequence[str] = catalogue.REPOSITORIES, **changes: bytes
+    hub: LocalHub,
+    card: str,
+    names: Sequence[str] = catalogue.REPOSITORIES,
+    variants: str = "torch-npu",
+    **changes: bytes,
 ) -> dict[str, str]:
-    """Publish all repositories, or those named; return the commits of their versions."""
+    """Publish all repositories, or those named, with some variants; return the commits of their versions."""
     others = {"README.md": f"# {card}".encode(), "benchmarks/large.bin": bytes(2**20)} | changes
-    return {name: hub.publish(f"kernels-ext-npu/{name}", built(name) | others) for name in names}
+    return {name: hub.publish(f"kernels-ext-npu/{name}", built(name, variants) | others) for name in names}
 
 
-def built(name: str) -> dict[str, bytes]:
+def built(name: str, variants: str) -> dict[str, bytes]:
     root = sources.root("bundled") / name
-    paths = [path for path in (root / "build").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths = [path for path in (root / "build").glob(f"{variants}/**/*") if path.is_file() and path.suffix != ".pyc"]
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 

@@ -147,7 +147,8 @@ def test_the_cache_is_the_one_that_the_clients_read(run_forked, tmp_path: Path, 
     HF_HOME and XDG_CACHE_HOME end in the same constant of huggingface_hub as HF_HUB_CACHE.
     """
     code = """
-import sys
+import os, sys
+os.fsync = lambda file: None  # hundreds of times, for what outlives a machine
 from huggingface_hub import snapshot_download
 from kernels._versions import resolve_version_spec_as_ref
 from kernels.hf_hub import CACHE_DIR

@@ -56,6 +56,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Path:
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERNELS_CACHE", str(folder / "hub"))
+        patch.setattr("os.fsync", lambda file: None)
         bundles.install(archive)
     return folder
 

@@ -20,7 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
-from tests.support.attention_models import BATCHES, LAUNCH, build, ids, launches, on_npu
+from tests.support.attention_models import BATCHES, build, ids, on_npu
+from tests.support.launches import ATTENTION as LAUNCH
+from tests.support.launches import of_attention as launches
 
 RESTORED = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 

@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 from tests.support import attention_types, zoo
-from tests.support.attention_models import MODELS, NAME, ids, launches, on_npu, pair
+from tests.support.attention_models import MODELS, NAME, ids, on_npu, pair
+from tests.support.launches import of_attention as launches
 
 ON_HUB = "kernels-ext-npu/FlashAttention"
 FOR_ACCELERATE = "kernels-ext-npu/flash-attn"

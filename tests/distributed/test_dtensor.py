@@ -77,11 +77,7 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], tupl
 
 def run_plan(name: str, before: bool) -> dict[str, Any]:
     build, apply, shape = PLANS[name]
-    kernels_ext_npu.register()
-    try:
-        return compare(build, apply, (normal(*shape),), before)
-    finally:
-        kernels_ext_npu.unregister()
+    return compare(build, apply, (normal(*shape),), before)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])

@@ -166,49 +166,6 @@ def test_sockets_are_on_loopback(two_ranks: Processes, backend: str) -> None:
         assert found <= {"127.0.0.1", "0.0.0.0"}, found  # gloo's listening sockets have no far end
 
 
-def polls() -> list[int]:
-    """How many threads of this process poll for messages, before and after it has made groups."""
-
-    def count() -> int:
-        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        return links.count("anon_inode:[eventpoll]")
-
-    counts = [count()]
-    pairs = [dist.new_group() for _ in range(3)]
-    x = torch.ones(2, device="npu")
-    for pair in pairs:
-        dist.all_reduce(x, group=pair)
-    counts.append(count())
-    for pair in pairs:
-        dist.destroy_process_group(pair)
-    return counts
-
-
-def test_groups_share_the_thread_that_polls(two_ranks: Processes) -> None:
-    """A thread for each would wake up a hundred times a second, and programs with meshes have dozens of groups."""
-    for before, after in two_ranks.run(polls):
-        assert 0 < after <= before
-
-
-def compile_collectives() -> tuple[list[float], list[float]]:
-    group = dist.group.WORLD
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def compute(x: torch.Tensor) -> torch.Tensor:
-        total = functional.all_reduce(x * 2, "sum", group)
-        return functional.all_gather_single_autograd(total[:1] * x[:1], 0, group)
-
-    x = torch.full((2,), dist.get_rank() + 1.0, device="npu", requires_grad=True)
-    result = compute(x.detach())
-    functional.all_gather_single_autograd(x, 0, group).sum().backward()
-    return result.tolist(), x.grad.tolist()
-
-
-@pytest.mark.distributed
-def test_functional_collectives_compile(two_ranks: Processes) -> None:
-    assert two_ranks.run(compile_collectives) == [([6.0, 12.0], [2.0, 2.0])] * 2
-
-
 def reduce_in_a_fake_group() -> list[float]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
 

@@ -124,11 +124,7 @@ def run(name: str, before: bool) -> dict[str, Any]:
         else:
             tensor_parallel.apply_tensor_parallelism(module, mesh(), case.plan)
 
-    kernels_ext_npu.register()
-    try:
-        return compare(case.build, apply, case.inputs, before, case.alone)
-    finally:
-        kernels_ext_npu.unregister()
+    return compare(case.build, apply, case.inputs, before, case.alone)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])

@@ -15,6 +15,7 @@ import kernels_ext_npu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.demo import model_comparison
+from kernels_ext_npu.swaps import layers
 from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
@@ -40,7 +41,7 @@ for name in NAMES:
     model_comparison.save(name, FOLDER / name)
     use(load(name))
 hub_kernels.register_kernel_mapping_transformers()
-forward_binding.install()
+forward_binding.install(layers.serves)
 # names that transformers looks up when they are asked for
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils

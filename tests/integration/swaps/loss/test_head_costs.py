@@ -1,5 +1,6 @@
 """Counted: what a training step moves and holds when the head and the loss are computed together."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -71,14 +72,19 @@ def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool
     assert held.bytes.total() - let_go.bytes.total() == logits + 2 * width * (tokens + words)
     assert held.peak - let_go.peak == logits
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
-    assert found[2:] == ([4.2, 5.5] if checkpointing else [19.9, 21.2])
-    assert checkpointing or [round(each) for each in found[:2]] == [252, 255]
+    assert found[2:] == ([4.0, 5.2] if checkpointing else [19.7, 20.9])
+    assert checkpointing or [round(each) for each in found[:2]] == [241, 244]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_no_operator_of_a_step_gives_an_element_for_each_token_and_word(checkpointing: bool) -> None:
-    """From forward to optimizer, at sizes where all else is smaller: weights have 512 x 16 elements at most."""
+def test_no_operator_of_a_step_gives_an_element_for_each_token_and_word(monkeypatch, checkpointing: bool) -> None:
+    """From forward to optimizer, of logits that are too many to be kept.
+
+    All else is smaller: weights have 512 x 16 elements at most.
+    """
     kernels_ext_npu.register(kernels=["CrossEntropy"])
+    pieces = import_module(f"{kernels_ext_npu.load('CrossEntropy').__name__}.pieces")
+    monkeypatch.setattr(pieces, "KEPT", 8 * 8 * 512 * 4 - 1)
     sizes: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 32,

@@ -19,44 +19,27 @@ def modules(model: nn.Module, name: str) -> list[Any]:
     return [module for module in model.modules() if name in type(module).__name__]
 
 
-def relu(model: nn.Module, name: str = "MLP") -> None:
-    for mlp in modules(model, name):
-        mlp.act_fn = ACT2FN["relu"]
+def relu(module: Any) -> None:
+    module.act_fn = ACT2FN["relu"]
 
 
-def gelu(model: nn.Module) -> None:
-    for mlp in modules(model, "MLP"):
-        mlp.act_fn = ACT2FN["gelu_pytorch_tanh"]
+def gelu(module: Any) -> None:
+    module.act_fn = ACT2FN["gelu_pytorch_tanh"]
 
 
-def other_experts_activation(model: nn.Module) -> None:
-    relu(model, "Experts")
+def other_gate(experts: Any) -> None:
+    experts._apply_gate = MethodType(lambda self, both: both[..., ::2].tanh() * both[..., 1::2], experts)
 
 
-def other_alpha(model: nn.Module) -> None:
-    for experts in modules(model, "Experts"):
-        experts.alpha = 0.5
-
-
-def other_limit(model: nn.Module) -> None:
-    for experts in modules(model, "Experts"):
-        experts.limit = 0.01
-
-
-def other_gate(model: nn.Module) -> None:
-    for experts in modules(model, "Experts"):
-        experts._apply_gate = MethodType(lambda self, both: both[..., ::2].tanh() * both[..., 1::2], experts)
-
-
-# the change, a model, and the kind of what it is about
-CHANGES = [
-    pytest.param(relu, "qwen3", "gated MLPs", id="activation that no kernel has"),
-    pytest.param(gelu, "qwen3", "gated MLPs", id="activation of another kernel"),
-    pytest.param(other_experts_activation, "qwen3_moe", "experts", id="activation of experts"),
-    pytest.param(other_alpha, "gpt_oss", "experts", id="alpha of experts"),
-    pytest.param(other_limit, "gpt_oss", "experts", id="limit of experts"),
-    pytest.param(other_gate, "gpt_oss", "experts", id="gate of experts"),
-]
+# a change, of modules with this in the names of their classes, a model, and the kind of what it is about
+CHANGES: dict[str, tuple[Callable[[Any], object], str, str, str]] = {
+    "activation that no kernel has": (relu, "MLP", "qwen3", "gated MLPs"),
+    "activation of another kernel": (gelu, "MLP", "qwen3", "gated MLPs"),
+    "activation of experts": (relu, "Experts", "qwen3_moe", "experts"),
+    "alpha of experts": (lambda m: setattr(m, "alpha", 0.5), "Experts", "gpt_oss", "experts"),
+    "limit of experts": (lambda m: setattr(m, "limit", 0.01), "Experts", "gpt_oss", "experts"),
+    "gate of experts": (other_gate, "Experts", "gpt_oss", "experts"),
+}
 LOOKS = {"kernelize": kernels_ext_npu.kernelize, "train": lambda model: model.train()}
 
 
@@ -68,16 +51,16 @@ def outputs(model: nn.Module, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize(("change", "name", "kind"), CHANGES)
-def test_a_change_counts_at_once_and_is_seen_at_the_next_look(
-    registered, change: Callable[[nn.Module], None], name: str, kind: str, look: str
-) -> None:
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_change_counts_at_once_and_is_seen_at_the_next_look(registered, case: str, look: str) -> None:
+    change, class_name, name, kind = CHANGES[case]
     original = zoo.build(name)
     model = copy.deepcopy(original).to("npu")
     model.set_use_kernels(True)
     unchanged = outputs(model, name)
-    change(original)
-    change(model)
+    for each in (original, model):
+        for module in modules(each, class_name):
+            change(module)
     before = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
     assert not any(row.swapped for row in before)
     assert all("changed since it was swapped in" in row.reason for row in before)
@@ -119,7 +102,8 @@ def test_a_part_that_was_restored_stays_so_until_it_is_asked_for(registered) -> 
 
 def test_what_is_advised_can_be_done_where_the_model_is(registered) -> None:
     model = kernels_ext_npu.kernelize(copy.deepcopy(zoo.build("qwen3")).to("npu"))
-    relu(model)
+    for mlp in modules(model, "MLP"):
+        relu(mlp)
     (here,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
     model.to("cpu")
     (away,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
@@ -127,7 +111,8 @@ def test_what_is_advised_can_be_done_where_the_model_is(registered) -> None:
     assert away.endswith("; restore(model) takes the kernels out")
     kernels_ext_npu.restore(model)
     original = copy.deepcopy(zoo.build("qwen3"))
-    relu(original)
+    for mlp in modules(original, "MLP"):
+        relu(mlp)
     torch.testing.assert_close(outputs(model, "qwen3"), outputs(original, "qwen3"), rtol=0, atol=0)
 
 

@@ -21,40 +21,27 @@ pytestmark = pytest.mark.usefixtures("registered")
 NAMES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"]
 SCANS = ["mamba", "falcon_mamba", "jamba", "zamba"]
 INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
+BUDGET = {
+    f"indexer_{name}": value
+    for name, value in {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 8, "compress_ratio": 2}.items()
+}
+CHOSEN = {"qk_rope_head_dim": 0, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "index_kpool": 2}
+BLOCKS = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+MHA = {"num_key_value_heads": 4}
 # with attention of a kind that no other model of the zoo has, or scans of several heads
 OTHERS = {
-    "zamba": zoo.hybrid(
-        "ZambaForCausalLM",
-        {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2},
-    ),
-    "bailing_hybrid": zoo.hybrid("BailingHybridForCausalLM", zoo.LINEAR | zoo.MHA),
-    "qwen4_exp": zoo.hybrid(
-        "Qwen4ExpForCausalLM",
-        INDEXED
-        | {
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 2,
-        },
-    ),
-    "glm5_next": zoo.vision_language(
-        "Glm5NextForConditionalGeneration",
-        {
-            "text_config": zoo.MHA
-            | INDEXED
-            | {"qk_rope_head_dim": 0, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "index_kpool": 2}
-        },
-        zoo.GRID,
-    ),
+    "zamba": ("ZambaForCausalLM", BLOCKS | {"n_mamba_heads": 2}, zoo.text),
+    "bailing_hybrid": ("BailingHybridForCausalLM", MHA | LINEAR, zoo.text),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", INDEXED | BUDGET, zoo.text),
+    "glm5_next": ("Glm5NextForConditionalGeneration", {"text_config": MHA | INDEXED | CHOSEN}, zoo.GRID),
 }
 
 
 @pytest.fixture(autouse=True)
 def others(monkeypatch) -> None:
-    for name, architecture in OTHERS.items():
-        monkeypatch.setitem(zoo.ARCHITECTURES, name, architecture)
+    for name, described in OTHERS.items():
+        monkeypatch.setitem(zoo.ARCHITECTURES, name, zoo.Architecture("hybrid", *described))
 
 
 def kernelized(name: str) -> PreTrainedModel:

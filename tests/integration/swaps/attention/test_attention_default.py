@@ -21,8 +21,9 @@ import kernels_ext_npu
 import softnpu
 from tests.support import zoo
 from tests.support.attention_models import BATCHES, build, ids, on_npu
+from tests.support.launches import ATTENTION as LAUNCH
+from tests.support.launches import of_attention as launches
 
-LAUNCH = "npu_fusion_attention_v3"
 RESTORED = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 
 
@@ -31,13 +32,6 @@ DEFAULTS = {"qwen3": "sdpa", "gpt_oss": "eager"}  # of transformers
 
 def implementation(model: nn.Module) -> str:
     return model.config._attn_implementation
-
-
-def launches(model: nn.Module) -> int:
-    softnpu.reset_counters()
-    with torch.no_grad():
-        model(ids(2).to(model.device))
-    return softnpu.counters().get(LAUNCH, 0)
 
 
 def reasons(model: nn.Module) -> set[str | None]:
@@ -104,15 +98,6 @@ def test_a_model_that_was_made_before_register_takes_it() -> None:
     assert AttentionInterface._global_mapping["sdpa"] is before
 
 
-@pytest.mark.parametrize("kernels", [["RMSNorm"], ["FlashAttention"]])
-def test_kernels_decides(kernels) -> None:
-    kernels_ext_npu.register(kernels=kernels)
-    model = kernels_ext_npu.kernelize(build().to("npu"))
-    is_left_out = "FlashAttention" not in kernels
-    assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) == is_left_out
-    assert reasons(model) == ({"register(kernels=['RMSNorm']) leaves FlashAttention out"} if is_left_out else set())
-
-
 def test_towers_give_lengths_and_take_one_launch_a_layer(registered, tmp_path) -> None:
     zoo.build("qwen2_5_vl").save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, device_map="npu")
@@ -162,11 +147,6 @@ def test_what_no_operator_computes_keeps_its_own_and_says_why(registered, name, 
     model = kernels_ext_npu.kernelize(model.to("npu"))
     assert implementation(model) == before
     assert reasons(model) == {reason}
-
-
-@pytest.mark.parametrize("name", ["deepseek_v4", "minimax"])
-def test_a_class_whose_masks_are_not_for_its_keys_keeps_its_own(registered, name) -> None:
-    assert len(reasons(kernels_ext_npu.kernelize(zoo.build(name).to("npu")))) == 1
 
 
 # ---- host waits ------------------------------------------------------------------------------------------------------

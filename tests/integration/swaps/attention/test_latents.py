@@ -58,7 +58,7 @@ def made(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
         model = zoo.build(name)
     else:
         cls = getattr(transformers, name)
-        model = cls._from_config(zoo.configure(cls.config_class, zoo.MHA, zoo.SMALL))
+        model = cls._from_config(zoo.configure(cls.config_class, {"num_key_value_heads": 4}, zoo.SMALL))
         zoo.randomise(model, 0)
     model.eval()
     ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))

@@ -6,35 +6,23 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
-from kernels_ext_npu.inspection import subject
-from kernels_ext_npu.inspection.counting.dispatch import Counting
-from kernels_ext_npu.inspection.counting.known_values import KnownValues
-from kernels_ext_npu.inspection.counting.phases import count
-from kernels_ext_npu.measuring import roofline
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory
-from tests.support.costs import costs
+from tests.support.costs import costs, published
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
+# with 1024 words in place of 151936: the embedding is nobody's kernel
 QWEN3_30B_A3B = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,  # in place of 151936: the embedding is nobody's kernel
-}
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_hidden_layers": 2, "vocab_size": 1024,
+}  # fmt: skip
 
 
 def with_experts(forward: Callable) -> Callable[[nn.Module], None]:
@@ -86,16 +74,9 @@ def test_a_block_launches_what_it_must(registered) -> None:
 
 
 SIZES = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 32,
-}
+    "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4,
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 32,
+}  # fmt: skip
 TOKENS = 1024
 
 
@@ -140,18 +121,14 @@ def test_routers_of_whole_models_launch_three_times(registered, model, fewer) ->
 
     At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
     """
-    values, soc, found = KnownValues(), roofline.SOCS["910b"], []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with Counting(values, soc):
-            built = subject.build(subject.find(model), torch.bfloat16)
-        inputs, _ = subject.make_inputs(built, 1, 4096, values)
-        kernels_ext_npu.kernelize(built)
-        count("forward", built, inputs, values, soc)  # makes the mask that later forwards share
+    found = []
+    with published(model) as (built, count):
+        count("forward")  # makes the mask that later forwards share
         for prepare in (lambda each: None, kernels_ext_npu.restore):
             for module in built.modules():
                 if type(module).__name__.endswith("TopkRouter"):
                     prepare(module)
-            found.append(count("forward", built, inputs, values, soc))
+            found.append(count("forward"))
     ours, without = found
     assert without.launches.total() - ours.launches.total() == fewer
     assert ours.waits <= without.waits

@@ -55,15 +55,6 @@ def test_parameters_in_a_flat_buffer(registered, when, order, gap) -> None:
         assert is_packed(model) == [order == "as they are" and gap == 0] * 2
 
 
-def test_a_buffer_is_not_left(registered) -> None:
-    """Whoever writes to the buffer, as the optimiser of ZeRO does, writes to the parameters."""
-    model = build().to("npu")
-    flat = flatten(model, orders(model)["apart"])
-    kernels_ext_npu.kernelize(model)
-    flat.zero_()
-    assert not any(parameter.any() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("order", ["as they are", "apart"])
 def test_parameters_that_move_between_forward_and_backward(registered, order) -> None:
     """torch takes what they are then: saved parameters are the parameters themselves."""

@@ -24,23 +24,9 @@ MORE: dict[str, dict[str, Any]] = dict.fromkeys(
 ) | {"codegen": {"rotary_dim": 8}, "gpt_neo": GPT_NEO, "zaya": {"num_experts_per_tok": 1}}
 # models that call their head in another forward than the one that gets labels, or are given no labels by that name
 KEPT = {
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "ernie",
-    "megatron-bert",
-    "prophetnet",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-}
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "ernie", "megatron-bert", "prophetnet",
+    "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl",
+}  # fmt: skip
 # what cannot be called with random words and labels alone at the sizes of the zoo
 UNBUILT = {
     "bailing_hybrid": "its layers take the lengths of a cache of another kind",

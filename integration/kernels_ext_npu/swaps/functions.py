@@ -42,7 +42,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
     What serves the models on the NPU is taken again where `kernels` has looked at a model on another device since.
     """
-    active, taken = swapping.registration, {}
+    active = swapping.registration
+    taken: dict[nn.Module, str] = {}
     for cls, modules in swapping.by_class.items():
         found = uses(cls)
         is_here = bool(found) and not all(map(is_elsewhere, modules))

@@ -68,7 +68,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     asked |= layers
     try:
         swapping.take(swapping.mode)
-        left = {}
+        left: dict[nn.Module, str] = {}
         for module, layer in layers.items():
             mark = getattr(type(module), "kernel_layer_name", None)
             if layer is not None and mark != layer and (mark is None or not _is_strangers(module)):

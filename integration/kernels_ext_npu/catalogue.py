@@ -10,32 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of class, module or function that layers of a repository serve.
+    """A kind of class, module or function that layers of a repository serve."""
 
-    Attributes:
-        name: what the classes and functions of transformers are counted as.
-        layers: the layers that serve it, each with an entry in transformers' mapping; none where it is called by name.
-        in_models: what the modules and calls of a model are counted as.
-    """
-
-    name: str
-    layers: tuple[str, ...]
-    in_models: str
+    name: str  # what the classes and functions of transformers are counted as
+    layers: tuple[str, ...]  # that serve it, each with an entry in transformers' mapping; none where called by name
+    in_models: str  # what the modules and calls of a model are counted as
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A kernel repository.
+    """A kernel repository."""
 
-    Attributes:
-        name: the name of its folder, and of the repository on the Hub.
-        kernel: its name in build.toml and ``metadata.json``.
-        kinds: what it serves.
-    """
-
-    name: str
-    kernel: str
-    kinds: tuple[Kind, ...]
+    name: str  # of its folder, and of the repository on the Hub
+    kernel: str  # its name in build.toml and ``metadata.json``
+    kinds: tuple[Kind, ...]  # what it serves
 
 
 def _kind(name: str, layers: str = "", in_models: str = "") -> Kind:

@@ -27,7 +27,7 @@ WAY = (
         "register",
         "Our kernels go into transformers' mapping of layers, and methods that models call are wrapped. `Patches` "
         "remembers all of it, and `unregister()` undoes it.",
-        ("lifecycle.register:register", "swaps.kernel_mapping:install", "binding.patches:Patches"),
+        ("lifecycle.register:register", "swaps.layers:install", "binding.patches:Patches"),
     ),
     Step(
         "enter",
@@ -36,16 +36,16 @@ WAY = (
         ("lifecycle.kernelize:kernelize", "lifecycle.use_kernels:install", "lifecycle.pipeline:run"),
     ),
     Step(
-        "mark",
+        "match",
         "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
-        "A class that equals one gets the name of the layer that serves it.",
+        "What equals one is served by its layer, if nothing on the instance stands against it.",
         ("swaps.layers:apply", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
     ),
     Step(
         "layers",
-        "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of each "
-        "layer to the modules that are marked for it.",
-        ("swaps.kernel_marks:mark", "lifecycle.pipeline:take_for_npu"),
+        "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of the "
+        "layer that serves a module to it.",
+        ("lifecycle.pipeline:take_for_npu", "distribution.kernels_internals:take"),
     ),
     Step(
         "functions",

@@ -1,5 +1,6 @@
-"""Each parallel style of transformers around what kernels serve: the kernel runs inside, values and gradients hold.
+"""Each parallel style of transformers, and plans of torch, around what kernels serve.
 
+The kernel runs inside, values and gradients hold.
 Styles for what no kernel serves, as embeddings, are not here. Linear layers are: an MLP calls those of its projections.
 """
 
@@ -11,11 +12,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM, DistributedConfig
 from transformers.distributed import expert_parallel, tensor_parallel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -38,12 +48,13 @@ X = (2, 6, SIZE)
 class Case(NamedTuple):
     """A module, the styles of its parts, and what the first of two ranks calls in forward and backward.
 
-    ``experts`` is what expert parallelism is told beside the plan. ``alone`` is false where the style makes of one
+    Styles are transformers', or a function that applies torch's own. ``experts`` is what expert parallelism is told
+    beside the plan. ``alone`` is false where the style makes of one
     device's result another one.
     """
 
     build: Callable[[], nn.Module]
-    plan: dict[str, str]
+    plan: dict[str, str] | Callable[[nn.Module], None]
     calls: dict[str, int]
     inputs: tuple[Tensor, ...] = (normal(*X),)
     experts: dict[str, str] | None = None
@@ -70,6 +81,42 @@ def experts(style: str, gate_up: str, down: str, **more: str) -> dict[str, str]:
 def divided(norm: Callable[[], nn.Module], inputs: int = 1) -> Case:
     tensors = tuple(normal(*X, seed=seed) for seed in range(inputs))
     return Case(lambda: Along(norm(), 1), {"block": "sequence_parallel"}, NORM, tensors)
+
+
+# ---- plans of torch --------------------------------------------------------------------------------------------------
+class Decoder(nn.Module):
+    """A norm, an MLP and a residual, with activations divided along the sequence outside of the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = LlamaRMSNorm(SIZE), modules.mlp().block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def sequence_parallel(module: nn.Module) -> None:
+    """torch's tutorial for sequence parallelism, with DTensors throughout."""
+    plan = {
+        "block.norm": SequenceParallel(),
+        "block.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "block.mlp.gate_proj": ColwiseParallel(use_local_output=False),
+        "block.mlp.up_proj": ColwiseParallel(use_local_output=False),
+        "block.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(module, mesh(), plan)
+
+
+def divided_projections(module: nn.Module) -> None:
+    """Gate and up come as DTensors."""
+    columns = ColwiseParallel(use_local_output=False)
+    names = [name for name, _ in module.block.named_children() if name in ("gate_proj", "up_proj", "gate_up_proj")]
+    plan = {f"block.{name}": columns for name in names} | {"block.down_proj": RowwiseParallel(input_layouts=Shard(-1))}
+    parallelize_module(module, mesh(), plan)
+
+
+def divided_norm(module: nn.Module) -> None:
+    parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=True)})
 
 
 SHARDED = experts("moe_tp_experts", "packed_colwise", "rowwise")
@@ -123,6 +170,12 @@ CASES = {
     "ep_dispatch_experts, biases": Case(modules.mixture_with_biases, BIASES | DISPATCHED, BIASED_EXPERTS, experts={}),
     "all tokens on every rank": Case(modules.mixture, MASKED, EXPERTS, experts=ALL_REDUCE),
     "all tokens on every rank, one without rows": Case(modules.OneSided, MASKED, EXPERTS, experts=ALL_REDUCE),
+    "torch's sequence parallel": Case(lambda: Along(Decoder(), 1), sequence_parallel, NORM),
+    "torch's gate and up": Case(modules.mlp, divided_projections, {}),
+    "torch's gate and up, GELU": Case(modules.gelu_mlp, divided_projections, {}),
+    "torch's gate and up in one": Case(modules.fused_mlp, divided_projections, {}),
+    "torch's norm": Case(lambda: Along(Qwen3RMSNorm(SIZE), 1, local=True), divided_norm, NORM),
+    "torch's norm, uneven": Case(lambda: Along(Qwen3RMSNorm(SIZE), 1), divided_norm, NORM, (normal(2, 5, SIZE),)),
 }
 
 
@@ -130,7 +183,9 @@ def run(name: str, before: bool) -> dict[str, Any]:
     case = CASES[name]
 
     def apply(module: nn.Module) -> None:
-        if case.experts is not None:
+        if callable(case.plan):
+            case.plan(module)
+        elif case.experts is not None:
             expert_parallel.apply_expert_parallelism(module, mesh(), mesh(), case.plan, **case.experts)
         else:  # transformers 5.23 wants parameters by name, as its models make them of their plans
             weights = {f"{path}.weight": style for path, style in case.plan.items()}
@@ -138,11 +193,7 @@ def run(name: str, before: bool) -> dict[str, Any]:
             plan = {path: style for path, style in weights.items() if path in named} | case.plan
             tensor_parallel.apply_tensor_parallelism(module, mesh(), plan)
 
-    kernels_ext_npu.register()
-    try:
-        return compare(case.build, apply, case.inputs, before, case.alone)
-    finally:
-        kernels_ext_npu.unregister()
+    return compare(case.build, apply, case.inputs, before, case.alone)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])

@@ -66,15 +66,15 @@ def attention_mask(
     if has_distances and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
         pattern = None
 
-    def make() -> Tensor:
+    def make(begin: int = 0, end: int = q_length) -> Tensor:
         if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):
             return kept[:, None, None].expand(batch_size, -1, -1, -1).clone()  # the padding is the caller's
         found_on = device if kept is None else kept.device
         rows, heads = torch.arange(batch_size, device=found_on), torch.arange(1, device=found_on)
-        queries = torch.arange(q_length, device=found_on) + q_offset
+        queries = torch.arange(begin, end, device=found_on) + q_offset
         keys = torch.arange(kv_length, device=found_on) + kv_offset
         mask = (_one_by_one if use_vmap else _together)(function, rows, heads, queries, keys)
-        mask = mask.expand(batch_size, -1, q_length, kv_length)
+        mask = mask.expand(batch_size, -1, end - begin, kv_length)
         return mask if kept is None else mask & kept[:, None, None]
 
     if compiling:  # a graph cannot hold what depends on lengths, nor on what a function closes over

@@ -65,11 +65,7 @@ def record(before: Before, run: Run, warm_up: int, repeats: int) -> list[tuple[A
 
 
 def times(before: Before, run: Run, warm_up: int, repeats: int) -> list[float]:
-    """Return the milliseconds of each of some runs.
-
-    Raises:
-        NoTimesError: it is the software device, whoever asks.
-    """
+    """Return the milliseconds of each of some runs; those of the software device are refused, whoever asks."""
     if softnpu.is_software():
         raise NoTimesError(NO_TIMES)
     return [start.elapsed_time(end) for start, end in record(before, run, warm_up, repeats)]

@@ -17,9 +17,6 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool
 
     Args:
         others: whether other names are taken as they are: what those of models mean shows when they are read.
-
-    Raises:
-        RefusedError: a name is unknown; the message says which one may have been meant.
     """
     by_name = {name.lower(): name for name in known}
     for name in asked:
@@ -34,11 +31,7 @@ def unknown(option: str, name: str, known: Iterable[str]) -> RefusedError:
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:
-    """Return the short names of the dtypes that were asked for, by these or by torch's names; all if none was.
-
-    Raises:
-        RefusedError: a name is unknown; the message says which one may have been meant.
-    """
+    """Return the short names of the dtypes that were asked for, by these or by torch's names; all if none was."""
     short = {long: name for name, long in DTYPES.items()}
     return choose("--dtype", [short.get(name.lower(), name) for name in asked], DTYPES)
 

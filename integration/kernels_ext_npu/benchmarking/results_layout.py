@@ -145,9 +145,5 @@ def report_lines(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def report(head: dict[str, Any], results: Iterable[Result]) -> str:
-    """Return JSON, a call a line, with nothing that tells whose machine it was: no path, name, token or address.
-
-    Args:
-        head: what a selftest says of the machine, and how was measured; ``format`` is added.
-    """
+    """Return JSON, a call a line behind its head, with nothing that tells whose machine it was."""
     return report_text({"format": FORMAT} | head, report_lines(results))

@@ -52,11 +52,7 @@ class Model:
         return {name: value for name, value in values.items() if value is not None} | {"vocab_size": self.vocabulary}
 
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
-        """Build the model on the NPU with random weights, among which no two norms or experts are alike.
-
-        Raises:
-            RefusedError: no model for text can be built of its config.
-        """
+        """Build the model on the NPU with random weights, among which no two norms or experts are alike."""
         torch.manual_seed(SEED)
         try:
             with torch.device("npu"):
@@ -83,11 +79,7 @@ class Model:
 
 
 def load(name: str, shrink: int) -> Model:
-    """Return a model of the table, or of whatever `inspect` takes, with its sizes divided.
-
-    Raises:
-        RefusedError: there is no such model, or transformers cannot read its config.
-    """
+    """Return a model of the table, or of whatever `inspect` takes, with its sizes divided."""
     try:
         found = subject.find(name)
     except subject.CannotInspectError as error:

@@ -1,4 +1,4 @@
-"""Where a module computes, also while its weights are elsewhere or not there yet."""
+"""What a user hands in: a module, and where it computes, also while its weights are elsewhere or not there yet."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ import torch
 from torch import nn
 
 _without_weights: ContextVar[bool] = ContextVar("_without_weights", default=False)
+
+
+def check_is_module(function: str, model: object) -> None:
+    """Raise a TypeError that names the public function if it was called with anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{function}: {model!r} is a {type(model).__name__}, and a loaded model is needed: "
+            "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
+        )
 
 
 @contextmanager

@@ -145,9 +145,10 @@ def package_of(module: nn.Module) -> Any:
 
 
 @functools.cache
-def install() -> None:
+def install(serves: Callable[[nn.Module, str], bool]) -> None:
     """Let `kernels` put forwards below wrappers, too, and take the forward of its class out of what was unpickled.
 
+    Of our layers it puts those that serve a module: a mark of a class may promise what that does not compute.
     It is done once a process and stays after unregister(): models keep their kernels until restore(model), and must
     then not lose the wrappers of other libraries in ``train()`` and ``eval()``. A pickle knows a method by its name
     only: the kernel that was bound to a module comes back as what its class has under the name ``forward``, and bound
@@ -160,12 +161,15 @@ def install() -> None:
         bound, forward = getattr(vars(module).get("forward"), "__func__", None), layer.forward
         if getattr(bound, "__wrapped__", None) is forward and getattr(bound, MATCHED, None) is type(module).forward:
             return  # it is in place
-        below = _below_wrappers(module)
-        if layer is type(module):  # there is no kernel
-            forward = below
-        elif layer_name(forward) is not None:
-            forward = step_aside.stepping(forward, below)  # type: ignore[arg-type]
-        put(module, forward)
+        name = layer_name(forward)
+        if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
+            ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else layer_of(module)
+            if ours is None or not serves(module, ours):
+                put(module, _below_wrappers(module))
+        elif name is None:
+            put(module, forward)
+        elif serves(module, name):
+            put(module, step_aside.stepping(forward, _below_wrappers(module)))  # type: ignore[arg-type]
 
     @functools.wraps(unpickle)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807

@@ -20,31 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Registration:
-    """What register() was told, and what was changed and found since.
+    """What register() was told, and what was changed and found since."""
 
-    Attributes:
-        source: where the kernels come from.
-        strict: whether a model must not keep what a kernel might serve.
-        kernels: the repositories that are used.
-        on_first_call: what swaps the kernels into a model that waited for its first call; None if models do not wait.
-        over_packages: whether kernels go before installed packages that transformers lets compute its functions.
-        patches: the changes to transformers, `kernels` and what belongs to models.
-        marked: the classes that were looked at.
-        functions: the modules that `kernels` made of functions, by function.
-        packages: of the kernel repositories that were asked for by more than the names of layers, once they are loaded.
-        waiting: the models that were not called on the NPU yet.
-    """
-
-    source: str | Path
-    strict: bool
-    kernels: frozenset[str]
+    source: str | Path  # where the kernels come from
+    strict: bool  # whether a model must not keep what a kernel might serve
+    kernels: frozenset[str]  # the repositories that are used
+    # what swaps the kernels into a model that waited for its first call; None if models do not wait
     on_first_call: Callable[[nn.Module], None] | None = None
-    over_packages: bool = False
-    patches: Patches = field(default_factory=Patches)
-    marked: set[type] = field(default_factory=set)
-    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
+    over_packages: bool = False  # whether kernels go before packages that transformers lets compute its functions
+    patches: Patches = field(default_factory=Patches)  # changes to transformers, `kernels` and what belongs to models
+    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)  # what `kernels` made of functions
+    # the layers of those that have a kernel; and of the modules of a model, None for none, while it is swapped
+    served: dict[nn.Module, str | None] = field(default_factory=dict)
+    # of the repositories that were asked for by more than the names of layers, once they are loaded
     packages: dict[str, ModuleType] = field(default_factory=dict)
-    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # for their first call on the NPU
 
 
 current: Registration | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -26,10 +25,6 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     """Return the forward of a layer for modules whose class computes what was matched, by the names of its parameters.
 
     What it cannot take, as the class perhaps can, it leaves to the class.
-
-    Args:
-        forward: the layer's.
-        matched: that of the class.
     """
     parameters = list(inspect.signature(forward).parameters.values())
     if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
@@ -39,34 +34,23 @@ def stepping(forward: FunctionType, matched: FunctionType) -> FunctionType:
     @functools.wraps(forward)
     def stepping_aside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(self).forward is not matched or (kwargs and not kwargs.keys() <= names.keys()):
-            return _now(self, stepping_aside, matched)(self, *args, **kwargs)
+            # what was put over the module's forward holds what the class had then, whatever it was given later
+            is_uncovered = getattr(self.__dict__.get("forward"), "__func__", None) is stepping_aside
+            return (type(self).forward if is_uncovered else matched)(self, *args, **kwargs)  # type: ignore[arg-type]
         try:
             return forward(self, *args, **({names[n]: value for n, value in kwargs.items()} if kwargs else kwargs))
         except _REFUSALS as error:
             refused = error
-        return _left_to(matched, refused, self, *args, **kwargs)
+        result = matched(self, *args, **kwargs)  # which may refuse it, too
+        name = type(self).__name__
+        warnings.warn(f"{name} computed this without its kernel, which refused it: {refused}", stacklevel=2)
+        return result
 
     setattr(stepping_aside, MATCHED, matched)
     return marked(stepping_aside, class_name(forward))  # type: ignore[arg-type]
-
-
-def _left_to(matched: FunctionType, error: Exception, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute what a layer has refused as the class of its module does, which may refuse it, too."""
-    result = matched(module, *args, **kwargs)
-    warnings.warn(f"{type(module).__name__} computed this without its kernel, which refused it: {error}", stacklevel=3)
-    return result
 
 
 def steps_aside(module: nn.Module) -> bool:
     """Tell whether a module has a forward from here, and its class computes something else now."""
     function = getattr(module.__dict__.get("forward"), "__func__", None)
     return getattr(function, MATCHED, type(module).forward) is not type(module).forward
-
-
-def _now(module: nn.Module, stepping: Callable, matched: FunctionType) -> Any:
-    """Return what computes when a module without kernels is called.
-
-    What was put over the module's forward holds what the class had then, whatever it was given later.
-    """
-    bound = module.__dict__.get("forward")
-    return type(module).forward if getattr(bound, "__func__", None) is stepping else matched

@@ -14,13 +14,12 @@ class WhileRegistered:
 
     ``train()`` and ``eval()`` look at the kernels of a model for which it is true. With a plain True they would take
     transformers' own from the Hub after unregister(), into copies of the model, too.
-
-    Args:
-        was_asked: whether the user has said ``use_kernels=True``; a pickle of the model says that again.
     """
 
     def __init__(self, was_asked: bool) -> None:
-        self.was_asked = was_asked
+        self.was_asked = (
+            was_asked  # whether the user has said ``use_kernels=True``; a pickle of the model says it again
+        )
 
     def __bool__(self) -> bool:
         return registration.current is not None

@@ -17,17 +17,13 @@ def doctor(
 ) -> None:
     """Check this machine, and explain what is wrong and what to do.
 
-    Looks at Python, torch, torch_npu, CANN, devices, transformers, kernels,
-    the kernels' files and variants, the Hub and its cache, and runs a tiny
-    model with kernels. What may crash or hang does so in a process of its
-    own: it ends within four minutes, whatever hangs. Tokens and passwords are
-    not printed.
+    Looks at Python, torch, torch_npu, CANN, devices, transformers, kernels, the kernels' files and variants, the Hub
+    and its cache, and runs a tiny model with kernels. What may crash or hang does so in a process of its own: it ends
+    within four minutes, whatever hangs. Tokens and passwords are not printed.
 
-    Ends with 0 if the machine is healthy, with 1 if there is a problem.
-    Warnings leave it healthy, as does a Hub that cannot be reached, unless
-    --source hub asks for it. Where nothing points to a card, the software
-    device is healthy; where there is a driver, a device node, a card on the
-    bus or CANN, and no device can be used, it is not.
+    Ends with 0 if the machine is healthy, with 1 if there is a problem. Warnings leave it healthy, as does a Hub that
+    cannot be reached, unless --source hub asks for it. Where nothing points to a card, the software device is healthy;
+    where there is a driver, a device node, a card on the bus or CANN, and no device can be used, it is not.
     """
     from rich.console import Console
 

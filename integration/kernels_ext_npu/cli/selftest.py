@@ -29,15 +29,12 @@ def selftest(
 ) -> None:
     """Compute with every kernel on the NPU of this machine, and compare.
 
-    Each function and layer of each repository, forward and backward, in
-    float32, float16 and bfloat16, with sizes at and around the limits of
-    its operators, against formulas in float64 on the host; tiny models with
-    kernels against their originals. What crashes or hangs does so in a
-    process of its own, and the rest goes on behind it.
+    Each function and layer of each repository, forward and backward, in float32, float16 and bfloat16, with sizes at
+    and around the limits of its operators, against formulas in float64 on the host; tiny models with kernels against
+    their originals. What crashes or hangs does so in a process of its own, and the rest goes on behind it.
 
-    Runs on the software device where there is no NPU, and says so. Ends
-    with 0 if everything agrees, with 1 if anything does not, and with 2 if
-    nothing could be tested.
+    Runs on the software device where there is no NPU, and says so. Ends with 0 if everything agrees, with 1 if anything
+    does not, and with 2 if nothing could be tested.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 

@@ -134,9 +134,6 @@ def take_device(needed: bool) -> None:
     Where it cannot be imported, since there is no torch_npu or no compiler, a command that computes on it is refused.
     One that only reads goes on, as on a machine without an NPU; but where torch_npu is installed, torch loads it by
     itself and would fail, so that is refused too.
-
-    Raises:
-        RefusedError: it cannot be imported; the message says why.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what these warn of is none of a reader's business here
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -148,11 +145,7 @@ def take_device(needed: bool) -> None:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Check now that a file can be written, rather than after minutes of computing.
-
-    Raises:
-        RefusedError: it cannot be written.
-    """
+    """Refuse a file that cannot be written, now rather than after minutes of computing."""
     if path is None:
         return
     there = path.exists()
@@ -162,11 +155,7 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def write_file(option: str, path: Path, text: str, mode: str = "w") -> None:
-    """Write a file that an option names.
-
-    Raises:
-        RefusedError: it cannot be written.
-    """
+    """Write a file that an option names, or refuse it."""
     try:
         with path.open(mode) as file:
             file.write(text)
@@ -177,11 +166,7 @@ def write_file(option: str, path: Path, text: str, mode: str = "w") -> None:
 
 
 def check_picture(path: Path | None) -> None:
-    """Check now that a picture can be drawn into the file of ``--plot``.
-
-    Raises:
-        RefusedError: matplotlib is missing or does not know the suffix, or the file cannot be written.
-    """
+    """Refuse a file of ``--plot`` now, into which no picture can be drawn."""
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:

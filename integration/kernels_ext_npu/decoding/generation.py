@@ -24,11 +24,7 @@ def install(patches: Patches) -> None:
 def _decides(
     original: Callable[..., bool], model: Any, model_kwargs: dict[str, Any], generation_config: GenerationConfig
 ) -> bool:
-    """Answer whether ``generate`` decodes by `get_compiled_call`.
-
-    Raises:
-        ValueError: graphs are asked for, and cannot be.
-    """
+    """Answer whether ``generate`` decodes by `get_compiled_call`; raise if graphs are asked for, and cannot be."""
     if not _asks_for_graphs(generation_config.compile_config) or generation_config.disable_compile:
         return original(model, model_kwargs, generation_config)
     why_not = _refusal(model, model_kwargs.get("past_key_values"))

@@ -34,12 +34,7 @@ FUSED = {
 
 
 def show(console: Console, checkpoint: Path | None = None) -> bool:
-    """Show the tiny models, or a checkpoint, and return whether everything agreed.
-
-    Raises:
-        RefusedError: the checkpoint cannot be loaded, or generates no text.
-        UnsupportedEnvironmentError: kernels cannot be swapped in on this machine.
-    """
+    """Show the tiny models, or a checkpoint, and return whether everything agreed."""
     logging.disable_progress_bar()
     kernels_ext_npu.register()
     console.print(machine(description.describe()))

@@ -112,9 +112,6 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         folder: the checkpoint.
         steps: of training; none for a model that is not to be changed.
         in_graphs: whether it generates a second time, with one launch for the forward of a token.
-
-    Raises:
-        RefusedError: the checkpoint cannot be loaded.
     """
     torch.manual_seed(0)
     original = load(folder)
@@ -161,11 +158,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    """Load a checkpoint in float32.
-
-    Raises:
-        RefusedError: it cannot be loaded, or generates no text.
-    """
+    """Load a checkpoint in float32; refuse one that cannot be loaded, or generates no text."""
     if not (folder / "config.json").is_file():
         raise RefusedError(f"{folder} is no checkpoint: a folder with config.json and weights is expected")
     try:

@@ -54,11 +54,7 @@ class KernelRepository:
 
 
 def pack(repositories: list[KernelRepository]) -> bytes:
-    """Return the bytes of the bundle that holds these repositories.
-
-    Raises:
-        BundleError: a path is not one that a bundle can hold, or there is too much.
-    """
+    """Return the bytes of the bundle that holds these repositories; refuse paths that none can hold, and too much."""
     files = {f"{each.name}/{path}": content for each in repositories for path, content in each.files.items()}
     problems = _unsafe(files)
     if sum(map(len, files.values())) > LARGEST:
@@ -70,11 +66,7 @@ def pack(repositories: list[KernelRepository]) -> bytes:
 
 
 def unpack(archive: Path) -> list[KernelRepository]:
-    """Read the repositories in a bundle into memory, after every check that the archive itself allows.
-
-    Raises:
-        BundleError: the file is not a bundle, or not all of one, or something was changed in it.
-    """
+    """Read the repositories in a bundle into memory, after every check that the archive itself allows."""
     if not archive.is_file():
         raise BundleError(f"{archive}: there is no such file")
     if archive.stat().st_size > LARGEST:

@@ -158,11 +158,7 @@ class Place:
 
 
 def cache_folder() -> Path:
-    """Return the cache that `kernels` reads in this environment.
-
-    Raises:
-        BundleError: it would look for the version in one folder and for the files in another.
-    """
+    """Return the cache that `kernels` reads in this environment; refuse two, one for versions and one for files."""
     from huggingface_hub import constants
 
     chosen = os.environ.get("KERNELS_CACHE")

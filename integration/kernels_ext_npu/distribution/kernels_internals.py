@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,7 @@ def find(name: str, otherwise: Any = None) -> Any:
 
 
 def need(name: str) -> Any:
-    """Return what `find` does.
-
-    Raises:
-        GoneError: `kernels` lacks it.
-    """
+    """Return what `find` does; raise GoneError if `kernels` lacks it."""
     found = find(name, _NOTHING)
     if found is _NOTHING:
         raise GoneError(f"{_gone(name)}. {_ADVICE}")
@@ -88,15 +84,25 @@ def replace(name: str, function: Callable) -> None:
         setattr(module, last, function)
 
 
-def take(module: nn.Module, mode: Mode) -> None:
-    """Let `kernels` take the layer for a module that its class is marked for, for the NPU."""
+def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
+    """Let `kernels` take layers for modules, for the NPU, each as if its class were marked for that layer."""
     from kernels import Device, KernelizeFallback, kernelize
 
     kernelize_layer = find(TAKE)
-    if kernelize_layer is None:
-        kernelize(module, mode=mode, device="npu", use_fallback=KernelizeFallback.ALL)
-    else:
-        kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+    for module, layer in layers.items():
+        cls: Any = type(module)
+        own = vars(cls).get("kernel_layer_name", _NOTHING)
+        cls.kernel_layer_name = layer
+        try:
+            if kernelize_layer is None:
+                kernelize(module, mode=mode, device="npu", use_fallback=KernelizeFallback.ALL)
+            else:
+                kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+        finally:
+            if own is _NOTHING:
+                del cls.kernel_layer_name
+            else:
+                cls.kernel_layer_name = own
 
 
 def table() -> dict[str, Any] | None:

@@ -18,11 +18,7 @@ class VersionNotFoundError(LookupError):
 
 
 def head(api: HfApi, repo_id: str, version: int) -> str:
-    """Return the commit that ``version=...`` means at the moment.
-
-    Raises:
-        VersionNotFoundError: the repository has no branch for it.
-    """
+    """Return the commit that ``version=...`` means at the moment; raise VersionNotFoundError if it has no branch."""
     branches = api.list_repo_refs(repo_id, repo_type=KERNEL).branches
     for branch in branches:
         if branch.name == f"v{version}":

@@ -22,12 +22,7 @@ VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
 def layer_sources(
     source: str | Path, layers: Mapping[str, str]
 ) -> Mapping[str, LayerRepository | LocalLayerRepository]:
-    """Return the entries of the mapping for layers of kernel repositories.
-
-    Args:
-        source: "bundled", "hub", or the path of a clone of the project.
-        layers: the repository of each.
-    """
+    """Return the entries of the mapping for layers, each with its kernel repository, from a source."""
     from kernels import LayerRepository, LocalLayerRepository
 
     if source == "hub":
@@ -74,11 +69,7 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
 
 
 def load_package(source: str | Path, repository: str) -> ModuleType:
-    """Load the package of a kernel repository, for what it exports beside layers.
-
-    Args:
-        source: "bundled", "hub", or the path of a clone of the project.
-    """
+    """Load the package of a kernel repository from a source, for what it exports beside layers."""
     from kernels import get_kernel, get_local_kernel
 
     if source == "hub":

@@ -96,11 +96,7 @@ def verify_published(repo_id: str, version: int) -> tuple[str, list[Verified]]:
 
 
 def verify_cached(repo_id: str, version: int) -> tuple[str, list[Verified]]:
-    """Verify what `kernels` would load without a network; returns its commit, and what was found.
-
-    Raises:
-        ValueError: the cache does not hold it.
-    """
+    """Verify what `kernels` would load without a network; returns its commit, and what was found."""
     commit = published.cached_commit(repo_id, version)
     chosen = kernels_internals.find("kernels.hf_hub.CACHE_DIR", os.environ.get("KERNELS_CACHE"))
     cache = Path(chosen or constants.HF_HUB_CACHE)

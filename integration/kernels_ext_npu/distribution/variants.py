@@ -81,11 +81,7 @@ def left_out(repository: Path) -> dict[str, bytes]:
 
 
 def complete(repository: Path, build: Path) -> None:
-    """Write ``<repository>/build`` to another folder, which must not exist, with what the tree leaves out of it.
-
-    Raises:
-        ValueError: as `left_out` does.
-    """
+    """Write ``<repository>/build`` to another folder, which must not exist, with what the tree leaves out of it."""
     shutil.copytree(repository / "build", build, symlinks=True)
     for path, content in left_out(repository).items():
         (build / path).parent.mkdir(parents=True, exist_ok=True)

@@ -70,14 +70,7 @@ FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each find
 
 
 def examine(source: str = "bundled") -> dict[str, Any]:
-    """Run all probes on this machine, and conclude from them what is wrong and what to do.
-
-    Args:
-        source: where the kernels are to come from, as register() takes it.
-
-    Returns:
-        what JSON has: version, source, whether it is healthy, which warnings leave it, and a dictionary for each check.
-    """
+    """Run all probes, and return what JSON has: whether this machine is healthy, and a dictionary for each check."""
     seen = observe(source)
     found = [finding for name in CHECKS for finding in _conclude(name, seen)]
     healthy = not any(finding.verdict is Verdict.PROBLEM for finding in found)

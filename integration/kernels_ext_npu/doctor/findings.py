@@ -94,13 +94,7 @@ def explain(errors: Iterable[str]) -> Known | None:
 
 
 def explained(errors: tuple[str, ...], otherwise: str = LOOK, commands: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what a finding says of an error: details, advice, commands, and where to read more.
-
-    Args:
-        errors: the error with those that caused it, outermost first.
-        otherwise: the advice where nothing is known of it.
-        commands: those where none are known.
-    """
+    """Return what a finding says of an error, with its causes, or otherwise: details, advice, commands, and more."""
     known = explain(errors) or Known("", "", otherwise)
     return {
         "details": (known.meaning,) if known.meaning else (),

@@ -52,12 +52,7 @@ class Outcome:
 def run(
     probe: Callable[..., None], limit: float, environment: dict[str, str] | None = None, **arguments: Any
 ) -> Outcome:
-    """Run a function of `kernels_ext_npu.doctor.probes`, for at most `limit` seconds.
-
-    Args:
-        environment: variables in place of those of this process; they are kept by default.
-        arguments: what the function is given.
-    """
+    """Run a function of `kernels_ext_npu.doctor.probes` with arguments, for at most `limit` seconds."""
     outcome, end = Outcome({"passed": []}), time.monotonic() + limit
     try:
         with Child(f"{probe.__module__}:{probe.__name__}", arguments, environment) as child:

@@ -97,11 +97,7 @@ def imports(names: list[str]) -> None:
 
 # ---- what a user does ------------------------------------------------------------------------------------------------
 def swapped_and_compared(source: str | None) -> None:
-    """Swap the kernels into a tiny model on the NPU, and compare what it computes with the CPU.
-
-    Args:
-        source: where the kernels come from, as register() takes it; without one the probe stops before it needs them.
-    """
+    """Swap kernels of a source into a tiny model on the NPU, and compare it with the CPU; without one stop before."""
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     say(step=SOFTNPU)
     import softnpu  # before torch; changes nothing where there is a card

@@ -52,11 +52,7 @@ ONE = Mesh()
 
 
 def check(mesh: Mesh) -> None:
-    """Check that the sizes of a mesh go together.
-
-    Raises:
-        CannotInspectError: they do not. The message says what does.
-    """
+    """Refuse sizes of a mesh that do not go together, and say which do."""
     if mesh.ep > 1 and mesh.ep % mesh.tp:
         raise CannotInspectError(
             f"--ep {mesh.ep} --tp {mesh.tp}: ranks that share experts are whole groups of tensor parallelism: give a "
@@ -79,10 +75,7 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
     """Shard a model on fake tensors as ``from_pretrained(distributed_config=...)`` does, outside of a FakeTensorMode.
 
     Gives the axes that each process group serves, by the names of the groups. They end with the context, and the model
-    cannot be used after it.
-
-    Raises:
-        CannotInspectError: the model cannot be sharded so. The message says why, and what to do.
+    cannot be used after it. A model that cannot be sharded so is refused.
     """
     if mesh == ONE:
         yield {}
@@ -171,11 +164,7 @@ def axes(manager: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
-    """Check that a model can be sharded over so many ranks.
-
-    Raises:
-        CannotInspectError: it cannot. The message says why, and what can be.
-    """
+    """Refuse a model that cannot be sharded over so many ranks, and say what can be."""
     name = type(model).__name__
     if tp > 1 and not model.tp_plan:
         raise CannotInspectError(f"--tp {tp}: {name} has no plan of tensor parallelism in transformers: use --fsdp")

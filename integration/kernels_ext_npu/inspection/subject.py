@@ -52,11 +52,7 @@ class Subject:
 
 
 def find(name: str) -> Subject:
-    """Find what a name means: a folder, a config.json, an id in the cache, a model type, or one that is known.
-
-    Raises:
-        CannotInspectError: there is none.
-    """
+    """Find what a name means: a folder, a config.json, an id in the cache, a model type, or one that is known."""
     path = Path(name).expanduser()
     remarks: list[str] = []
     if path.is_file() or (path / "config.json").is_file():
@@ -93,11 +89,7 @@ def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def adapt(model: PreTrainedModel, rank: int, dropout: float = 0.0) -> str:
-    """Give all linear layers of a model but its head adapters in float32, as peft makes them, and say so in words.
-
-    Raises:
-        CannotInspectError: peft is not installed, or adapts nothing of the model.
-    """
+    """Give all linear layers of a model but its head adapters in float32, as peft makes them, and say so in words."""
     if importlib.util.find_spec("peft") is None:
         raise CannotInspectError("--lora: peft is not installed: pip install peft")
     from peft import LoraConfig, inject_adapter_in_model
@@ -121,9 +113,6 @@ def make_inputs(
 
     Args:
         parts: how many ranks have a part of every row, one of which gets them.
-
-    Raises:
-        CannotInspectError: the model takes something else than text or images, or rows cannot be split so.
     """
     parameters = inspect.signature(model.forward).parameters
     made: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
@@ -181,11 +170,7 @@ def clamp(model: PreTrainedModel, tokens: int, remarks: list[str]) -> int:
 
 
 def check_decodes(model: PreTrainedModel) -> None:
-    """Check that a model decodes text behind a prompt of text.
-
-    Raises:
-        CannotInspectError: it does not.
-    """
+    """Refuse a model that does not decode text behind a prompt of text."""
     if model.main_input_name != "input_ids" or model.config.is_encoder_decoder or not model.can_generate():
         raise CannotInspectError(
             f"--decode: {type(model).__name__} does not go on with a text; counted can be models that generate from "

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from kernels_ext_npu.binding import lazy_swap, registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import assume_npu_if_meta, computes_on
-from kernels_ext_npu.binding.models import check_is_module
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module, computes_on
 from kernels_ext_npu.lifecycle import pipeline
 from kernels_ext_npu.lifecycle.register import register
 from kernels_ext_npu.swaps.sequence import SWAPS
@@ -91,5 +90,6 @@ def restore(model: Model) -> Model:
         lazy_swap.forget(module)
     for swap in reversed(SWAPS):
         swap.revert(model)
-    pipeline.swap_no_more(model)
+    for pretrained in pipeline.outermost(model):
+        use_kernels_flag.forget(pretrained)
     return model

@@ -61,7 +61,7 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
 
     def take(mode: kernels.Mode) -> None:
         take_for_npu(model, mode)
-        for pretrained in _pretrained(model):  # whose train() and eval() swap kernels again
+        for pretrained in outermost(model):  # whose train() and eval() swap kernels again
             was_asked = use_kernels_flag.is_noted(pretrained) and not use_kernels_flag.is_for_npu_only(pretrained)
             use_kernels_flag.note(pretrained, was_asked)
 
@@ -74,12 +74,6 @@ def swap_in_at_first_call(model: nn.Module) -> None:
         swap_in(model)
     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
     logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
-
-
-def swap_no_more(model: nn.Module) -> None:
-    """Let ``train()`` and ``eval()`` of the outermost transformers models in a module leave them without kernels."""
-    for pretrained in _pretrained(model):
-        use_kernels_flag.forget(pretrained)
 
 
 def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
@@ -96,10 +90,10 @@ def _check_strictly(model: nn.Module) -> None:
         raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")
 
 
-def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+def outermost(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost transformers models in a module."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
         for child in module.children():
-            yield from _pretrained(child)
+            yield from outermost(child)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,12 +67,13 @@ def register(
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import use_kernels
+    from kernels_ext_npu.swaps import layers
     from kernels_ext_npu.swaps.sequence import SWAPS
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
-    forward_binding.install()
+    forward_binding.install(layers.serves)
     active = registration.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     registration.current = active
     try:
@@ -135,7 +135,6 @@ def _chosen(kernels: Collection[str] | None) -> frozenset[str]:
         raise ValueError(f"register: kernels={kernels!r} is one name; give a list, such as [{kernels!r}]")
     for name in kernels:
         if name not in REPOSITORIES:
-            near = difflib.get_close_matches(name.lower(), [known.lower() for known in REPOSITORIES], 1)
-            hint = next((f"; did you mean {known}?" for known in REPOSITORIES if [known.lower()] == near), "")
-            raise ValueError(f"register: there is no kernel {name!r}, only {', '.join(REPOSITORIES)}{hint}")
+            meant = environment.meant(name, REPOSITORIES)
+            raise ValueError(f"register: there is no kernel {name!r}: {meant}there are {', '.join(REPOSITORIES)}")
     return frozenset(kernels)

@@ -14,19 +14,12 @@ UNREADABLE: Release = (0, 0)  # for which the narrowest limits hold
 
 @dataclass(frozen=True)
 class Limit:
-    """Say what releases do less than a later one.
+    """Say what releases do less than a later one."""
 
-    Attributes:
-        since: the first release without the limit.
-        before: what the others do, behind their name.
-        then: what the first one without it does.
-        of: the first and the last but one of the releases that do so; all before ``since`` where it is not given.
-    """
-
-    since: Release
-    before: str
-    then: str
-    of: tuple[Release, Release] | None = None
+    since: Release  # the first one without the limit
+    before: str  # what the others do, behind their name
+    then: str  # what the first one without it does
+    of: tuple[Release, Release] | None = None  # the first that does so, and the next that does not; None for all before
 
     def holds(self, release: Release) -> bool:
         """Tell whether a release has the limit."""
@@ -46,18 +39,7 @@ FAST_GELU = Limit((8, 5), "takes the fast GELU in no graph", "in graphs, too")
 PACKED_HEADS = Limit((8, 5), "has gradients of packed attention for heads of up to 512", "of up to 768")
 ROTATED = Limit((9, 0), "rotates up to 42 heads of 128 of a token together", "any number", (UNREADABLE, (8, 5)))
 ROTATED_IN_8_5 = Limit((9, 0), "rotates up to 53 heads of 128 of a token together", "any number", ((8, 5), (9, 0)))
-LIMITS = (
-    ROUTING,
-    ROUTING_IN_TRAINING,
-    EXPERTS,
-    EXPERTS_IN_FLOAT32,
-    EXPERTS_CHOSEN_IN_FLOAT32,
-    NORMS_IN_TRAINING,
-    FAST_GELU,
-    PACKED_HEADS,
-    ROTATED,
-    ROTATED_IN_8_5,
-)
+LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
 
 
 def release_of(version: str | None) -> Release:

@@ -21,9 +21,8 @@ CHIP = ("device", "chip", "driver")  # what `device` says in one
 def describe() -> dict[str, Any]:
     """Return what is known of this machine and tells nothing of whose it is; torch_npu has to be importable.
 
-    Returns:
-        ``device`` is "card" or "software device", ``chip`` what torch_npu calls it, ``driver`` and ``cann`` are
-        versions; the names of packages have theirs, None where one is not installed.
+    ``device`` is "card" or "software device", ``chip`` what torch_npu calls it; all others are versions, None of what
+    is not installed.
     """
     import torch_npu
     from torch_npu.utils.collect_env import get_cann_version

@@ -65,11 +65,7 @@ class Child:
         self._printed.close()
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
-        """Return what it says next, or None if it has ended.
-
-        Raises:
-            queue.Empty: it said nothing for so many seconds.
-        """
+        """Return what it says next, or None if it has ended; raise queue.Empty after so many seconds of nothing."""
         while (line := self._lines.get(timeout=max(seconds, 0.0))) is not None:
             with suppress(ValueError):  # a line that a crash cut short
                 return json.loads(line)

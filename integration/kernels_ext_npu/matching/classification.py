@@ -18,25 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import (
-    ACTIVATIONS,
-    ATTENTION,
-    COMPRESSORS,
-    EXPERTS,
-    HYPER_CONNECTIONS,
-    INDEXERS,
-    KIND_OF_LAYER,
-    LINEAR_ATTENTION,
-    MLPS,
-    NORMS,
-    PATCHES,
-    ROTARY,
-    ROUTERS,
-    TABLES,
-    Kind,
-)
+from kernels_ext_npu import catalogue as kinds
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
+from kernels_ext_npu.matching.indexer_scan import chooser
 from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
@@ -60,13 +46,13 @@ UNSUPPORTED = {
 }
 
 _NAMES = {
-    TABLES: re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$"),
-    ROUTERS: re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$"),
-    MLPS: re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert"),
-    EXPERTS: re.compile("Experts$|NaiveMoe$"),
-    HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
-    INDEXERS: re.compile("Indexer(Scorer)?$"),
-    COMPRESSORS: re.compile("Compressor$"),
+    kinds.TABLES: re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$"),
+    kinds.ROUTERS: re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$"),
+    kinds.MLPS: re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert"),
+    kinds.EXPERTS: re.compile("Experts$|NaiveMoe$"),
+    kinds.HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
+    kinds.INDEXERS: re.compile("Indexer(Scorer)?$"),
+    kinds.COMPRESSORS: re.compile("Compressor$"),
 }
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
@@ -97,17 +83,17 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
     """
     pattern, name = find_pattern(cls), cls.__name__
     if pattern is not None:
-        return None if pattern.kind is PATCHES else pattern.kind
+        return None if pattern.kind is kinds.PATCHES else pattern.kind
     if (kind := KIND_OF_LAYER.get(getattr(cls, "kernel_layer_name", ""))) is not None:
         return kind
     if "rmsnorm" in name.lower():
-        return NORMS
-    if cls.__module__ == _ACTIVATIONS_FILE and reason(ACTIVATIONS, name) != UNKNOWN:
-        return ACTIVATIONS
+        return kinds.NORMS
+    if cls.__module__ == _ACTIVATIONS_FILE and reason(kinds.ACTIVATIONS, name) != UNKNOWN:
+        return kinds.ACTIVATIONS
     for kind, called in _NAMES.items():
-        if called.search(name) and (kind is not MLPS or _looks_gated(cls)):
+        if called.search(name) and (kind is not kinds.MLPS or _looks_gated(cls)):
             return kind
-    return ATTENTION if attends(cls) else None
+    return kinds.ATTENTION if attends(cls) else None
 
 
 def of_module(module: nn.Module) -> Kind | None:
@@ -119,14 +105,14 @@ def of_module(module: nn.Module) -> Kind | None:
     if kind is not None:
         return kind
     pattern = find_pattern(type(module))
-    if pattern is not None and pattern.kind is PATCHES and module.stride == module.kernel_size:
-        return PATCHES
+    if pattern is not None and pattern.kind is kinds.PATCHES and module.stride == module.kernel_size:
+        return kinds.PATCHES
     name = type(module).__name__
     if "norm" in name.lower() and not any(module.children()):
-        return NORMS
+        return kinds.NORMS
     if _GATE_NAMES.search(name) and hasattr(module, "top_k"):
-        return ROUTERS
-    return MLPS if has_gated_projections(module) else None
+        return kinds.ROUTERS
+    return kinds.MLPS if has_gated_projections(module) else None
 
 
 def has_gated_projections(module: nn.Module) -> bool:
@@ -166,7 +152,7 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
     if any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants):  # names of arguments
         return BIASED
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    for name, reason in UNSUPPORTED[ATTENTION.name].items():
+    for name, reason in UNSUPPORTED[kinds.ATTENTION.name].items():
         file, _, listed = name.partition(":")
         if owner.__name__ == listed:
             own = getattr(importlib.import_module(f"transformers.models.{file}.modeling_{file}"), listed, None)
@@ -174,14 +160,15 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
     return None
 
 
+def indexer_refusal(cls: type[nn.Module]) -> Reason | None:
+    """Return why keys are not chosen in parts where an indexer of a class chooses them; None where they are."""
+    return None if chooser(cls) is not None else reason(kinds.INDEXERS, cls.__name__)
+
+
 def of_function(name: str, function: object) -> Kind | None:
-    """Return what a function is: by what it computes, by what transformers decorated it for, or whether it rotates.
+    """Return what a function is, also under what `kernels` made of it, by the name that its file has for it.
 
-    Whether it does is told by its name, or by a helper that it calls.
-
-    Args:
-        name: what its file calls it.
-        function: the function, or what `kernels` made of it.
+    It is told by what it computes, by what transformers decorated it for, or by names of it and of its helpers.
     """
     original = original_function(function)
     if original is None:
@@ -190,12 +177,14 @@ def of_function(name: str, function: object) -> Kind | None:
         return pattern.kind
     if is_kernel_function(function):
         layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
-        return ROTARY if "rotary" in layer.lower() else LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
+        if "rotary" in layer.lower():
+            return kinds.ROTARY
+        return kinds.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
     used = names(original)
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
-    return None if any(find_function_pattern(original.__globals__.get(callee)) for callee in used) else ROTARY
+    return None if any(find_function_pattern(original.__globals__.get(callee)) for callee in used) else kinds.ROTARY
 
 
 def is_helper(name: str) -> bool:

@@ -26,11 +26,7 @@ def find_pattern(cls: type) -> Pattern | None:
 
 
 def find_function_pattern(function: object) -> FunctionPattern | None:
-    """Find the pattern that computes what a function computes; None if there is none.
-
-    Args:
-        function: a function, or the module that `kernels` made of one. Anything else matches nothing.
-    """
+    """Find the pattern of a function, or of the module that `kernels` made of one; None of anything else."""
     original = original_function(function)
     if original is None:
         return None

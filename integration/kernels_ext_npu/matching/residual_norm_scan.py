@@ -34,18 +34,13 @@ _SUM = re.compile(rf"(?P<x>{_NAME}) = (?:(?P<left>{_NAME}) \+ (?P=x)|(?P=x) \+ (
 
 @dataclass(frozen=True)
 class Sums:
-    """Holds the sums of a forward.
+    """Holds the sums of a forward."""
 
-    Attributes:
-        make: returns the forward with other functions in their place: ``normed(norm, x)``, ``add_norm(layer, norm, x,
-            residual)``, which returns the norm and the sum, and ``added(layer, x, residual)``.
-        first: the attribute of the norm that it begins with; None if it does not.
-        norms: the attributes of the norms of sums.
-    """
-
+    # returns the forward with other functions in their place: ``normed(norm, x)``, ``add_norm(layer, norm, x,
+    # residual)``, which returns the norm and the sum, and ``added(layer, x, residual)``
     make: Callable[..., FunctionType]
-    first: str | None
-    norms: tuple[str, ...]
+    first: str | None  # the attribute of the norm that it begins with; None if it does not
+    norms: tuple[str, ...]  # the attributes of the norms of sums
 
 
 @cache

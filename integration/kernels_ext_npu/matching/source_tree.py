@@ -41,13 +41,7 @@ def function_source(function: FunctionType) -> str | None:
 def maker(tree: ast.FunctionDef, forward: FunctionType, names: Sequence[str]) -> Callable[..., FunctionType]:
     """Compile a forward that was changed, over the globals of the old one, and with its defaults.
 
-    Args:
-        tree: the new one, which is changed further.
-        forward: the old one.
-        names: those that the new one reads beside its own and the globals.
-
-    Returns:
-        What gives the new one for values of the names, in their order.
+    What is returned gives it for values of the names that it reads beside its own and the globals, in their order.
     """
     tree.name = "forward"
     tree.args.defaults, tree.args.kw_defaults = [], [None] * len(tree.args.kwonlyargs)

@@ -48,13 +48,6 @@ SOCS = {
 
 
 def seconds(soc: Soc, flops: float, dtype: torch.dtype | None, moved: int) -> float:
-    """Return the least seconds of a launch.
-
-    Args:
-        soc: the chip.
-        flops: what the products in it are.
-        dtype: of what it multiplies.
-        moved: the bytes that go in and out of it.
-    """
+    """Return the least seconds of a launch: of its products in a dtype, and of the bytes that go in and out of it."""
     peak = getattr(soc, str(dtype).rpartition(".")[2], soc.float32)
     return max(moved / soc.bandwidth, flops / peak)

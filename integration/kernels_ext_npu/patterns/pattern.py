@@ -26,40 +26,24 @@ def where(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: No
 
 @dataclass(frozen=True)
 class Part:
-    """A member of a module whose class a layer relies on, mostly since it computes it itself.
+    """A member of a module whose class a layer relies on, mostly since it computes it itself."""
 
-    Attributes:
-        name: the attribute; of a list each element counts.
-        classes: those whose forwards are known.
-        reason: what to say of a member of another class, whose name takes the place of ``{}``.
-        is_called: whether the layer calls it all the same, so that its hooks run.
-    """
-
-    name: str
-    classes: tuple[type[nn.Module], ...]
-    reason: str
-    is_called: bool = False
+    name: str  # the attribute; of a list each element counts
+    classes: tuple[type[nn.Module], ...]  # those whose forwards are known
+    reason: str  # what to say of a member of another class, whose name takes the place of ``{}``
+    is_called: bool = False  # whether the layer calls it all the same, so that its hooks run
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A forward that a kernel can take the place of.
+    """A forward that a kernel can take the place of."""
 
-    Attributes:
-        module: the class whose forward is compared.
-        layers: the layers of the kernel repository that serve it, each with an entry in transformers' mapping.
-        limits: returns why no layer serves an instance, or None: what the syntax tree does not show.
-        choose: returns which of several layers serves an instance within the limits.
-        parts: the members whose classes count too.
-        rechecks_every_call: whether the layer looks in every forward at what `limits` looks at, and computes what is
-            right.
-    """
-
-    module: type[nn.Module]
-    layers: tuple[str, ...]
-    limits: Limits = lambda _: None
-    choose: Callable[[nn.Module], str] | None = None
-    parts: tuple[Part, ...] = ()
+    module: type[nn.Module]  # the class whose forward is compared
+    layers: tuple[str, ...]  # those that serve it, each with an entry in transformers' mapping
+    limits: Limits = lambda _: None  # what the syntax tree does not show
+    choose: Callable[[nn.Module], str] | None = None  # which of several layers serves an instance within the limits
+    parts: tuple[Part, ...] = ()  # the members whose classes count too
+    # whether the layer looks in every forward at what `limits` looks at, and computes what is right
     rechecks_every_call: bool = False
 
     @property
@@ -84,17 +68,11 @@ def alike(layers: tuple[str, ...], *modules: type[nn.Module], **terms: Any) -> t
 
 @dataclass(frozen=True)
 class FunctionPattern:
-    """A function that a kernel can take the place of.
+    """A function that a kernel can take the place of."""
 
-    Attributes:
-        function: the function that is compared, by its body and the names of its parameters.
-        layer: the layer of the kernel repository, and its entry in transformers' mapping.
-        beside: the names of functions, one of which has to be in its file and computed by transformers itself, not by
-            an installed package; none if it does not matter.
-    """
-
-    function: Callable
-    layer: str
+    function: Callable  # which is compared by its body and the names of its parameters
+    layer: str  # that serves it, and its entry in transformers' mapping
+    # names of functions, one of which has to be in its file and computed by transformers itself, not by a package
     beside: tuple[str, ...] = ()
 
     @property

@@ -22,13 +22,7 @@ _LOCAL_FLOATS = 192 * 1024 // 4  # of a vector core: RoPE's one_token.py has the
 
 
 def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason | None:
-    """Say what a release serves less of a swapped row than a later one; None where that is nothing.
-
-    Args:
-        row: of the report.
-        model: whose row it is.
-        release: of this machine where it is not given.
-    """
+    """Say what a release, by default of this machine, serves less of a row of a model than a later one; or None."""
     if release is None:  # as kernels read it when they are loaded
         release = cann_releases.release_of(getattr(torch.version, "cann", None))
     if not row.swapped or not any(limit.holds(release) for limit in cann_releases.LIMITS):

@@ -17,8 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, lazy_swap
-from kernels_ext_npu.binding.devices import assume_npu_if_meta
-from kernels_ext_npu.binding.models import check_is_module
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
 from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.reporting import release_limits

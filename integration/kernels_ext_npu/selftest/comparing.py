@@ -44,11 +44,7 @@ class Difference(NamedTuple):
 
 
 class InPlaceOfFloat32(TorchFunctionMode):
-    """A context that gives a dtype to what asks for float32: models compute parts of themselves in it, whatever comes.
-
-    Args:
-        dtype: the dtype in its place.
-    """
+    """A context that gives a dtype to what asks for float32: models compute parts in it, whatever comes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -27,17 +27,11 @@ Pair = tuple[list[Tensor], list[Tensor]]  # what the NPU gives, and what it has 
 
 @dataclass(frozen=True)
 class Limit:
-    """A call at a limit.
+    """A call at a limit."""
 
-    Attributes:
-        title: the operator, and what it is given.
-        compute: calls it, and gives both sides of the comparison.
-        since: the first release that takes it, as its sources say; NEVER for none.
-    """
-
-    title: str
-    compute: Callable[[], Pair]
-    since: Release
+    title: str  # the operator, and what it is given
+    compute: Callable[[], Pair]  # calls it, and gives both sides of the comparison
+    since: Release  # the first release that takes it, as its sources say; NEVER for none
 
     @property
     def is_refused(self) -> bool:

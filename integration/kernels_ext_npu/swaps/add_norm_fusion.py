@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -31,22 +30,7 @@ _LAYERS = ("RMSNorm", "RMSNormCastLast")
 _NORMED = "_kernels_ext_npu_normed"
 _OWNER = "add_norm_fusion"
 
-_places: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()  # of layers of swapped models
-
-
-@dataclass(eq=False)
-class Place:
-    """What is known of one layer of a swapped model.
-
-    Attributes:
-        kernel: the package that computes its norms.
-        sums: those of its forward.
-        behind: the layer behind it in the model, whose first norm it computes; None if there is none.
-    """
-
-    kernel: ModuleType
-    sums: Sums
-    behind: weakref.ref[nn.Module] | None = None
+_behind: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()  # of layers
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -56,18 +40,15 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     for cls, modules in swapping.by_class.items():
         sums = sums_of(_below_checkpointing(cls.forward))
         for module in modules:
-            place = None if sums is None else _place(module, sums)
-            if place is None:
-                if "forward" in vars(module) and owner_of(module) == _OWNER:
-                    del module.forward
-                continue
-            _places[module] = place
-            if "forward" not in vars(module):
-                put(module, _forward_of(cls.forward, place.sums), _OWNER)  # type: ignore[arg-type]
+            kernel = None if sums is None else _kernel_of(module, sums)
+            if kernel is not None and "forward" not in vars(module):
+                put(module, _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
+            elif kernel is None and "forward" in vars(module) and owner_of(module) == _OWNER:
+                del module.forward
     for layers in (m for cls, found in swapping.by_class.items() if issubclass(cls, nn.ModuleList) for m in found):
         for before, behind in zip(layers, list(layers)[1:]):  # type: ignore[call-overload]
-            if before in _places and behind in _places:
-                _places[before].behind = weakref.ref(behind)
+            if owner_of(before) == owner_of(behind) == _OWNER:
+                _behind[before] = weakref.ref(behind)
 
 
 def remark(model: nn.Module) -> str | None:
@@ -81,20 +62,42 @@ def remark(model: nn.Module) -> str | None:
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
     """Let what was normed for a layer be for the one behind it: the layer is not computed."""
-    kept, place = x.__dict__.get(_NORMED), _places.get(layer)
-    if kept is not None and place is not None and place.behind is not None:
-        setattr(x, _NORMED, (_first_norm(place.behind()), *kept[1:]))  # type: ignore[arg-type]
+    kept = x.__dict__.get(_NORMED)
+    if kept is not None:
+        setattr(x, _NORMED, (_norm_behind(layer), *kept[1:]))
 
 
-def _place(module: nn.Module, sums: Sums) -> Place | None:
+def _kernel_of(module: nn.Module, sums: Sums) -> ModuleType | None:
+    """Return the package that computes the norms of a layer; None where none of ours can add before."""
     norms = [norm for name in sums.norms if (norm := module._modules.get(name)) is not None]
-    return next((Place(package_of(norm), sums) for norm in norms if layer_of(norm) in _LAYERS), None)
+    return next((package_of(norm) for norm in norms if layer_of(norm) in _LAYERS), None)
 
 
 @functools.cache
-def _forward_of(original: FunctionType, sums: Sums) -> FunctionType:
+def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> FunctionType:
     """Return the forward of layers that choose, call by call, where their class has another one."""
-    together = sums.make(_normed, _add_norm, _added)
+
+    def add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of a sum, and the sum."""
+        if step_aside.steps_aside(norm):
+            total = residual + x
+            return norm(total), total
+        return kernel.add_then_norm(norm, x, residual)
+
+    def added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the sum that a layer gives, and let it carry the norm with which the layer behind it begins.
+
+        Nobody may get the sum in between: what is written through ``.data`` is seen by no version. Nor is anything
+        where torch tells of none.
+        """
+        norm = None if x.is_inference() else _norm_behind(layer)
+        if norm is None or step_aside.steps_aside(norm) or not kernel.takes_sum(norm, x, residual):
+            return residual + x
+        normed, total = kernel.add_then_norm(norm, x, residual)
+        setattr(total, _NORMED, (norm, total._version, normed))
+        return total
+
+    together = sums.make(_normed, add_norm, added)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,45 +117,15 @@ def _below_checkpointing(forward: Any) -> Any:
 
 
 def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a layer with a place, of the class that it had, is given ``[B, 1, H]``."""
+    """Tell whether a layer, of the class that it had, is given ``[B, 1, H]``."""
     given = args[0] if args else kwargs.get("hidden_states")
     return (
         isinstance(given, Tensor)
         and given.dim() == 3
         and given.shape[1] == 1
-        and layer in _places
         and registration.uses(REPOSITORY)
         and not step_aside.steps_aside(layer)
     )
-
-
-def _add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of a sum, and the sum."""
-    if step_aside.steps_aside(norm):
-        total = residual + x
-        return norm(total), total
-    return _places[layer].kernel.add_then_norm(norm, x, residual)
-
-
-def _added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-    """Return the sum that a layer gives, and let it carry the norm with which the layer behind it begins.
-
-    Nobody may get the sum in between: what is written through ``.data`` is seen by no version. Nor is anything where
-    torch tells of none.
-    """
-    place = _places[layer]
-    behind = None if place.behind is None else place.behind()
-    norm = None if behind is None or not _is_called_alone(layer) else _first_norm(behind)
-    if (
-        norm is None
-        or x.is_inference()
-        or step_aside.steps_aside(norm)
-        or not place.kernel.takes_sum(norm, x, residual)
-    ):
-        return residual + x
-    normed, total = place.kernel.add_then_norm(norm, x, residual)
-    setattr(total, _NORMED, (norm, total._version, normed))
-    return total
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
@@ -163,11 +136,14 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x)
 
 
-def _first_norm(layer: nn.Module) -> nn.Module | None:
-    place = _places.get(layer)
-    if place is None or place.sums.first is None or not _is_called_alone(layer):
+def _norm_behind(layer: nn.Module) -> nn.Module | None:
+    """Return the norm with which the layer behind one begins; None where something else may come first."""
+    reference = _behind.get(layer)
+    behind = None if reference is None else reference()
+    if behind is None or not (_is_called_alone(layer) and _is_called_alone(behind)):
         return None
-    return layer._modules.get(place.sums.first)
+    sums = sums_of(_below_checkpointing(type(behind).forward))
+    return None if sums is None or sums.first is None else behind._modules.get(sums.first)
 
 
 def _is_called_alone(layer: nn.Module) -> bool:

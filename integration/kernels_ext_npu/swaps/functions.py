@@ -28,7 +28,7 @@ from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.matching.lookup import find_function_pattern
-from kernels_ext_npu.swaps import kernel_mapping, refusals
+from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 SHARED = (
@@ -43,37 +43,34 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     What serves the models on the NPU is taken again where `kernels` has looked at a model on another device since.
     """
     active = swapping.registration
-    served: dict[nn.Module, None] = {}
+    taken: dict[nn.Module, str] = {}
     for cls, modules in swapping.by_class.items():
         found = uses(cls)
         is_here = bool(found) and not all(map(is_elsewhere, modules))
         for use in found:
             pattern = find_function_pattern(use.function)
-            if pattern is None or not _is_ours(use):
-                could = pattern is not None or (use.kind is ROTARY and registration.uses(LAYERS[ROTARY.layers[0]]))
-                if is_here and could:  # its mark may promise what it does not compute
-                    _unswap(use.function)
-            elif registration.uses(pattern.repository):
-                if is_here:
-                    _mark(active, use, pattern.layer)
-                if kernel_mapping.marked(type(use.function)) == pattern.layer:
-                    served[use.function] = None
-    for function in served:
-        kernels_internals.take(function, swapping.mode)
+            if pattern is None or not (_is_ours(use) and registration.uses(pattern.repository)):
+                continue
+            if is_here:
+                active.served[_module_of(active, use)] = pattern.layer
+            if use.function in active.served:
+                taken[use.function] = pattern.layer
+    kernels_internals.take(taken, swapping.mode)
 
 
 def revert(model: nn.Module) -> None:
     """Put the originals back, in all models that call the same functions."""
     for function in {use.function for module in model.modules() for use in uses(type(module))}:
-        _unswap(function)
+        if is_kernel_function(function):
+            forward_binding.take_out(function)
         if registration.current is not None:
-            registration.current.patches.give_back(type(function), "kernel_layer_name")
+            registration.current.served.pop(function, None)
 
 
 def remove(active: Registration) -> None:
-    """Take the kernels out of all functions that were marked."""
-    for function in active.functions.values():
-        _unswap(function)
+    """Take the kernels out of all functions."""
+    for function in active.served:
+        forward_binding.take_out(function)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
@@ -119,8 +116,9 @@ def refusal(module: nn.Module, use: Use) -> str | None:
 
 def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
-    reference = find_function_pattern(use.function)
-    layer, is_meant = (ROTARY.layers[0], use.kind is ROTARY) if reference is None else (reference.layer, _is_ours(use))
+    layer, is_meant = ROTARY.layers[0], use.kind is ROTARY
+    if (reference := find_function_pattern(use.function)) is not None:
+        layer, is_meant = reference.layer, _is_ours(use)
     return is_meant and refusals.left_out(LAYERS[layer]) is None
 
 
@@ -131,8 +129,8 @@ def _is_ours(use: Use) -> bool:
     return registration.current is not None and registration.current.over_packages
 
 
-def _mark(active: Registration, use: Use, layer: str) -> None:
-    """Mark what `kernels` has made of a function, or is to make of it, as transformers has it do."""
+def _module_of(active: Registration, use: Use) -> nn.Module:
+    """Return what `kernels` has made of a function, or makes of it, as transformers has it do."""
     from kernels import use_kernel_forward_from_hub
 
     original: Any = original_function(use.function)
@@ -142,25 +140,15 @@ def _mark(active: Registration, use: Use, layer: str) -> None:
         active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
     active.functions[original] = use.function
     cls: Any = type(use.function)
-    if kernel_mapping.marked(cls) != layer:
-        kernel_mapping.mark(active, cls, layer)
     if "__reduce__" not in vars(cls):  # copies of a model get the module of the process, pickles refer to it by name
         active.patches.attribute(cls, "__deepcopy__", lambda self, memo: self)
         active.patches.attribute(cls, "__reduce__", lambda self: _by_name(original))
+    return use.function
 
 
 def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:
-    """Reduce the module of a function to the name that it stands under.
-
-    Raises:
-        PicklingError: something else stands there now, as `pickle` says of a function that was replaced.
-    """
+    """Reduce the module of a function to the name that it stands under; raise as `pickle` does if it was replaced."""
     place = f"{original.__module__}:{original.__name__}"
     if not is_kernel_function(pkgutil.resolve_name(place)):
         raise PicklingError(f"Can't pickle {place}: it was replaced in its file; put it back, or save a state dict")
     return pkgutil.resolve_name, (place,)
-
-
-def _unswap(function: object) -> None:
-    if is_kernel_function(function) and isinstance(vars(function).get("forward"), MethodType):
-        del function.forward  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
 """Swaps layers of kernels into the modules of a model whose class computes what a layer does.
 
-`kernels` takes a layer for each module whose class is marked for one, by transformers' table (kernel_mapping.py) and
-what the class says of the instance (kernel_marks.py). Where an instance decides on another layer than its class is
-marked for, that is taken behind it. Whoever changes the activation of an MLP, the gate of experts or the class of a
-module gets what that computes from the next call on; the report says so until ``kernelize()``, ``train()``, ``eval()``
-or ``use_kernels = True`` look again, and take the layer that fits by then.
+`kernels` takes a layer for each module whose class transformers has marked for one, by transformers' table, if it is
+the one that serves the module. Where that is another one, or the class has no mark, it is taken behind that. What
+stands in transformers' table wins over every later registration: `kernels` is given it again each time.
+
+Whoever changes the activation of an MLP, the gate of experts or the class of a module gets what that computes from the
+next call on; the report says so until ``kernelize()``, ``train()``, ``eval()`` or ``use_kernels = True`` look again,
+and take the layer that fits by then.
 """
 
 from __future__ import annotations
@@ -13,32 +15,42 @@ import functools
 from collections.abc import Iterator
 
 from torch import nn
+from transformers.integrations import hub_kernels
 
+from kernels_ext_npu import catalogue as kinds
 from kernels_ext_npu.binding import forward_binding, registration
-from kernels_ext_npu.catalogue import (
-    ACTIVATIONS,
-    ATTENTION,
-    KIND_OF_LAYER,
-    LAYER_NORMS,
-    MLPS,
-    PATCHES,
-    ROUTERS,
-    TABLES,
-    Kind,
-)
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
+from kernels_ext_npu.distribution import kernels_internals, sources
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
+from kernels_ext_npu.matching.indexer_scan import chooser
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.swaps import gate_up_layout, kernel_marks, refusals
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.experts import serving as experts
-from kernels_ext_npu.swaps.kernel_mapping import marked
-from kernels_ext_npu.swaps.kernel_marks import refusal, unwanted
+from kernels_ext_npu.swaps.experts.implementation import other_than_ours
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
-_OF_ANY_SORT = (TABLES, LAYER_NORMS, PATCHES)  # kinds of which no kernel is expected to serve all
+_OF_ANY_SORT = (kinds.TABLES, kinds.LAYER_NORMS, kinds.PATCHES)  # of which no kernel is expected to serve all
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
+
+
+def install(active: Registration) -> None:
+    """Put the layers of the repositories that are used into transformers' table, for the NPU.
+
+    Layers of those that are not used lose the kernel that they had for the NPU.
+    """
+    table = hub_kernels.get_kernel_mapping_transformers()
+    devices = {layer: {k: kernel for k, kernel in table.get(layer, {}).items() if k != "npu"} for layer in LAYERS}
+    used = {layer: repository for layer, repository in LAYERS.items() if repository in active.kernels}
+    for layer, source in sources.layer_sources(active.source, used).items():
+        devices[layer]["npu"] = source
+    active.patches.items(table, devices)
+    if (given := kernels_internals.table()) is not None:  # it forgets no entry, and fills a dictionary that is there
+        active.patches.items(given, {layer: {} for layer in LAYERS})
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -49,15 +61,57 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for module in modules:
             if reference is None and "forward" not in vars(module):
                 continue
-            layers[module] = kernel_marks.layer_for(module, reference)
+            layers[module] = layer_for(module, reference)
             if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
-    kernel_marks.mark(swapping)
-    with kernel_marks.decided(layers):
+    asked = swapping.registration.served
+    asked |= layers
+    try:
         swapping.take(swapping.mode)
-    for module, layer in layers.items():
-        if layer is not None and layer != marked(type(module)):
-            kernel_marks.take_as(module, layer, swapping.mode)
+        left: dict[nn.Module, str] = {}
+        for module, layer in layers.items():
+            mark = getattr(type(module), "kernel_layer_name", None)
+            if layer is not None and mark != layer and (mark is None or not _is_strangers(module)):
+                left[module] = layer
+        kernels_internals.take(left, swapping.mode)
+    finally:
+        for module in layers:
+            del asked[module]
+
+
+def serves(module: nn.Module, layer: str) -> bool:
+    """Tell whether a layer serves a module, or a function that `kernels` made a module of, which `kernels` asks."""
+    known = {} if registration.current is None else registration.current.served
+    return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
+
+
+def layer_for(module: nn.Module, reference: Pattern | None) -> str | None:
+    """Return the layer that serves a module, whose forward is that of a pattern, on the NPU; None if none does."""
+    return None if reference is None or refusal(module, reference) is not None else reference.layer_for(module)
+
+
+def refusal(module: nn.Module, reference: Pattern | None) -> str | None:
+    """Return why no kernel can take the place of a module's forward, which is that of a pattern; None if one can."""
+    if reference is None:
+        stranger = forward_binding.stranger(module)
+        if stranger is not None:
+            return Reason("replaced", f"another library replaced its forward: {stranger}")
+        return refusals.FORWARD_UNKNOWN
+    reason = refusals.elsewhere(module) or forward_binding.refuse_wrapper(module)
+    return reason or unwanted(module, reference) or why_not_served(module, reference)
+
+
+def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
+    """Return why somebody does not want the kernel for an instance; None if nobody said so."""
+    if (reason := refusals.unwanted(module, reference.repository)) is not None:
+        return reason
+    asked_for = other_than_ours(module.config) if experts.LAYER in reference.layers else None
+    return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
+
+
+def _is_strangers(module: nn.Module) -> bool:
+    """Tell whether the kernel of somebody else computes a module, which its class was marked for."""
+    return forward_binding.layer_of(module) is None and forward_binding.kernel_forward(module) is not None
 
 
 def revert(model: nn.Module) -> None:
@@ -89,7 +143,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
         kind = of_module(module) or KIND_OF_LAYER.get(forward_binding.layer_of(module) or "")
-        if kind not in (None, ATTENTION):
+        if kind not in (None, kinds.ATTENTION) and not (kind is kinds.INDEXERS and chooser(type(module))):
             yield _row(path, module, kind)
 
 
@@ -123,8 +177,9 @@ def _is_other(module: nn.Module, kind: Kind, reference: Pattern | None) -> bool:
     only called so: what they multiply with is no pair of projections.
     """
     if reference is None:
-        is_only_called_so = kind is MLPS and not has_gated_projections(module)
-        return module in registration.restored or is_only_called_so or kind in (ROUTERS, ACTIVATIONS, *_OF_ANY_SORT)
+        is_only_called_so = kind is kinds.MLPS and not has_gated_projections(module)
+        is_rare = kind in (kinds.ROUTERS, kinds.ACTIVATIONS, *_OF_ANY_SORT)
+        return is_rare or is_only_called_so or module in registration.restored
     if refusals.unwanted(module, reference.repository) is not None:
         return True
     return kind in _OF_ANY_SORT and why_not_served(module, reference) is not None

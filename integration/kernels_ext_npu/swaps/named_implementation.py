@@ -11,19 +11,12 @@ from kernels_ext_npu.catalogue import IMPLEMENTATION
 
 @dataclass(frozen=True)
 class NamedImplementation:
-    """An implementation, by the name that it has in transformers' table and in configs.
-
-    Attributes:
-        name: of the implementation.
-        repository: of the kernel that it calls.
-        attribute: of configs, the name of theirs, as transformers reads it.
-        other_name: a second one, for who takes names of a certain form only.
-    """
+    """An implementation, by the name that it has in transformers' table and in configs."""
 
     name: str
-    repository: str
-    attribute: str
-    other_name: str | None = None
+    repository: str  # of the kernel that it calls
+    attribute: str  # of configs, which transformers reads
+    other_name: str | None = None  # a second one, for who takes names of a certain form only
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,24 +41,13 @@ class NamedImplementation:
         return self.named_in(config) in self.names
 
     def set_in(self, config: Any, before: str | None, name: str | None = None) -> None:
-        """Let a config name it until unregister() or `take_out`, and then again what it named before.
-
-        Args:
-            config: of a model, or of a part of one.
-            before: what it named.
-            name: by which it names it.
-        """
+        """Let a config name it, by any of its names, until unregister() or `take_out`, then what it named before."""
         assert registration.current is not None
         setattr(config, self.field, name or self.name)
         registration.current.patches.note(config, self.field, before, name or self.name)
 
     def take_out(self, config: Any, default: str) -> None:
-        """Let a config that names it name again what it did before.
-
-        Args:
-            config: of a model, or of a part of one.
-            default: what a copy of a config gets, of which nobody knows what it named.
-        """
+        """Let a config that names it name again what it did before; a copy, of which nobody knows that, the default."""
         if self.is_named_by(config) and registration.current is not None:
             registration.current.patches.give_back(config, self.field)
         if self.is_named_by(config):

@@ -52,19 +52,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Swapping:
-    """One act of swapping kernels into a model.
+    """One act of swapping kernels into a model."""
 
-    Attributes:
-        registration: what register() was told.
-        mode: whether the model is trained or infers, as `kernels` knows it.
-        take: lets `kernels` take what is marked, from transformers' table.
-        by_class: the modules of the model, by their classes: what a class computes is asked once for all of them.
-    """
-
-    registration: Registration
-    mode: Mode
-    take: Callable[[Mode], None]
-    by_class: dict[type[nn.Module], list[nn.Module]]
+    registration: Registration  # what register() was told
+    mode: Mode  # whether the model is trained or infers, as `kernels` knows it
+    take: Callable[[Mode], None]  # lets `kernels` take what is marked, from transformers' table
+    by_class: dict[type[nn.Module], list[nn.Module]]  # the modules of the model: what a class computes is asked once
 
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
@@ -81,18 +74,12 @@ class Swapping:
 
 @dataclass(frozen=True)
 class Swap:
-    """One kind of kernel, and how it gets into a model, out of it, and into the report.
+    """One kind of kernel, and how it gets into a model, out of it, and into the report."""
 
-    Attributes:
-        name: of the kind.
-        apply: swaps into a model; what is in place and as it should be is left alone.
-        install: changes transformers when kernels are registered, through `registration.patches`.
-        revert: undoes what `apply` did to a model or a part of one, but for forwards: that of layers takes all out.
-        rows: says what was swapped in a model, and what was not, and why.
-    """
-
-    name: str
-    apply: Callable[[nn.Module, Swapping], None]
+    name: str  # of the kind
+    apply: Callable[[nn.Module, Swapping], None]  # swaps into a model; what is as it should be is left alone
+    # changes transformers when kernels are registered, through `registration.patches`
     install: Callable[[Registration], None] = lambda _: None
+    # undoes what `apply` did to a model or a part of one, but for forwards: that of layers takes all out
     revert: Callable[[nn.Module], None] = lambda _: None
-    rows: Callable[[nn.Module], Iterable[Row]] = lambda _: ()
+    rows: Callable[[nn.Module], Iterable[Row]] = lambda _: ()  # says what was swapped in a model, what not, and why

@@ -68,8 +68,8 @@ def test_without_any_the_model_is_the_original() -> None:
     ("kernels", "message"),
     [
         ("RMSNorm", r"is one name; give a list, such as \['RMSNorm'\]"),
-        (["RoPe"], f"no kernel 'RoPe', only {NAMES}; did you mean RoPE"),
-        (["Convolution"], f"no kernel 'Convolution', only {NAMES}$"),
+        (["RoPe"], rf"no kernel 'RoPe': did you mean RoPE\? there are {NAMES}$"),
+        (["Convolution"], f"no kernel 'Convolution': there are {NAMES}$"),
     ],
 )
 def test_a_name_that_is_none_changes_nothing(registered, kernels, message: str) -> None:

@@ -52,11 +52,7 @@ class KnownValues:
         return fake
 
     def run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
-        """Run an operator, and return its result.
-
-        Raises:
-            UnknownValueError: the result is a value, or has a size, that is not known.
-        """
+        """Run an operator, and return its result; raise UnknownValueError if that needs values that are unknown."""
         name = operator._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             self.waits += args[0].device.type == "npu"

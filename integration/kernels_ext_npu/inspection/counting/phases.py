@@ -44,9 +44,6 @@ def count(
             has kept; ``clipping`` is ``clip_grad_norm_`` of all weights that are trained, and ``optimizer`` a step of
             AdamW over them, once its state is there; GROWING is a token behind the inputs with a cache that takes as
             much memory as it has tokens, STATIC the last one of a cache that has room for one more.
-
-    Raises:
-        UnknownValueError: the model reads a value on the host that follows from weights.
     """
     costs = partial(Counting, values, soc, axes)
     if phase in ("clipping", "optimizer"):

@@ -73,9 +73,6 @@ class Kind:
         """Give what the first layer gave, with the input in the place of the sign: the forward of a layer left out.
 
         What the layer before has normed for this one goes to the layer behind it: each layer norms for the next.
-
-        Raises:
-            NotRepeatableError: the first layer gave nothing that has the input's shape.
         """
         if not any(leaf is _INPUT for leaf in tree_leaves(self.output)):
             raise NotRepeatableError(self)

@@ -48,8 +48,9 @@ def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.
     return module
 
 
-def _norm(layer: str) -> Made:
+def _norm(layer: str, **members: str) -> Made:
     module = _random(_reference(layer)(*[32] * (layer != "RMSNormWeightless")), 0.3, 0.5)
+    vars(module).update(members)
     return module, tuple(torch.randn(4, 6, 32) for _ in range(1 + ("Gated" in layer)))
 
 
@@ -139,6 +140,7 @@ MLPS = {
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
     "MambaRMSNormGated": [partial(_norm, "MambaRMSNormGated"), _grouped_norm],
+    "RMSNormGated": [partial(_norm, "RMSNormGated"), partial(_norm, "RMSNormGated", activation="sigmoid")],
     "AddLayerNorm": [partial(_seeded, BertSelfOutput, 32, inputs=2)],
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],

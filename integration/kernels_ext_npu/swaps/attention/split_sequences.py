@@ -20,30 +20,24 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import uses
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.swaps.attention import split_recurrences
 
 _TORCH = "torch's context_parallel"
 
 
 @dataclass(frozen=True)
 class _Framework:
-    """One that splits sequences.
-
-    Attributes:
-        name: of the framework.
-        module: the module that knows into how many parts.
-        parts: reads that from the module.
-        wraps: whether it gathers heads in entries of transformers' table, which ours may then be inside of.
-        advice: what to name, so that it gathers them.
-    """
+    """One that splits sequences."""
 
     name: str
-    module: str
-    parts: Callable[[ModuleType], int | None]
-    wraps: bool
-    advice: str
+    module: str  # that knows into how many parts
+    parts: Callable[[ModuleType], int | None]  # reads that from the module
+    wraps: bool  # whether it gathers heads in entries of transformers' table, which ours may then be inside of
+    advice: str  # what to name, so that it gathers them
 
 
 def _ulysses(module: ModuleType) -> int:
@@ -100,9 +94,6 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
         module: whose attention is to be computed; one that is not causal, as of images, gets them whole.
         name: of the implementation that it calls, in messages.
         is_served: whether the kernel computes it, for which keys are exchanged.
-
-    Raises:
-        ValueError: nobody exchanges keys or heads around it; the message says what to choose.
     """
     if not getattr(module, "is_causal", True):
         return
@@ -124,30 +115,32 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
         )
 
 
-def refuse_recurrences(model: nn.Module) -> None:
-    """Raise if a model has convolutions or recurrences along sequences that are split, which nobody has replaced.
-
-    Raises:
-        ValueError: it has.
-    """
+def split_recurrences_of(model: nn.Module) -> None:
+    """Let the convolutions and recurrences of a model see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
+    if lazy_swap.waits(model):
+        lazy_swap.swap(model, ())
+    active = registration.current
     for module in model.modules():
-        if _begins_anew(type(module)):
+        if not _begins_anew(type(module)):
+            continue
+        functions = [use.function for use in uses(type(module)) if use.kind is LINEAR_ATTENTION]
+        if active is None or not (exchanges_keys() and functions and all(map(split_recurrences.serves, functions))):
             raise ValueError(
                 f"{type(module).__name__}: {_who()} splits sequences between devices, and its convolution and "
                 "recurrence would begin anew in the part of each: train this model without sequence or context "
                 "parallelism"
             )
+        for cls in {type(function) for function in functions}:
+            if not active.patches.knows(cls, "__call__"):
+                active.patches.method(cls, "__call__", split_recurrences.compute, exchanges_keys)
 
 
 def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Tensor | None) -> None:
     """Raise if a language model is to shift the labels of parts: the first of each is that of another device's token.
 
     Frameworks compute their losses themselves.
-
-    Raises:
-        ValueError: torch's context parallelism splits sequences, and nobody gave labels that are shifted.
     """
     if labels is None or shifted is not None or not exchanges_keys():
         return
@@ -161,11 +154,7 @@ def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Ten
 
 
 def refuse_own_positions(model: PreTrainedModel) -> None:
-    """Raise if a model that counts positions itself has parts of sequences: it would begin at zero in each.
-
-    Raises:
-        ValueError: torch's context parallelism splits sequences, and the model takes positions.
-    """
+    """Raise if a model that counts positions itself has parts of sequences: it would begin at zero in each."""
     if exchanges_keys() and "position_ids" in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{type(model).__name__}: {_TORCH} splits sequences between devices, and positions would begin at zero on "
@@ -174,15 +163,7 @@ def refuse_own_positions(model: PreTrainedModel) -> None:
 
 
 def refuse_mask(module: nn.Module, mask: Any) -> None:
-    """Raise if keys that torch exchanges are left out by more than the order of tokens, of which it knows nothing.
-
-    Args:
-        module: whose attention torch computes, not the kernel.
-        mask: None, a tensor, or what the kernel describes.
-
-    Raises:
-        ValueError: a mask says so.
-    """
+    """Raise if a mask leaves out keys that torch exchanges by more than the order of tokens, and torch computes."""
     pattern = getattr(mask, "pattern", None)
     if mask is None or (pattern is not None and pattern.ids is pattern.chunk is pattern.band.left is None):
         return
@@ -193,15 +174,7 @@ def refuse_mask(module: nn.Module, mask: Any) -> None:
 
 
 def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
-    """Raise if a framework has gathered some of the heads, and sinks are those of all.
-
-    Args:
-        query: ``[B, N, S, D]``.
-        sinks: ``[N]``, or None.
-
-    Raises:
-        ValueError: there are more sinks than heads.
-    """
+    """Raise if a framework has gathered some of the heads of a query ``[B, N, S, D]``, and sinks are those of all."""
     if sinks is None or len(sinks) == query.shape[1]:
         return
     framework = _framework()

@@ -16,15 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.models import check_is_module
+from kernels_ext_npu.binding.devices import check_is_module
 from kernels_ext_npu.swaps.experts.serving import served
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _DUPLICATES = "_remove_duplicate_names"  # what save_model() calls with its state dict, before it makes that contiguous
-_GIVEN_TENSORS = (  # functions of this and of former releases, by which all passes that is saved
+_GIVEN_TENSORS = (  # functions, by one of which all passes that is saved
     ("safetensors.torch", "_flatten_as_ptr"),
-    ("safetensors.torch", "_flatten"),
     ("safetensors.torch", _DUPLICATES),
     ("transformers.modeling_utils", "remove_tied_weights_from_state_dict"),
     ("huggingface_hub.serialization._torch", "_clean_state_dict_for_safetensors"),

@@ -23,16 +23,11 @@ _OWNER = "linear_groups"
 
 
 class _Running(threading.local):
-    """The innermost module with such layers whose forward runs in this thread, and what was computed for its layers.
-
-    Attributes:
-        module: None where none runs.
-        outputs: the input and the output of a layer.
-    """
+    """What runs in this thread."""
 
     def __init__(self) -> None:
-        self.module: nn.Module | None = None
-        self.outputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.module: nn.Module | None = None  # the innermost with such layers whose forward runs
+        self.outputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # of its layers, with their inputs
 
 
 _running = _Running()

@@ -44,17 +44,12 @@ _TOGETHER = "_kernels_ext_npu_together"  # what the MLPs of SwiGLU call for gate
 
 
 class _Layer(NamedTuple):
-    """What a layer with adapters is computed of.
+    """What a layer with adapters is computed of."""
 
-    Attributes:
-        weight: of the frozen layer.
-        bias: its bias, or None.
-        adapters: for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for
-            never; or the module that does, where that is no plain one.
-    """
-
-    weight: Tensor
+    weight: Tensor  # of the frozen layer
     bias: Tensor | None
+    # for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for never; or the
+    # module that does, where that is no plain one
     adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
 
     @property
@@ -89,32 +84,25 @@ def rows(model: nn.Module) -> Iterator[Row]:
             elif reason is not None:
                 yield row(None, False, refusals.changed(module, reason))
             else:
-                yield row(NAME, True, PAUSED if is_paused(module) else together.get(module))
+                yield row(NAME, True, PAUSED if _layer_of(module, is_sharded=True) is PAUSED else together.get(module))
         elif isinstance(module, nn.Linear) and module not in parts and owner_of(module) is None:
             yield row(None, False, PLAIN)
 
 
-def is_paused(module: Any) -> bool:
-    """Tell whether a layer with adapters computes only what it adapts now."""
-    return bool(module.merged_adapters or module.disable_adapters)
-
-
-def why_apart(gate: nn.Module, up: nn.Module) -> str | None:
+def why_apart(*pair: nn.Module) -> str | None:
     """Return why two layers with adapters that a kernel computes are two products; None if they need not be."""
-    if not (owner_of(gate) == owner_of(up) == LORA):
+    if any(owner_of(each) != LORA for each in pair):
         return None
-    first, second = _layer_of(gate, is_sharded=True), _layer_of(up, is_sharded=True)
-    if first is None or second is None:
+    layers = [layer for each in pair if isinstance(layer := _layer_of(each, is_sharded=True), _Layer)]
+    if len(layers) < len(pair):
         return "peft computes what they are adapted by"
-    if len(first.adapters) != 1 or len(second.adapters) != 1:
+    if any(len(layer.adapters) != 1 for layer in layers):
         return "one of them has several adapters"
-    if first.bias is not None or second.bias is not None:
+    if any(layer.bias is not None for layer in layers):
         return "they have biases beside adapters"
-    if not (first.has_one_that_keeps_all and second.has_one_that_keeps_all):
+    if not all(layer.has_one_that_keeps_all for layer in layers):
         return "each adapter drops other elements of the input"
-    if first.adapters[0][2] != second.adapters[0][2]:
-        return "their adapters differ in scale"
-    return None
+    return None if len({layer.adapters[0][2] for layer in layers}) == 1 else "their adapters differ in scale"
 
 
 def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -139,17 +127,8 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
         return "this release of peft computes adapters in other words"
     if "forward" in vars(module) and owner_of(module) is None:
         return "another library has wrapped its forward"
-    base = module.base_layer
-    if (reason := why_not_plain(base, is_sharded)) is not None:
-        return f"of the layer that it adapts: {reason}"
-    if base.weight.requires_grad and not is_paused(module):
-        return "the layer that it adapts is trained, too"
-    for name in module.active_adapters:
-        if (variant := module.lora_variant.get(name)) is not None:
-            return f"its adapter {name} is of another kind: {type(variant).__name__}"
-        if name in module.lora_A and (module.lora_A[name].bias is not None or module.lora_B[name].bias is not None):
-            return f"its adapter {name} has a bias"
-    return None
+    found = _layer_of(module, is_sharded)
+    return found if isinstance(found, str) and found is not PAUSED else None
 
 
 @functools.cache
@@ -181,9 +160,9 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
     adapter = kernel.Adapter
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        is_plain = type(self).forward is matched and not args and not kwargs and _is_plain_call()
+        is_plain = type(self).forward is matched and not args and not kwargs and _is_plain_call(x)
         layer = _layer_of(self) if is_plain else None
-        if layer is None:
+        if not isinstance(layer, _Layer):
             return type(self).forward(self, x, *args, **kwargs)
         if (found := linear_groups.pop_cached(self, x)) is not None:
             return found
@@ -201,7 +180,7 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
 
     def together(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Compute gate and up of an MLP as one product, or as two; None where they have to be called."""
-        are_plain = type(gate).forward is type(up).forward is matched and _is_plain_call()
+        are_plain = type(gate).forward is type(up).forward is matched and _is_plain_call(x)
         layers = _layers_of_several([gate, up]) if are_plain else None
         if layers is None:
             return None
@@ -212,19 +191,20 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
     return forward  # type: ignore[return-value]
 
 
-def _is_plain_call() -> bool:
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+def _is_plain_call(x: Tensor) -> bool:
+    return x.device.type == "npu" and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def _layers_of_several(modules: Sequence[nn.Module], is_sharded: bool = False) -> list[_Layer] | None:
-    """Return what several layers are computed of; None where each has to be called, or has other than one adapter.
+    """Return what several layers are computed of; None where each has to be called.
 
-    Nor with dropout: each adapter drops others then, and hardly anything is shared.
+    So it has with dropout: each adapter drops others then, and hardly anything is shared.
     """
     if len(modules) < 2 or any(owner_of(module) != LORA or has_hooks(module) for module in modules):
         return None
     layers = [_layer_of(module, is_sharded) for module in modules]
-    return layers if all(layer is not None and layer.has_one_that_keeps_all for layer in layers) else None  # type: ignore[return-value]
+    found = [layer for layer in layers if isinstance(layer, _Layer) and layer.has_one_that_keeps_all]
+    return found if len(found) == len(modules) else None
 
 
 def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, Tensor | None, Any]]:
@@ -232,36 +212,37 @@ def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, T
     return [(weight, bias, kernel.Adapter(*adapters[0][:3])) for weight, bias, adapters in layers]
 
 
-def _layer_of(module: Any, is_sharded: bool = False) -> _Layer | None:
-    """Return what a layer is computed of now; None where its class has to compute it."""
+def _layer_of(module: Any, is_sharded: bool = False) -> _Layer | str:
+    """Return what a layer is computed of now, or why its class has to compute it."""
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
-    if members["merged_adapters"] or members["_disable_adapters"] or not members["cast_input_dtype_enabled"]:
-        return None
-    if why_not_plain(base, is_sharded) is not None:
-        return None
-    weight: Any = base._parameters["weight"]
-    if weight.requires_grad or weight.device.type != "npu":
-        return None
+    if (reason := why_not_plain(base, is_sharded)) is not None:
+        return f"of the layer that it adapts: {reason}"
+    if members["merged_adapters"] or members["_disable_adapters"]:
+        return PAUSED
+    weight = base._parameters["weight"]
+    if weight.requires_grad:
+        return "the layer that it adapts is trained, too"
+    if not members["cast_input_dtype_enabled"]:
+        return "peft was told not to cast what it adapts"
     adapters: list[Any] = []
     for name in module.active_adapters:
         if name not in modules["lora_A"]._modules:
             continue
-        a, b = (_factor(modules[factors]._modules[name], is_sharded) for factors in ("lora_A", "lora_B"))
-        scale = members["scaling"][name]
-        if a is None or b is None or name in members["lora_variant"] or not isinstance(scale, (int, float)):
-            return None
+        if (variant := members["lora_variant"].get(name)) is not None:
+            return f"its adapter {name} is of another kind: {type(variant).__name__}"
+        factors = [modules[side]._modules[name] for side in ("lora_A", "lora_B")]
+        if (reason := next(filter(None, (why_not_plain(factor, is_sharded) for factor in factors)), None)) is not None:
+            return f"of its adapter {name}: {reason}"
+        if any(factor._parameters["bias"] is not None for factor in factors):
+            return f"its adapter {name} has a bias"
+        (a, b), scale = (factor._parameters["weight"] for factor in factors), members["scaling"][name]
         if a.dtype is not b.dtype or a.dtype not in (weight.dtype, torch.float32):
-            return None
+            return f"its adapter {name} is in {a.dtype} and {b.dtype}, and its weight in {weight.dtype}"
+        if not isinstance(scale, (int, float)):
+            return f"the scale of its adapter {name} is a {type(scale).__name__}"
         adapters.append((a, b, scale, _dropout(modules["lora_dropout"]._modules[name])))
-    return _Layer(weight, base._parameters["bias"], adapters) if adapters else None
-
-
-def _factor(layer: Any, is_sharded: bool) -> Tensor | None:
-    """Return the weight of a layer that is a product with it and nothing else; None for any other."""
-    if why_not_plain(layer, is_sharded) is not None or layer._parameters["bias"] is not None:
-        return None
-    return layer._parameters["weight"]
+    return _Layer(weight, base._parameters["bias"], adapters) if adapters else PAUSED
 
 
 def _dropout(module: nn.Module) -> float | nn.Module:

@@ -36,21 +36,13 @@ _READ_MEMORY = {getattr(Tensor, name) for name in _NAMES.split()}
 
 
 class DeferredLogits(Tensor):
-    """Logits that nobody has looked at, or the way to those that somebody has.
+    """Logits that nobody has looked at, or the way to those that somebody has."""
 
-    Attributes:
-        call: of the head.
-        product: what they are computed from.
-        steps: what was made of the logits of the head.
-        before: those that the last step was made of, until they are computed; None where there was no step.
-        known: what they are, outside of autograd; None while they are not computed.
-    """
-
-    call: Call
-    product: Product | None
-    steps: tuple[Step, ...] = ()
-    before: DeferredLogits | None = None
-    known: Tensor | None = None
+    call: Call  # of the head
+    product: Product | None  # what they are computed from
+    steps: tuple[Step, ...] = ()  # what was made of the logits of the head
+    before: DeferredLogits | None = None  # those that the last step was made of, until they are computed
+    known: Tensor | None = None  # what they are, outside of autograd; None while they are not computed
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

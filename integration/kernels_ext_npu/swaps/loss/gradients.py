@@ -20,18 +20,13 @@ _calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose logits may not be com
 
 
 class Call:
-    """A call of a head.
-
-    Attributes:
-        logits: all that were made of its output, of which some may be gone; each before what was made of it.
-        is_asked_for: whether somebody asked for the gradient of some.
-        reason: why they were computed; None if they were not.
-    """
+    """A call of a head."""
 
     def __init__(self) -> None:
+        # all that were made of its output, of which some may be gone; each before what was made of it
         self.logits: list[weakref.ref[Any]] = []
-        self.is_asked_for = False
-        self.reason: str | None = None
+        self.is_asked_for = False  # whether somebody asked for the gradient of some
+        self.reason: str | None = None  # why they were computed; None if they were not
         _calls.add(self)
 
     def materialize(self, reason: str) -> None:

@@ -66,21 +66,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """What the logits of a head are computed from.
+    """What the logits of a head are computed from."""
 
-    Attributes:
-        hidden_states: ``[..., H]``.
-        weight: ``[V, H]``.
-        bias: ``[V]``, or None.
-        detached: the same three for whoever looks at logits, as they stay whatever becomes of the model.
-        kernel: the package that computes the loss.
-    """
-
-    hidden_states: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    detached: tuple[Tensor | None, ...]
-    kernel: ModuleType
+    hidden_states: Tensor  # ``[..., H]``
+    weight: Tensor  # ``[V, H]``
+    bias: Tensor | None  # ``[V]``
+    detached: tuple[Tensor | None, ...]  # the same three for whoever looks at logits, whatever becomes of the model
+    kernel: ModuleType  # the package that computes the loss
 
     def logits(self, steps: Sequence[Step]) -> Tensor:
         """Compute logits, outside of autograd and autocast."""
@@ -91,13 +83,7 @@ class Product:
             return found
 
     def loss(self, steps: Sequence[Step], labels: Tensor, **options: Any) -> Tensor | None:
-        """Compute the cross entropy of logits ``[N, V]`` without them; None where the kernel has no such loss.
-
-        Args:
-            steps: what was made of the logits of the head.
-            labels: ``[N]``, integers.
-            options: of ``linear_cross_entropy``.
-        """
+        """Compute the cross entropy of logits ``[N, V]``, which steps made, without them; None where that cannot be."""
         rows, bias, dtype = self.hidden_states, self.bias, self.hidden_states.dtype
         scale, cap = 1.0, None
         for step in steps:

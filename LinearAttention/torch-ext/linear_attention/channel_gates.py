@@ -118,13 +118,10 @@ def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor
     trailed = of_led.trailed.mul_(trail)
     grad_key = earlier.sub_(later).addcmul_(query, alone).addcmul_(trailed, beta)
     kept = trailed.mul_(key)
-    passed = (
-        kept * beta
-    )  # subtracted here and added behind, as it is: of what a token passes through no gate nothing is left
-    passed_on = passed.sum(1, keepdim=True)
-    return Gradients(
-        grad_query.addcmul_(key, alone), grad_key, sums.sub_(passed), kept.sum(-1, keepdim=True), passed_on
-    )
+    passed = kept * beta  # subtracted as it is added to the chunk's end: nothing is left of what goes through no gate
+    sums.sub_(passed)
+    of_beta = kept.sum(-1, keepdim=True)
+    return Gradients(grad_query.addcmul_(key, alone), grad_key, sums, of_beta, passed.sum(1, keepdim=True))
 
 
 def _halvings(gates: Gates) -> Iterator[_Halving]:

@@ -96,9 +96,8 @@ def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor
     """
     query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
     grad_keys, grad_queries = (grad * beta.transpose(-1, -2) for grad in (of_products.keys, of_products.queries))
-    trailed = of_led.trailed.mul_(trail)
-    earlier, later = trailed * beta, of_led.key.mul_(lead)  # of keys, the latter with its sign changed
-    grad_query = of_led.query.mul_(lead)
+    grad_query, later = of_led.query.mul_(lead), of_led.key.mul_(lead)  # the latter, of keys, with its sign changed
+    earlier = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
     for halving in _halvings(chunks.gates):
         of_keys, of_queries = (
             (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
@@ -116,10 +115,13 @@ def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor
             found.addcmul_(grad.view(found.shape), decay)
     sums = torch.addcmul(query * grad_query, key, later + earlier, value=-1)
     alone = grad_queries.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself, whose gate has no part in it
-    grad_key = earlier.sub_(later).addcmul_(query, alone)
+    trailed = of_led.trailed.mul_(trail)
+    grad_key = earlier.sub_(later).addcmul_(query, alone).addcmul_(trailed, beta)
     kept = trailed.mul_(key)
-    passed = torch.bmm(beta.transpose(-1, -2), kept)
-    return Gradients(grad_query.addcmul_(key, alone), grad_key, sums, kept.sum(-1, keepdim=True), passed)
+    passed = kept * beta  # subtracted as it is added to the chunk's end: nothing is left of what goes through no gate
+    sums.sub_(passed)
+    of_beta = kept.sum(-1, keepdim=True)
+    return Gradients(grad_query.addcmul_(key, alone), grad_key, sums, of_beta, passed.sum(1, keepdim=True))
 
 
 def _halvings(gates: Gates) -> Iterator[_Halving]:

@@ -22,7 +22,7 @@ ALL, RIGHT_DOWN_CAUSAL = 0, 3
 INDEX_SIZE, LATENT, ROTARY = 128, 512, 64
 MASKED = -1e12  # the score of a key that is chosen and not seen
 ABSENT = -1  # an index for which there is no key
-HALVES = {(d, d) for d in (float16, bfloat16)}
+HALVES: set[tuple[torch.dtype, ...]] = {(float16, float16), (bfloat16, bfloat16)}
 
 
 @formula
@@ -57,7 +57,7 @@ def npu_lightning_indexer(
     values = torch.full(shape, -torch.inf, dtype=query.dtype)
     for q, k in _sequences(operator, layout_query, query, key, actual_seq_lengths_query, actual_seq_lengths_key):
         scores = _index_scores(query[q], key[k], weights[q])
-        beyond = _beyond(*scores.shape, sparse_mode)
+        beyond = _beyond(scores.shape[0], scores.shape[1], sparse_mode)
         ordered = scores.masked_fill(beyond, -torch.inf).sort(dim=-1, descending=True, stable=True)
         chosen = ordered.indices.masked_fill(beyond.gather(-1, ordered.indices), ABSENT)[:, :sparse_count]
         indices[q][:, 0, : chosen.shape[1]] = chosen.to(int32)
@@ -126,13 +126,13 @@ def npu_sparse_flash_attention(
     """
     operator = "npu_sparse_flash_attention"
     _require_common(operator, layout_query, layout_kv, block_table, sparse_mode, pre_tokens, next_tokens)
-    _require_attention(operator, query, key, value, query_rope, key_rope, sparse_indices, attention_mode)
+    ropes = _require_attention(operator, query, key, value, query_rope, key_rope, sparse_indices, attention_mode)
     require(sparse_block_size == 1, operator, "the software device has a sparse_block_size of 1")
     require(sinks is None, operator, "Atlas A2 and A3 take no sinks")
     out = torch.full_like(query, torch.nan)
     heads = query.shape[-2]
     maximum, total = (torch.full((*query.shape[:-2], heads), torch.nan) for _ in range(2))
-    q_all, k_all = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)
+    q_all, k_all = torch.cat((query, ropes[0]), -1), torch.cat((key, ropes[1]), -1)
     for q, k in _sequences(operator, layout_query, query, key, actual_seq_lengths_query, actual_seq_lengths_kv):
         scores, keys = _chosen_scores(operator, q_all[q], k_all[k], sparse_indices[q], scale_value, sparse_mode)
         weights = scores - scores.amax(-1, keepdim=True)
@@ -171,9 +171,9 @@ def npu_sparse_flash_attention_grad(
     """Compute the gradients of query, key and value, and of the rotated parts: those of key and value are apart."""
     operator = "npu_sparse_flash_attention_grad"
     _require_common(operator, layout, layout, None, sparse_mode, pre_tokens, next_tokens)
-    _require_attention(operator, query, key, value, query_rope, key_rope, sparse_indices, attention_mode)
+    ropes = _require_attention(operator, query, key, value, query_rope, key_rope, sparse_indices, attention_mode)
     require(softmax_max.numel() > 0, operator, "softmax_max and softmax_sum are those of return_softmax_lse")
-    q_all, k_all = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)  # type: ignore[list-item]
+    q_all, k_all = torch.cat((query, ropes[0]), -1), torch.cat((key, ropes[1]), -1)
     dq, dk, dv = (torch.zeros_like(tensor, dtype=float32) for tensor in (q_all, k_all, value))
     place = 1 if layout == "BSND" else 0
     maximum, total = softmax_max.squeeze(place), softmax_sum.squeeze(place)
@@ -274,7 +274,7 @@ def _require_attention(
     key_rope: Tensor | None,
     indices: Tensor,
     mode: int,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     require(mode == 2, operator, f"attention_mode must be 2, got {mode}")
     if query_rope is None or key_rope is None:
         raise RuntimeError(f"{operator}: attention_mode 2 needs query_rope and key_rope")
@@ -289,6 +289,7 @@ def _require_attention(
     fits = indices.dim() == query.dim() and indices.shape[:-1] == (*query.shape[:-2], 1) and indices.is_contiguous()
     rule = f"sparse_indices must be {[*query.shape[:-2], 1]} and any number, contiguous"
     require(fits, operator, f"{rule}, got {describe(indices)}")
+    return query_rope, key_rope
 
 
 def _require_heads(operator: str, size: int, **tensors: Tensor) -> None:

@@ -28,7 +28,7 @@ _PRODUCT = "scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsquee
 _SCALES = {_PRODUCT: "1.0", f"{_PRODUCT} * self.softmax_scale": "self.softmax_scale"}
 _WEIGHTS = "weights = self.weights_proj("
 _ENDS = """
-scores = torch.nn.functional.relu(scores)
+scores = F.relu(scores)
 index_scores = torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
 if attention_mask.dtype == torch.bool:
     index_scores = index_scores.masked_fill(~attention_mask, float('-inf'))
@@ -62,11 +62,13 @@ def hands_on_indices(cls: type) -> FunctionType | None:
 
 
 @cache
-def _chooser(forward: object) -> Callable[[Callable], FunctionType] | None:
+def _chooser(forward: FunctionType | None) -> Callable[[Callable], FunctionType] | None:
     tree = _tree(forward, "update_indexer")
-    texts = [ast.unparse(statement) for statement in tree.body] if tree else []
+    if forward is None or tree is None or forward.__globals__.get("F") is not torch.nn.functional:
+        return None
+    texts = [ast.unparse(statement) for statement in tree.body]
     starts = [place for place, text in enumerate(texts) if text in _SCALES]
-    if len(starts) != 1 or forward.__globals__.get("F") is not torch.nn.functional:  # type: ignore[attr-defined]
+    if len(starts) != 1:
         return None
     (start,) = starts
     ends = texts[start + 1 :]
@@ -75,7 +77,7 @@ def _chooser(forward: object) -> Callable[[Callable], FunctionType] | None:
         return None
     kept = tree.body[start + 1 + weights[0]]
     del ends[weights[0]]
-    if "\n".join(ends) != _ENDS.strip().replace("torch.nn.functional", "F"):
+    if "\n".join(ends) != _ENDS.strip():
         return None
     call = f"return {CHOOSE}(q, k, weights, attention_mask, self.index_topk, {_SCALES[texts[start]]})"
     tree.body[start:] = [kept, *ast.parse(call).body]
@@ -83,35 +85,32 @@ def _chooser(forward: object) -> Callable[[Callable], FunctionType] | None:
 
 
 @cache
-def _handing_on(forward: object) -> FunctionType | None:
+def _handing_on(forward: FunctionType | None) -> FunctionType | None:
     tree = _tree(forward, "indexer")
-    if tree is None:
+    if forward is None or tree is None:
         return None
     texts = [ast.unparse(statement) for statement in tree.body]
     pairs = [place for place in range(len(texts)) if "\n".join(texts[place : place + 2]) == _MASKED.strip()]
-    whole = _WholeMask()
     if len(pairs) != 1:
         return None
     (place,) = pairs
     tree.body[place : place + 2] = ast.parse("sparse_indices = topk_indices").body
+    whole = _WholeMask()
     whole.visit(tree)
     return maker(tree, forward, [])() if whole.places == 1 else None
 
 
-def _written(cls: type) -> object:
+def _written(cls: type) -> FunctionType | None:
     """Return the forward of a class as it is in its file, below torch.no_grad and what was put over it."""
-    return inspect.unwrap(inspect.getattr_static(cls, "forward", _tree))
+    forward = inspect.unwrap(inspect.getattr_static(cls, "forward", _tree))
+    return forward if isinstance(forward, FunctionType) else None
 
 
-def _tree(forward: object, attribute: str) -> ast.FunctionDef | None:
+def _tree(forward: FunctionType | None, attribute: str) -> ast.FunctionDef | None:
     """Return the tree of a forward that reads an attribute, without the decorator of indexers; None of others."""
-    if not isinstance(forward, FunctionType) or attribute not in forward.__code__.co_names:
+    if forward is None or attribute not in forward.__code__.co_names or forward.__code__.co_freevars:
         return None
-    tree = (
-        None
-        if forward.__code__.co_freevars or forward.__globals__.get("torch") is not torch
-        else function_tree(forward)
-    )
+    tree = function_tree(forward) if forward.__globals__.get("torch") is torch else None
     if tree is None or [ast.unparse(decorator) for decorator in tree.decorator_list] not in ([], ["torch.no_grad()"]):
         return None
     tree.decorator_list = []

@@ -117,7 +117,8 @@ def _in_parts(
     **rest: Any,
 ) -> tuple:
     """Call a forward for some tokens after the other, each with the keys of those before in a cache."""
-    rest["past_key_values"] = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+    config: Any = self.config
+    rest["past_key_values"] = DynamicCache(config=config) if past_key_values is None else past_key_values
     results = []
     for begin in range(0, hidden_states.shape[1], _AT_A_TIME):
         end = min(begin + _AT_A_TIME, hidden_states.shape[1])

@@ -65,7 +65,7 @@ def test_a_model_launches_and_moves_half_of_what_it_did(registered) -> None:
     show("experts node by node", theirs)
     show("swapped", ours)
     assert (original[0].launches.total(), round(gigabytes(original[0]), 1)) == (187, 10.7)
-    assert (original[1].launches.total(), round(gigabytes(original[1]), 1)) == (452, 33.8)
+    assert (original[1].launches.total(), round(gigabytes(original[1]), 1)) == (452, 33.3)
     assert ours[0].launches.total() <= 60
     assert gigabytes(ours[0]) <= 5.52
     assert ours[1].launches.total() <= 143

@@ -1,0 +1,65 @@
+"""Counted: what sparse attention holds and moves in a layer of DeepSeek-V3.2, at its published sizes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from transformers import DeepseekV32Config, DynamicCache
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+
+import kernels_ext_npu
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.roofline import SOCS
+
+pytestmark = pytest.mark.usefixtures("registered")
+TOKENS = 2**15
+
+
+@pytest.mark.parametrize("operators", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> None:
+    """A prompt holds less than 3 GB beyond its inputs; by operators a token moves weights, index keys, latents."""
+    config = DeepseekV32Config()
+    config._attn_implementation = "sdpa"
+    kernel = kernels_ext_npu.load("FlashAttention")
+    if not operators:
+        monkeypatch.setattr(import_module(f"{kernel.__name__}.limits"), "CANN", (8, 3))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        layer = fake_attention(config)
+        kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": layer}))
+        x = torch.zeros(1, TOKENS, config.hidden_size, dtype=torch.bfloat16, device="npu")
+        table = torch.zeros(1, TOKENS, config.qk_rope_head_dim, dtype=torch.bfloat16, device="npu")
+        cache = DynamicCache(config=config)
+
+        def mask(queries: int, keys: int):
+            offset = keys - queries
+            return kernel.attention_mask(1, queries, keys, q_offset=offset, device="npu", allow_is_causal_skip=False)
+
+        counting = Counting(KnownValues(), SOCS["910b"], None)
+        counting.memory.exclude([x, table, *layer.parameters()])
+        with counting:
+            layer(x, (table, table), mask(TOKENS, TOKENS), past_key_values=cache)
+        counts = counting.counts()
+        assert counts.waits == 0
+        assert counts.peak <= 3e9
+        with Cost() as cost:
+            layer(x[:, :1], (table[:, :1],) * 2, mask(1, TOKENS + 1), past_key_values=cache)
+    weights = sum(parameter.nbytes for parameter in layer.parameters())
+    index_keys, latents_read = TOKENS * 128 * 2, 2048 * 576 * 2
+    moved = cost.bytes.total() - weights - cost.bytes["cat"]  # what a growing cache is made anew of
+    assert moved <= 1.3 * (index_keys + latents_read) or not operators
+
+
+def fake_attention(config: DeepseekV32Config) -> DeepseekV32Attention:
+    """Make an attention in bfloat16 on the NPU, inside a FakeTensorMode."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("npu"):
+            return DeepseekV32Attention(config, 0).eval()
+    finally:
+        torch.set_default_dtype(before)

@@ -12,7 +12,10 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 # a release of transformers that is beyond the ranges of pyproject.toml, and what of the tests is run with it
 NEXT := transformers==5.23.0
-NEXT_TESTS := tests/integration/test_names_of_others.py tests/integration/matching tests/integration/swaps/test_residual_sums.py
+NEXT_TESTS := tests/integration/test_names_of_others.py $(addprefix tests/integration/,binding matching patterns swaps) \
+	$(addprefix tests/flash_attention/test_attention_,masks.py models.py) tests/rope/test_rope_layers.py
+NEXT_RANKS := $(addprefix tests/distributed/test_,parallel_styles.py refusals.py split_masks.py split_sequences.py) \
+	tests/distributed/test_same_numbers.py -k "not same_numbers or EP"
 
 .PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark lint build docs site publish release clean
 
@@ -48,12 +51,13 @@ test-distributed: $(READY)
 
 # a copy of .venv with $(NEXT); that takes kernels from 0.18.2 on, and 0.17.2 is let in, in the copy alone
 test-next: $(READY) $(VENV)-next/ready
-	$(subst $(VENV),$(VENV)-next,$(PYTEST)) -m "not long and not distributed" $(or $(ARGS),$(NEXT_TESTS))
+	$(subst $(VENV),$(VENV)-next,$(PYTEST)) $(if $(ARGS),$(ARGS),$(PARALLEL) -m "not long and not distributed" $(NEXT_TESTS))
+	$(if $(ARGS),,$(subst $(VENV),$(VENV)-next,$(PYTEST)) -m "not long" $(NEXT_RANKS))
 	@echo "Not run with $(NEXT):"
 	@echo "  kernels 0.18 and what it changes: the index has none beside this; kernels 0.17.2 was let in, which no user can"
 	@echo "  kernels from the Hub: mappings of fla version 2 and mamba version 4"
-	@echo "  transformers' expert parallelism (EPImplementation), and all other tests on several devices"
-	@echo "  the tests that are not among $(or $(ARGS),$(NEXT_TESTS))"
+	@echo "  FSDP, DDP and tensor parallelism of whole models; of expert parallelism, DeepGEMM's exchange, which is for CUDA"
+	@echo '  the tests that are not among $(or $(ARGS),$(NEXT_TESTS) $(NEXT_RANKS))'
 
 $(VENV)-next/ready: $(READY)
 	rm -rf $(VENV)-next

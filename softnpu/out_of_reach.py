@@ -71,14 +71,14 @@ REFUSED: dict[str, str] = {
         npu_fused_attention_score npu_fused_attention_score_backward npu_fused_attention_score_fwd
         npu_fused_attention_score_grad npu_fused_floyd_attention npu_fused_floyd_attention_backward
         npu_gather_pa_kv_cache npu_gather_pa_kv_cache_functional npu_kv_rmsnorm_rope_cache_v2
-        npu_kv_rmsnorm_rope_cache_v2_functional npu_lightning_indexer npu_lightning_indexer_grad npu_mla_prolog
+        npu_kv_rmsnorm_rope_cache_v2_functional npu_mla_prolog
         npu_mla_prolog_v2 npu_mla_prolog_v3 npu_mla_prolog_v3_functional npu_multi_head_attention
         npu_multi_head_attention_backward npu_nsa_compress npu_nsa_compress_attention
         npu_nsa_compress_attention_infer npu_nsa_compress_grad npu_nsa_compress_infer.cache npu_nsa_select_attention
         npu_nsa_select_attention_grad npu_nsa_select_attention_infer npu_qkv_rms_norm_rope_cache
         npu_qkv_rms_norm_rope_cache_functional npu_recurrent_gated_delta_rule
         npu_recurrent_gated_delta_rule_functional npu_scatter_pa_cache.value npu_scatter_pa_kv_cache
-        npu_scatter_pa_kv_cache_functional npu_sparse_flash_attention npu_sparse_flash_attention_grad
+        npu_scatter_pa_kv_cache_functional
         npu_sparse_lightning_indexer_grad_kl_loss""",
     UNWRITTEN: """
         npu_apply_adam npu_apply_adam_w npu_attn_softmax_ npu_attn_softmax_backward_

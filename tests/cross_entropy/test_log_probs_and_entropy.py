@@ -95,12 +95,13 @@ def test_leading_dimensions_and_log_probs_are_those_of_linear_log_probs(kernel: 
 
 
 def test_an_entropy_that_is_only_looked_at_costs_no_gradient(kernel: ModuleType, npu_counters) -> None:
+    """Both take the vocabulary in two pieces, whose logits they compute again."""
     (hidden, weight, _), labels, _ = drawn(6, 40, 8, 0, False)
     counts = []
     for has_entropy in (False, True):
         own = leaves([hidden, weight], torch.float32, "npu")
         take = kernel.linear_log_probs_and_entropy if has_entropy else kernel.linear_log_probs
-        found = take(own[0], own[1], labels.npu())
+        found = take(own[0], own[1], labels.npu(), pieces=2)
         loss = (found[0] if has_entropy else found).sum()
         before = npu_counters().copy()
         loss.backward()

@@ -92,16 +92,20 @@ def on_npu(value: object) -> object:
     return value.npu() if isinstance(value, Tensor) else value
 
 
-# the logits, and two products for each gradient but that of the bias; whoever names pieces has logits computed again
-@pytest.mark.parametrize(("pieces", "again"), [(None, 0), (3, 1)])
+@pytest.mark.parametrize("pieces", [None, 3])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_counters, wanted, pieces, again) -> None:
+def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_counters, wanted, pieces) -> None:
+    """Two pieces of tokens for logits and hidden states, and one product for each parameter.
+
+    Whoever names pieces of a trained head has its logits computed again, and all in pieces.
+    """
     drawn = draw(6, 40, 8, bias=True)
     tensors = [tensor.npu().requires_grad_(i in wanted) for i, tensor in enumerate(drawn[:3])]
     before = products(npu_counters())
     kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces).backward()
-    is_frozen = wanted == (0,)
-    assert products(npu_counters()) - before == (pieces or 2) * (2 if is_frozen else 1 + again + len(wanted))
+    of_tokens = (pieces or 2) * (1 + (0 in wanted)) + len({1, 2}.intersection(wanted))
+    of_words = 3 * (1 + 1 + len(wanted))
+    assert products(npu_counters()) - before == (of_tokens if pieces is None or wanted == (0,) else of_words)
     exact = leaves(drawn[:3], torch.float64, "cpu")
     loss_of(logits_of(*exact), drawn.labels).backward()
     for i, (tensor, expected) in enumerate(zip(tensors, exact)):
@@ -109,9 +113,9 @@ def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_cou
         assert tensor.grad is None or is_near(tensor.grad, expected.grad)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("kept", [0, 1])
 def test_logits_that_are_kept_change_no_number(kernel: ModuleType, monkeypatch, kept) -> None:
-    """Of two pieces none, one or both are kept, for the first backward; the second one computes all of them again."""
+    """Of two pieces none or one are kept, for the first backward; the second one computes all of them again."""
     drawn = draw(6, 40, 8, bias=True)
     monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", kept * 6 * 20 * 2)
     found = []
@@ -120,6 +124,22 @@ def test_logits_that_are_kept_change_no_number(kernel: ModuleType, monkeypatch, 
         loss = kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces)
         found += [torch.autograd.grad(loss, tensors, retain_graph=True) for _ in range(2)]
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_gradient_that_is_kept_serves_the_first_backward_and_the_next_makes_another(
+    kernel: ModuleType, softcap
+) -> None:
+    drawn = draw(6, 40, 8, bias=True)
+    exact, tensors = leaves(drawn[:3], torch.float64, "cpu"), leaves(drawn[:3], torch.float32, "npu")
+    rows = kernel.linear_cross_entropy(
+        tensors[0], tensors[1], drawn.labels.npu(), tensors[2], reduction="none", softcap=softcap
+    )
+    expected_rows = loss_of(logits_of(*exact, softcap=softcap), drawn.labels, reduction="none")
+    for factor in (1, -3):
+        found = torch.autograd.grad(rows, tensors, factor * drawn.grad.npu(), retain_graph=True)
+        expected = torch.autograd.grad(expected_rows, exact, factor * drawn.grad.double(), retain_graph=True)
+        assert all(is_near(a, b) for a, b in zip(found, expected))
 
 
 def test_the_mean_over_no_row_is_nan_and_its_gradient_zero_as_in_torch(kernel: ModuleType) -> None:
@@ -150,7 +170,7 @@ def test_log_probs_are_those_of_log_softmax(kernel: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("pieces", [2, 8])
+@pytest.mark.parametrize("pieces", [None, 2, 8])
 @pytest.mark.parametrize("closeness", [0.0, 2.0, 6.0])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_bfloat16_is_no_further_from_float64_than_the_path_of_transformers(

@@ -19,11 +19,10 @@ Sent = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
 
 
 @dataclass
-class Trained:
-    """What one process found.
+class Counted:
+    """What one process did.
 
     Attributes:
-        steps: for each step loss and gradients, and behind the last the weights, as `models.train` gives them.
         calls: what the first step called on the device.
         later_calls: what the last one called; between them the model was asked to evaluate, and to train again.
         sent: the collectives of the first step: operator and ranks -> calls and bytes.
@@ -31,7 +30,6 @@ class Trained:
             but to heads, which test_sharded_heads.py asks for.
     """
 
-    steps: list[Tensors]
     calls: Counter[str]
     later_calls: Counter[str]
     sent: Sent
@@ -39,15 +37,7 @@ class Trained:
 
 
 @dataclass
-class Counted:
-    """What one process called in a step, and its collectives."""
-
-    calls: Counter[str]
-    sent: Sent
-
-
-@dataclass
-class Compared:
+class Compared(Counted):
     """How far training is from the truth.
 
     Attributes:
@@ -60,10 +50,6 @@ class Compared:
     largest: dict[str, tuple[float, str]]
     relative: dict[str, float]
     worst: dict[str, float]
-    calls: Counter[str]
-    later_calls: Counter[str]
-    sent: Sent
-    report: set[Remark]
 
 
 def compare(engine: str, model: str, folder: Path, truth: Path, kernels: bool, checkpointing: str) -> Compared:
@@ -71,35 +57,29 @@ def compare(engine: str, model: str, folder: Path, truth: Path, kernels: bool, c
 
     With checkpointing, gradients of the second step are not compared by themselves.
     """
-    found = train(engine, model, folder, kernels, checkpointing)
+    found, counted = train(engine, model, folder, kernels, checkpointing)
     expected: list[Tensors] = torch.load(truth)
     if checkpointing != "off":
         expected[1] = {"loss": expected[1]["loss"]}
     relative, worst = {}, {}
-    for step, (one, other) in enumerate(zip(found.steps, expected, strict=True)):
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         if "loss" in other:
             relative[f"loss of step {step}"] = ((one["loss"] - other["loss"]).abs() / other["loss"].abs()).item()
         kind = "weights" if step == models.STEPS else f"gradients of step {step}"
         if other.keys() - {"loss"}:
             relative[kind], worst[kind] = _relative(one, other)
-    largest = _largest(found.steps, expected)
-    return Compared(largest, relative, worst, found.calls, found.later_calls, found.sent, found.report)
+    return Compared(**vars(counted), largest=_largest(found, expected), relative=relative, worst=worst)
 
 
 def count(engine: str, model: str, folder: Path, kernels: bool) -> Counted:
-    """What a step calls and sends."""
-    with engines.registered(kernels):
-        _, trained = engines.build(engine, model, folder, kernels, "off")
-        optimizer = models.optimizer_of(trained)
-        ids = engines.batch(engine, model, 0)
-        softnpu.reset_counters()
-        trained(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        return Counted(Counter(softnpu.counters()), _sent())
+    """Return what a step calls and sends."""
+    return train(engine, model, folder, kernels, "off", steps=1)[1]
 
 
-def train(engine: str, model: str, folder: Path, kernels: bool, checkpointing: str) -> Trained:
-    """Train a model."""
+def train(
+    engine: str, model: str, folder: Path, kernels: bool, checkpointing: str, steps: int = models.STEPS
+) -> tuple[list[Tensors], Counted]:
+    """Train a model; returns for each step loss and gradients, and behind the last the weights, as `models.train`."""
     with engines.registered(kernels):
         whole, trained = engines.build(engine, model, folder, kernels, checkpointing)
         rows = kernels_ext_npu.report(whole)
@@ -109,7 +89,7 @@ def train(engine: str, model: str, folder: Path, kernels: bool, checkpointing: s
         found: list[Tensors] = []
         calls: list[Counter[str]] = []
         sent: Sent = {}
-        for step in range(models.STEPS):
+        for step in range(steps):
             ids = engines.batch(engine, model, step)
             softnpu.reset_counters()
             loss = trained(ids, labels=ids, use_cache=False).loss
@@ -124,7 +104,7 @@ def train(engine: str, model: str, folder: Path, kernels: bool, checkpointing: s
                 trained.train()
             optimizer.zero_grad()
         found.append({f"weight {name}": weight for name, weight in engines.weights(trained).items()})
-        return Trained(found, calls[0], calls[-1], sent, report)
+        return found, Counted(calls[0], calls[-1], sent, report)
 
 
 def _largest(found: list[Tensors], truth: list[Tensors]) -> dict[str, tuple[float, str]]:

@@ -1,19 +1,26 @@
 """What tests/distributed/test_compiling.py runs on its processes: models there against one process without kernels."""
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, DistributedConfig
 
 import kernels_ext_npu
 import softnpu
 from tests.distributed import engines
 from tests.support import zoo
+
+compiled = partial(torch.compile, backend="aot_eager")
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -40,69 +47,40 @@ def reference(name: str, seeds: tuple[int, ...] = (0,)) -> nn.Module:
     return model
 
 
-def sharded(name: str, compile_layers: bool, checkpoint: bool | None = None, accumulate: bool = False) -> Difference:
+def sharded(
+    name: str, compile_layers: bool = False, checkpoint: bool | None = None, accumulate: bool = False, **options: Any
+) -> Difference:
     """Train a model under FSDP2, each layer compiled by itself."""
-    seeds = (0, 1) if accumulate else (0,)
-    truth = reference(name, seeds)
-    with engines.registered(True):
-        model = _kernelized(name)
+
+    def shard(model: Any) -> Any:
         if checkpoint is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
         for layer in model.model.layers:
             if compile_layers:
                 layer.compile(backend="aot_eager", fullgraph=True)
-            fully_shard(layer)
-        fully_shard(model)
-        softnpu.reset_counters()
-        for seed in seeds:
-            model.set_requires_gradient_sync(seed == seeds[-1])
-            _loss(model(**_mine(_batch(name, model, seed)), use_cache=False).logits).backward()
-        calls = Counter(softnpu.counters())
-    return Difference(_differences(model, truth), calls)
+            fully_shard(layer, **({"mp_policy": BFLOAT16} if options else {}))
+        return fully_shard(model, **({"mp_policy": BFLOAT16} if options else {}))
 
-
-def replicated(name: str, compile_model: bool, accumulate: bool = False) -> Difference:
-    """Train a model under DDP, compiled; with accumulation the first batch is not reduced."""
-    seeds = (0, 1) if accumulate else (0,)
-    truth = reference(name, seeds)
-    with engines.registered(True):
-        model = _kernelized(name)
-        wrapped = DistributedDataParallel(model, device_ids=[dist.get_rank()])
-        call = torch.compile(wrapped, backend="aot_eager") if compile_model else wrapped
-        softnpu.reset_counters()
-        for seed in seeds:
-            inputs = _mine(_batch(name, model, seed))
-            if seed == seeds[-1]:
-                _loss(call(**inputs, use_cache=False).logits).backward()
-            else:
-                with wrapped.no_sync():
-                    _loss(call(**inputs, use_cache=False).logits).backward()
-        calls = Counter(softnpu.counters())
-    return Difference(_differences(model, truth), calls)
+    return _trained(name, shard, accumulate, **options)
 
 
 def sharded_in_bfloat16(name: str, kernels: bool) -> Difference:
     """Train a model under the bfloat16 policy of FSDP2, with kernels or without; the truth is float32."""
-    truth = reference(name)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with engines.registered(kernels):
-        model = zoo.build(name).npu().train()
-        if kernels:
-            kernels_ext_npu.kernelize(model)
-        for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        softnpu.reset_counters()
-        _loss(model(**_mine(_batch(name, model)), use_cache=False).logits).backward()
-        calls = Counter(softnpu.counters())
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-    return Difference(_differences(model, truth), calls)
+    return sharded(name, kernels=kernels)
+
+
+def replicated(name: str, compile_model: bool = False, accumulate: bool = False) -> Difference:
+    """Train a model under DDP, compiled; with accumulation the first batch is not reduced."""
+
+    def replicate(model: nn.Module) -> Any:
+        wrapped = DistributedDataParallel(model, device_ids=[dist.get_rank()])
+        return compiled(wrapped) if compile_model else wrapped
+
+    return _trained(name, replicate, accumulate)
 
 
 def tensor_parallel(folder: str, name: str, train: bool) -> Difference:
     """Run a model under transformers' own tensor parallelism, each layer compiled; each process has the whole batch."""
-    from transformers import AutoModelForCausalLM, DistributedConfig
-
     torch._dynamo.reset()
     truth = reference(name)
     expected = truth(**_batch(name, truth), use_cache=False).logits.detach()
@@ -123,18 +101,29 @@ def tensor_parallel(folder: str, name: str, train: bool) -> Difference:
     return Difference(_differences(model, truth) if train else {}, calls, difference)
 
 
-def _kernelized(name: str) -> nn.Module:
+def _trained(name: str, wrap: Callable[[nn.Module], Any], accumulate: bool, kernels: bool = True) -> Difference:
+    """Train a model, each process with its row of a batch, or of two whose gradients are reduced with the last."""
     torch._dynamo.reset()
-    return kernels_ext_npu.kernelize(zoo.build(name).npu()).train()
+    seeds = (0, 1) if accumulate else (0,)
+    truth = reference(name, seeds)
+    with engines.registered(kernels):
+        model = zoo.build(name).npu()
+        call = wrap((kernels_ext_npu.kernelize(model) if kernels else model).train())
+        softnpu.reset_counters()
+        for seed in seeds:
+            inputs = {key: value.chunk(2)[dist.get_rank()].npu() for key, value in _batch(name, model, seed).items()}
+            is_last = seed == seeds[-1]
+            if hasattr(call, "set_requires_gradient_sync"):
+                call.set_requires_gradient_sync(is_last)
+            with call.no_sync() if hasattr(call, "no_sync") and not is_last else nullcontext():
+                _loss(call(**inputs, use_cache=False).logits).backward()
+        calls = Counter(softnpu.counters())
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    return Difference(_differences(model, truth), calls)
 
 
 def _batch(name: str, model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return zoo.inputs(name, model, batch=2, length=9, seed=seed)
-
-
-def _mine(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    return {key: value[rank : rank + 1].npu() for key, value in inputs.items()}
 
 
 def _loss(logits: Tensor) -> Tensor:
@@ -143,13 +132,8 @@ def _loss(logits: Tensor) -> Tensor:
 
 def _differences(model: nn.Module, truth: nn.Module) -> dict[str, float]:
     expected = {name: p.grad for name, p in truth.named_parameters() if p.grad is not None}
+    found = {name.replace("_orig_mod.", ""): gradient for name, gradient in engines.gradients(model).items()}
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found[name.replace("_orig_mod.", "").replace("module.", "")] = gradient.cpu()
     differences = dict.fromkeys(found.keys() | expected.keys(), float("inf"))
     for name in found.keys() & expected.keys():
         differences[name] = ((found[name] - expected[name]).norm() / whole).item()

@@ -7,39 +7,27 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.sizes import sizes
+
 Tensors = dict[str, Tensor]
 
 # Halves of gate and up are multiples of 64 bytes on each of two ranks, in bfloat16, too: what the operators ask for.
 # A head size of 32 is what the rotary operator takes on every path.
-TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "sliding_window": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+TEXT = sizes(
+    64, 128, heads=4, keys=2, width=32, layers=2, words=96, max_position_embeddings=64, tie_word_embeddings=False,
+    sliding_window=4, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # What the first token gives is a product of its query and its key, which may be close to zero: by the norm behind it
 # small differences become large ones, unless its epsilon is larger than usual.
-LINEAR: dict[str, Any] = {
-    "rms_norm_eps": 1e-2,
-    "layer_types": ["linear_attention", "full_attention"],
+MIXED: dict[str, Any] = {"rms_norm_eps": 1e-2, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR = MIXED | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-LATENT: dict[str, Any] = {
-    "rms_norm_eps": 1e-2,
-    "layer_types": ["linear_attention", "full_attention"],
+LATENT = MIXED | {
     "num_key_value_heads": 4,
     "linear_num_heads": 4,
     "linear_head_dim": 32,
@@ -57,6 +45,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3-MoE": ("qwen3_moe", TEXT | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
     "gpt-oss": ("gpt_oss", TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss, no groups": (
+        "gpt_oss",
+        TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
+    "Qwen3, groups": ("qwen3", TEXT | {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "Qwen3-Next": (
         "qwen3_next",
         TEXT | EXPERTS | LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 64, "norm_topk_prob": True},

@@ -18,7 +18,7 @@ from typing import Any
 SECONDS = 90  # a test that takes longer hangs
 GRACE = 3  # what the others get when one has failed
 BACKENDS = "hccl", "cpu:gloo,npu:hccl"
-DEVICES = 4  # of the machine, however many processes there are
+DEVICES = 8  # of the machine, however many processes there are
 PRELOADED = "tests.distributed.preloaded"
 
 

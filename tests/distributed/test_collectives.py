@@ -1,5 +1,7 @@
 """Collectives of two software devices, against sums and concatenations of what all ranks gave."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,9 +29,9 @@ def everything(rank: int) -> dict[str, torch.Tensor]:
         "all_reduce coalesced": total,
         "all_gather": whole,
         "all_gather of several sizes": torch.cat([given(r, r + 1) for r in range(RANKS)]),
-        "all_gather into strides": whole,
+        "all_gather into strides": torch.cat([x.view(2, 2).t().flatten() for x in inputs]),
         "all_gather_into_tensor": whole,
-        "all_gather_into_tensor coalesced": whole,
+        "all_gather_into_tensor coalesced": torch.cat([x[half : half + 2] for half in (0, 2) for x in inputs]),
         "all_to_all": exchanged,
         "all_to_all_single": exchanged,
         # rank r gives one row of it to rank 0, and the others to rank 1
@@ -55,120 +57,91 @@ def everything(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
+def changed(x: torch.Tensor, call: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """Return what a collective makes of a copy."""
+    y = x.clone()
+    call(y)
+    return y
+
+
+def filled(x: torch.Tensor, sizes: tuple[int, ...], call: Callable[[list[torch.Tensor]], object]) -> torch.Tensor:
+    """Return what a collective writes into tensors of some sizes, which lie side by side."""
+    whole = torch.zeros(sum(sizes), dtype=x.dtype, device=x.device)
+    call(list(whole.split(sizes)) if sizes else [])
+    return whole
+
+
+def in_one(call: Callable[[int], object], **options: torch.device) -> None:
+    """Do both halves of a collective at once."""
+    with dist._coalescing_manager(**options):
+        call(0)
+        call(1)
+
+
+def both_ways(output: torch.Tensor, x: torch.Tensor, peer: int, sends_first: bool) -> None:
+    """Send to a rank and receive from it, in one batch."""
+    pair = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, output, peer)]
+    for work in dist.batch_isend_irecv(pair if sends_first else pair[::-1]):
+        work.wait()
+
+
 def collect() -> dict[str, torch.Tensor]:
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.group.WORLD
     device = torch.device("npu", rank)
     x = given(rank).to(device)
-    results: dict[str, torch.Tensor] = {}
-
-    def empty(*sizes: int) -> list[torch.Tensor]:
-        return [torch.full((size,), -1.0, device=device) for size in sizes]
-
-    def keep(name: str, *tensors: torch.Tensor) -> None:
-        assert all(tensor.device == device for tensor in tensors)
-        results[name] = torch.cat([tensor.cpu() for tensor in tensors]) if tensors else torch.zeros(0)
-
-    for name, op in {
-        "all_reduce": dist.ReduceOp.SUM,
-        "all_reduce average": dist.ReduceOp.AVG,
-        "all_reduce premultiplied": dist.ReduceOp.PREMUL_SUM(0.25),
-    }.items():
-        y = x.clone()
-        dist.all_reduce(y, op)
-        keep(name, y)
-    y = x.clone()
-    work = dist.all_reduce(y, async_op=True)
-    assert work is not None
-    work.wait()
-    keep("all_reduce asynchronous", y)
-    y = x.clone()
-    with dist._coalescing_manager(device=device):
-        dist.all_reduce(y[:2])
-        dist.all_reduce(y[2:])
-    keep("all_reduce coalesced", y)
-
-    outputs = empty(4, 4)
-    dist.all_gather(outputs, x)
-    keep("all_gather", *outputs)
-    outputs = empty(1, 2)
-    dist.all_gather(outputs, given(rank, rank + 1).to(device))
-    keep("all_gather of several sizes", *outputs)
-    outputs = [output.view(2, 2).t() for output in empty(4, 4)]
-    dist.all_gather(outputs, x.view(2, 2))
-    keep("all_gather into strides", *[output.flatten() for output in outputs])
-    (output,) = empty(8)
-    dist.all_gather_into_tensor(output, x)
-    keep("all_gather_into_tensor", output)
-    outputs = empty(4, 4)
-    with dist._coalescing_manager():
-        dist.all_gather_into_tensor(outputs[0], x[:2])
-        dist.all_gather_into_tensor(outputs[1], x[2:])
-    keep("all_gather_into_tensor coalesced", *[output[2 * r : 2 * r + 2] for r in range(RANKS) for output in outputs])
-
-    outputs = empty(2, 2)
-    dist.all_to_all(outputs, [x[:2], x[2:]])
-    keep("all_to_all", *outputs)
-    (output,) = empty(4)
-    dist.all_to_all_single(output, x)
-    keep("all_to_all_single", output)
-    (output,) = empty(2 if rank == 0 else 6)
-    dist.all_to_all_single(output, x, [1, 1] if rank == 0 else [3, 3], [1, 3])
-    keep("all_to_all_single with splits", output)
-
-    output = torch.full((4 if rank == 0 else 0, 2), -1.0, device=device)
-    dist.all_to_all_single(output, x.view(2, 2), [2, 2] if rank == 0 else [0, 0], [2, 0])
-    keep("all_to_all_single, all to rank 0", output.flatten())
-
-    y = x.clone()
-    dist.broadcast(y, 1)
-    keep("broadcast", y)
-    outputs = empty(4, 4) if rank == 0 else []
-    dist.gather(x, outputs or None)
-    keep("gather", *outputs)
-    y = x.clone()
-    dist.reduce(y, 1)
-    keep("reduce", *[y][: rank == 1])
-
-    (output,) = empty(2)
-    dist.reduce_scatter(output, [x[:2], x[2:]])
-    keep("reduce_scatter", output)
-    (output,) = empty(1 if rank == 0 else 3)
-    dist.reduce_scatter(output, [x[:1], x[1:]])
-    keep("reduce_scatter of several sizes", output)
-    for name, op in {"": dist.ReduceOp.SUM, " average": dist.ReduceOp.AVG}.items():
-        (output,) = empty(2)
-        dist.reduce_scatter_tensor(output, x, op=op)
-        keep("reduce_scatter_tensor" + name, output)
-    outputs = empty(1, 1)
-    with dist._coalescing_manager():
-        dist.reduce_scatter_tensor(outputs[0], x[::2].contiguous())
-        dist.reduce_scatter_tensor(outputs[1], x[1::2].contiguous())
-    keep("reduce_scatter_tensor coalesced", *outputs)
-    (output,) = empty(2)
-    dist.scatter(output, [x[:2], x[2:]] if rank == 1 else None, src=1)
-    keep("scatter", output)
-
-    (output,) = [x] if rank == 0 else empty(4)
-    dist.send(x, 1) if rank == 0 else dist.recv(output, 0)
-    keep("send and recv", output)
-    (output,) = empty(4)
-    pair = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, output, 1 - rank)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
-    keep("batch_isend_irecv", output)
-    (output,) = empty(4)
-    pair = [dist.P2POp(dist.irecv, output, rank), dist.P2POp(dist.isend, x, rank)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
-    keep("batch_isend_irecv with itself", output)
-
-    world = dist.group.WORLD
-    keep("functional all_reduce", functional.all_reduce(x, "sum", world))
-    keep("functional all_gather", functional.all_gather_single(x, 0, world))
-    keep("functional reduce_scatter", functional.reduce_scatter_single(x, "sum", 0, world))
-    keep("functional all_to_all", functional.all_to_all_single(x, None, None, world))
-    keep("functional coalesced", *functional.all_reduce_coalesced([x[:2], x[2:]], "sum", world))
-    return results
+    halves, some = [x[:2], x[2:]], given(rank, rank + 1).to(device)
+    is_first = rank == 0
+    results = {
+        "all_reduce": changed(x, dist.all_reduce),
+        "all_reduce average": changed(x, lambda y: dist.all_reduce(y, dist.ReduceOp.AVG)),
+        "all_reduce premultiplied": changed(x, lambda y: dist.all_reduce(y, dist.ReduceOp.PREMUL_SUM(0.25))),
+        "all_reduce asynchronous": changed(x, lambda y: dist.all_reduce(y, async_op=True).wait()),
+        "all_reduce coalesced": changed(
+            x, lambda y: in_one(lambda half: dist.all_reduce(y[2 * half : 2 * half + 2]), device=device)
+        ),
+        "all_gather": filled(x, (4, 4), lambda o: dist.all_gather(o, x)),
+        "all_gather of several sizes": filled(x, (1, 2), lambda o: dist.all_gather(o, some)),
+        "all_gather into strides": filled(
+            x, (4, 4), lambda o: dist.all_gather([y.view(2, 2).t() for y in o], x.view(2, 2))
+        ),
+        "all_gather_into_tensor": filled(x, (8,), lambda o: dist.all_gather_into_tensor(o[0], x)),
+        "all_gather_into_tensor coalesced": filled(
+            x, (4, 4), lambda o: in_one(lambda half: dist.all_gather_into_tensor(o[half], halves[half]))
+        ),
+        "all_to_all": filled(x, (2, 2), lambda o: dist.all_to_all(o, halves)),
+        "all_to_all_single": filled(x, (4,), lambda o: dist.all_to_all_single(o[0], x)),
+        "all_to_all_single with splits": filled(
+            x, (2 + 4 * rank,), lambda o: dist.all_to_all_single(o[0], x, [1 + 2 * rank] * 2, [1, 3])
+        ),
+        "all_to_all_single, all to rank 0": filled(
+            x, (8 - 8 * rank,), lambda o: dist.all_to_all_single(o[0], x, [4 - 4 * rank] * 2, [4, 0])
+        ),
+        "broadcast": changed(x, lambda y: dist.broadcast(y, 1)),
+        "gather": filled(x, (4, 4) if is_first else (), lambda o: dist.gather(x, o or None)),
+        "reduce": changed(x, lambda y: dist.reduce(y, 1))[: 4 * rank],
+        "reduce_scatter": filled(x, (2,), lambda o: dist.reduce_scatter(o[0], halves)),
+        "reduce_scatter of several sizes": filled(
+            x, (1 + 2 * rank,), lambda o: dist.reduce_scatter(o[0], [x[:1], x[1:]])
+        ),
+        "reduce_scatter_tensor": filled(x, (2,), lambda o: dist.reduce_scatter_tensor(o[0], x)),
+        "reduce_scatter_tensor average": filled(
+            x, (2,), lambda o: dist.reduce_scatter_tensor(o[0], x, op=dist.ReduceOp.AVG)
+        ),
+        "reduce_scatter_tensor coalesced": filled(
+            x, (1, 1), lambda o: in_one(lambda half: dist.reduce_scatter_tensor(o[half], x[half::2].contiguous()))
+        ),
+        "scatter": filled(x, (2,), lambda o: dist.scatter(o[0], None if is_first else halves, src=1)),
+        "send and recv": changed(x, lambda y: dist.send(y, 1) if is_first else dist.recv(y, 0)),
+        "batch_isend_irecv": filled(x, (4,), lambda o: both_ways(o[0], x, 1 - rank, sends_first=True)),
+        "batch_isend_irecv with itself": filled(x, (4,), lambda o: both_ways(o[0], x, rank, sends_first=False)),
+        "functional all_reduce": functional.all_reduce(x, "sum", world),
+        "functional all_gather": functional.all_gather_single(x, 0, world),
+        "functional reduce_scatter": functional.reduce_scatter_single(x, "sum", 0, world),
+        "functional all_to_all": functional.all_to_all_single(x, None, None, world),
+        "functional coalesced": torch.cat(functional.all_reduce_coalesced(halves, "sum", world)),
+    }
+    assert all(result.device == device for result in results.values())
+    return {name: result.cpu() for name, result in results.items()}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

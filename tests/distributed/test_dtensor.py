@@ -1,4 +1,4 @@
-"""DTensors that reach the kernels: by torch's own parallel plans, and handed over directly in every layout."""
+"""DTensors that are handed to the kernels, in every layout."""
 
 import itertools
 from collections.abc import Callable
@@ -6,88 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.distribution import sources
-from tests.distributed import engines, modules
-from tests.distributed.modules import SIZE, Along, Holder, normal
-from tests.distributed.parallel import assert_right, compare, largest_difference, mesh
+from tests.distributed import engines
+from tests.distributed.modules import SIZE, Holder, normal
+from tests.distributed.parallel import assert_right, largest_difference, mesh
 
 pytestmark = pytest.mark.distributed
 
 WHOLE = Replicate()
-
-
-class Decoder(nn.Module):
-    """A norm, an MLP and a residual, with activations divided along the sequence outside of the MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = LlamaRMSNorm(SIZE), modules.mlp().block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
-
-
-def sequence_parallel(module: nn.Module) -> None:
-    """torch's tutorial for sequence parallelism, with DTensors throughout."""
-    plan = {
-        "block.norm": SequenceParallel(),
-        "block.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=WHOLE),
-        "block.mlp.gate_proj": ColwiseParallel(use_local_output=False),
-        "block.mlp.up_proj": ColwiseParallel(use_local_output=False),
-        "block.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-    parallelize_module(module, mesh(), plan)
-
-
-def divided_projections(module: nn.Module) -> None:
-    """Gate and up come as DTensors."""
-    columns = ColwiseParallel(use_local_output=False)
-    names = [name for name, _ in module.block.named_children() if name in ("gate_proj", "up_proj", "gate_up_proj")]
-    plan = {f"block.{name}": columns for name in names} | {"block.down_proj": RowwiseParallel(input_layouts=Shard(-1))}
-    parallelize_module(module, mesh(), plan)
-
-
-def divided_norm(module: nn.Module) -> None:
-    parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=True)})
-
-
-PLANS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], tuple[int, ...]]] = {
-    "sequence parallel": (lambda: Along(Decoder(), 1), sequence_parallel, (2, 6, SIZE)),
-    "gate and up": (modules.mlp, divided_projections, (2, 6, SIZE)),
-    "gate and up, GELU": (modules.gelu_mlp, divided_projections, (2, 6, SIZE)),
-    "gate and up in one": (modules.fused_mlp, divided_projections, (2, 6, SIZE)),
-    "norm": (lambda: Along(Qwen3RMSNorm(SIZE), 1, local=True), divided_norm, (2, 6, SIZE)),
-    "norm, uneven": (lambda: Along(Qwen3RMSNorm(SIZE), 1), divided_norm, (2, 5, SIZE)),
-}
-
-
-def run_plan(name: str, before: bool) -> dict[str, Any]:
-    build, apply, shape = PLANS[name]
-    kernels_ext_npu.register()
-    try:
-        return compare(build, apply, (normal(*shape),), before)
-    finally:
-        kernels_ext_npu.unregister()
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])
-@pytest.mark.parametrize("name", PLANS)
-def test_parallel_plans_of_torch(two_ranks, name, before) -> None:
-    assert_right(two_ranks.run(run_plan, name, before))
 
 
 def kernel(repository: str) -> Any:

@@ -1,4 +1,4 @@
-"""Process groups of software devices: their names and kinds, what is counted in them, and what they leave alone."""
+"""Process groups of software devices: what is counted in them, and what they leave alone."""
 
 import gc
 import os
@@ -10,61 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
 import softnpu
 from tests.distributed.processes import BACKENDS, Processes
 
 RANKS = 2
-
-
-def groups() -> dict:
-    device = torch.device("npu", dist.get_rank())
-    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
-    alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
-    x = torch.full((2,), 3.0, device=device)
-    dist.all_reduce(x, group=alone)
-    mesh = dist.init_device_mesh("npu", (1, RANKS), mesh_dim_names=("replicate", "shard"))
-    y = torch.ones(2, device=device)
-    dist.all_reduce(y, group=mesh.get_group("shard"))
-    dist.all_reduce(y, group=mesh.get_group("replicate"))
-    with pytest.raises(RuntimeError) as split:
-        dist.split_group(split_ranks=[[0], [1]])
-    with pytest.raises(ValueError, match="only implemented for GLOO"):
-        dist.monitored_barrier()
-    answers = {
-        "backend": dist.get_backend(),
-        "name": backend.name(),
-        "class": isinstance(backend, ProcessGroupHCCL),
-        "of the group": dist.get_backend(alone),
-        "alone": x.tolist(),
-        "mesh": y.tolist(),
-        "split": str(split.value),
-        "cpu": None,
-    }
-    try:
-        z = torch.ones(1)
-        dist.all_reduce(z)
-        answers["cpu"] = z.item()
-    except RuntimeError as error:
-        answers["cpu"] = str(error)
-    return answers
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_groups_are_named_and_made_as_with_torch_npu(two_ranks: Processes, backend: str) -> None:
-    for answers in two_ranks.run(groups, backend=backend):
-        assert answers.pop("cpu") == (2.0 if "gloo" in backend else "No backend type associated with device type cpu")
-        # torch_npu 2.13 does not override Backend::supportsSplitting, and torch asks for a bound device first
-        assert "not safe to split" in answers.pop("split")
-        assert answers == {
-            "backend": "hccl" if backend == "hccl" else backend,
-            "name": "hccl",
-            "class": True,
-            "of the group": "hccl" if backend == "hccl" else backend,
-            "alone": [3.0, 3.0],
-            "mesh": [2.0, 2.0],
-        }
 
 
 def count() -> tuple[dict, dict, dict]:
@@ -164,49 +114,6 @@ def test_sockets_are_on_loopback(two_ranks: Processes, backend: str) -> None:
     for found in two_ranks.run(addresses, backend=backend):
         assert "127.0.0.1" in found
         assert found <= {"127.0.0.1", "0.0.0.0"}, found  # gloo's listening sockets have no far end
-
-
-def polls() -> list[int]:
-    """How many threads of this process poll for messages, before and after it has made groups."""
-
-    def count() -> int:
-        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        return links.count("anon_inode:[eventpoll]")
-
-    counts = [count()]
-    pairs = [dist.new_group() for _ in range(3)]
-    x = torch.ones(2, device="npu")
-    for pair in pairs:
-        dist.all_reduce(x, group=pair)
-    counts.append(count())
-    for pair in pairs:
-        dist.destroy_process_group(pair)
-    return counts
-
-
-def test_groups_share_the_thread_that_polls(two_ranks: Processes) -> None:
-    """A thread for each would wake up a hundred times a second, and programs with meshes have dozens of groups."""
-    for before, after in two_ranks.run(polls):
-        assert 0 < after <= before
-
-
-def compile_collectives() -> tuple[list[float], list[float]]:
-    group = dist.group.WORLD
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def compute(x: torch.Tensor) -> torch.Tensor:
-        total = functional.all_reduce(x * 2, "sum", group)
-        return functional.all_gather_single_autograd(total[:1] * x[:1], 0, group)
-
-    x = torch.full((2,), dist.get_rank() + 1.0, device="npu", requires_grad=True)
-    result = compute(x.detach())
-    functional.all_gather_single_autograd(x, 0, group).sum().backward()
-    return result.tolist(), x.grad.tolist()
-
-
-@pytest.mark.distributed
-def test_functional_collectives_compile(two_ranks: Processes) -> None:
-    assert two_ranks.run(compile_collectives) == [([6.0, 12.0], [2.0, 2.0])] * 2
 
 
 def reduce_in_a_fake_group() -> list[float]:

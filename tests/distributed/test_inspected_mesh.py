@@ -12,22 +12,13 @@ from kernels_ext_npu.measuring import roofline
 from tests.distributed import sharded
 from tests.distributed.processes import Processes
 from tests.support.launches import computing
+from tests.support.sizes import sizes
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 4,
-    "vocab_size": 100,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-}
+SIZES = sizes(64, 96, heads=4, keys=2, width=16, layers=4, words=100, num_experts_per_tok=2, tie_word_embeddings=False)
 EXPERTS = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32}, "gpt_oss": {"num_local_experts": 4}}
 
 
-def check(ranks: Processes, model_type: str, sizes: dict[str, int], folder: Path) -> None:
+def check(ranks: Processes, model_type: str, axes: dict[str, int], folder: Path) -> None:
     """Launches, host waits, collectives and peak memory, of a forward and a step, without kernels and with them."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES | EXPERTS.get(model_type, {}))
@@ -37,9 +28,9 @@ def check(ranks: Processes, model_type: str, sizes: dict[str, int], folder: Path
         roofline.SOCS["910b"],
         batch=sharded.BATCH,
         tokens=sharded.TOKENS,
-        mesh=Mesh(**sizes),
+        mesh=Mesh(**axes),
     )
-    on_ranks = ranks.run(sharded.run, folder, sizes)
+    on_ranks = ranks.run(sharded.run, folder, axes)
     for variant in inspection.variants:
         for phase, counts in variant.counts.items():
             assert counts is not None, inspection.remarks
@@ -66,12 +57,12 @@ def test_two_devices_do_what_was_counted(two_ranks: Processes, tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model_type", "sizes"),
+    ("model_type", "axes"),
     [("llama", {"fsdp": 2}), ("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"tp": 2, "ep": 2})],
     ids=str,
 )
-def test_other_models_and_meshes_of_two(two_ranks: Processes, tmp_path: Path, model_type: str, sizes: dict) -> None:
-    check(two_ranks, model_type, sizes, tmp_path)
+def test_other_models_and_meshes_of_two(two_ranks: Processes, tmp_path: Path, model_type: str, axes: dict) -> None:
+    check(two_ranks, model_type, axes, tmp_path)
 
 
 @pytest.mark.distributed

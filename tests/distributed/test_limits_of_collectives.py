@@ -5,6 +5,7 @@ ProcessGroupHCCL.cpp of torch_npu does around them.
 """
 
 import functools
+import itertools
 import operator
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.processes import DEVICES, Processes
+from tests.distributed.test_collectives import changed, filled
 
 FLOATS = ["float16", "bfloat16", "float32"]
 INTEGERS = ["int8", "int16", "int32", "int64"]
@@ -20,14 +22,10 @@ EIGHT_BIT_FLOATS = ["float8_e4m3fn", "float8_e5m2"]
 DTYPES = [*FLOATS, *INTEGERS, *UNSIGNED, *EIGHT_BIT_FLOATS, "bool", "uint8", "float64"]
 
 ALL_REDUCED = {
-    "SUM": {*FLOATS, *INTEGERS, "bool", "uint8"},
-    "MIN": {*FLOATS, *INTEGERS, "bool", "uint8"},
-    "MAX": {*FLOATS, *INTEGERS, "bool", "uint8"},
+    **{op: {*FLOATS, *INTEGERS, "bool", "uint8"} for op in ("SUM", "MIN", "MAX")},
     "PRODUCT": {"float16", "float32", "int8", "int32", "int64", "bool", "uint8"},
     "AVG": {*FLOATS},
-    "BAND": set(),
-    "BOR": set(),
-    "BXOR": set(),
+    **{op: set() for op in ("BAND", "BOR", "BXOR")},
 }
 # reduce-scatter does not compute bool and uint8 as int32
 SCATTERED = {op: dtypes - {"bool", "uint8"} for op, dtypes in ALL_REDUCED.items()}
@@ -55,28 +53,15 @@ def attempt(function) -> torch.Tensor | str:
 
 
 def reduce_all() -> dict:
-    results = {}
-    for op in ALL_REDUCED:
-        for dtype in DTYPES:
-            x = values(dist.get_rank(), dtype).to("npu")
-            results["all_reduce", op, dtype] = attempt(
-                functools.partial(_all_reduce, x.clone(), getattr(dist.ReduceOp, op))
-            )
-            results["reduce_scatter", op, dtype] = attempt(
-                functools.partial(_reduce_scatter, x, getattr(dist.ReduceOp, op))
-            )
-    return results
-
-
-def _all_reduce(x, op):
-    dist.all_reduce(x, op)
-    return x
-
-
-def _reduce_scatter(x, op):
-    output = torch.empty_like(x[:2])
-    dist.reduce_scatter_tensor(output, x, op=op)
-    return output
+    given = {dtype: values(dist.get_rank(), dtype).to("npu") for dtype in DTYPES}
+    forms = {
+        "all_reduce": lambda x, op: changed(x, lambda y: dist.all_reduce(y, op)),
+        "reduce_scatter": lambda x, op: filled(x, (2,), lambda o: dist.reduce_scatter_tensor(o[0], x, op=op)),
+    }
+    return {
+        (form, op, dtype): attempt(functools.partial(forms[form], given[dtype], getattr(dist.ReduceOp, op)))
+        for form, op, dtype in itertools.product(forms, ALL_REDUCED, DTYPES)
+    }
 
 
 def test_reductions_by_dtype(two_ranks: Processes) -> None:
@@ -88,57 +73,34 @@ def test_reductions_by_dtype(two_ranks: Processes) -> None:
                 assert dtype in result or f"Cannot use ReduceOp.{op} with HCCL; it has SUM, AVG" in result, result
                 continue
             # integers wrap; two numbers have one rounding in any order
-            expected = COMPUTE[op](*(values(r, dtype) for r in range(2)) if dtype != "bool" else bools(op))
+            numbers = [values(r, dtype).int() if dtype == "bool" else values(r, dtype) for r in range(2)]
+            expected = COMPUTE[op](*numbers)  # of bools as int32: any number but 0 is true
             expected = expected.to(getattr(torch, dtype))
             own = expected[2 * rank : 2 * rank + 2] if form == "reduce_scatter" else expected
             assert isinstance(result, torch.Tensor), (form, op, dtype, result)
             assert torch.equal(result.view(torch.uint8), own.view(torch.uint8)), (form, op, dtype, result, own)
 
 
-def bools(op: str) -> list[torch.Tensor]:
-    """As int32: any number but 0 is true."""
-    return [values(rank, "bool").int() for rank in range(2)]
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.view(torch.uint8)] * 2).view(x.dtype)
+
+
+# forms in which rank 1 gives what it has to both
+MOVES = {
+    "broadcast": lambda x: changed(x, lambda y: dist.broadcast(y, 1)),
+    "all_gather": lambda x: filled(x, (4, 4), lambda o: dist.all_gather(o, x))[4:],
+    "all_gather_into_tensor": lambda x: filled(x, (8,), lambda o: dist.all_gather_into_tensor(o[0], x))[4:],
+    "all_to_all": lambda x: filled(x, (4, 4), lambda o: dist.all_to_all(o, [x, x]))[4:],
+    "all_to_all_single": lambda x: filled(x, (8,), lambda o: dist.all_to_all_single(o[0], twice(x)))[4:],
+    "send": lambda x: changed(x, lambda y: dist.send(y, 0) if dist.get_rank() else dist.recv(y, 1)),
+}
 
 
 def move_all() -> dict:
-    results = {}
-    rank = dist.get_rank()
-    for dtype in DTYPES:
-        x = values(rank, dtype).to("npu")
-
-        def broadcast(x=x):
-            y = x.clone()
-            dist.broadcast(y, 1)
-            return y
-
-        def all_gather(x=x):
-            outputs = [torch.empty_like(x) for _ in range(2)]
-            dist.all_gather(outputs, x)
-            return outputs[1]
-
-        def all_gather_into_tensor(x=x):
-            output = torch.empty(8, dtype=x.dtype, device=x.device)
-            dist.all_gather_into_tensor(output, x)
-            return output[4:]
-
-        def all_to_all(x=x):
-            outputs = [torch.empty_like(x) for _ in range(2)]
-            dist.all_to_all(outputs, [x, x])
-            return outputs[1]
-
-        def all_to_all_single(x=x):
-            output = torch.empty(8, dtype=x.dtype, device=x.device)
-            dist.all_to_all_single(output, torch.cat([x.view(torch.uint8)] * 2).view(x.dtype))
-            return output[4:]
-
-        def send(x=x):
-            y = x.clone()
-            dist.send(y, 0) if rank == 1 else dist.recv(y, 1)
-            return y
-
-        for move in (broadcast, all_gather, all_gather_into_tensor, all_to_all, all_to_all_single, send):
-            results[move.__name__, dtype] = attempt(move)
-    return results
+    return {
+        (form, dtype): attempt(functools.partial(move, values(dist.get_rank(), dtype).to("npu")))
+        for dtype, (form, move) in itertools.product(DTYPES, MOVES.items())
+    }
 
 
 def test_moves_by_dtype(two_ranks: Processes) -> None:
@@ -176,7 +138,7 @@ def break_rules() -> dict[str, str]:
         "several tensors": lambda: dist.group.WORLD.allreduce([x, x]),
         "premultiplied integers": lambda: dist.all_reduce(x.int(), dist.ReduceOp.PREMUL_SUM(0.5)),
         "average of integers": lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG),
-        "beyond the devices": lambda: torch.npu.set_device(7),
+        "beyond the devices": lambda: torch.npu.set_device(DEVICES),
         "another device": lambda: dist.all_reduce(torch.ones(1, device=torch.device("npu", 1 - rank))),
     }
     dist.all_reduce(x)  # the device is known
@@ -203,7 +165,7 @@ MESSAGES = {
     "several tensors": "one tensor a process, on one NPU; given 2",
     "premultiplied integers": "ReduceOp.PREMUL_SUM of torch.int32; it takes float16, bfloat16, float32",
     "average of integers": "ReduceOp.AVG of torch.int32; it takes float16, bfloat16, float32",
-    "beyond the devices": f"There is no device 7: the software devices are 0 to {DEVICES - 1}. Set the environment",
+    "beyond the devices": f"There is no device {DEVICES}: the software devices are 0 to {DEVICES - 1}.",
     "another device": "HCCL supports one NPU per process",
 }
 

@@ -1,5 +1,6 @@
-"""Each parallel style of transformers around what kernels serve: the kernel runs inside, values and gradients hold.
+"""Each parallel style of transformers, and plans of torch, around what kernels serve.
 
+The kernel runs inside, values and gradients hold.
 Styles for what no kernel serves, as embeddings, are not here. Linear layers are: an MLP calls those of its projections.
 """
 
@@ -11,21 +12,33 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM, DistributedConfig
 from transformers.distributed import expert_parallel, tensor_parallel
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import kernels_ext_npu
 from tests.distributed import modules
 from tests.distributed.modules import SIZE, Along, Holder, Latent, normal
 from tests.distributed.parallel import assert_right, compare, mesh, whole
 from tests.support import zoo
+from tests.support.norm_modules import instance
 
 pytestmark = pytest.mark.distributed
 
@@ -35,14 +48,16 @@ X = (2, 6, SIZE)
 class Case(NamedTuple):
     """A module, the styles of its parts, and what the first of two ranks calls in forward and backward.
 
-    ``alone`` is false where the style makes of one device's result another one.
+    Styles are transformers', or a function that applies torch's own. ``experts`` is what expert parallelism is told
+    beside the plan. ``alone`` is false where the style makes of one
+    device's result another one.
     """
 
     build: Callable[[], nn.Module]
-    plan: dict[str, str]
+    plan: dict[str, str] | Callable[[nn.Module], None]
     calls: dict[str, int]
     inputs: tuple[Tensor, ...] = (normal(*X),)
-    experts: bool = False
+    experts: dict[str, str] | None = None
     alone: bool = True
 
 
@@ -58,8 +73,9 @@ def projections(gate_and_up: str, down: str) -> dict[str, str]:
 
 
 def experts(style: str, gate_up: str, down: str, **more: str) -> dict[str, str]:
-    plan = {"block.experts": style, "block.experts.gate_up_proj": gate_up, "block.experts.down_proj": down}
-    return plan | {f"block.{name}": style for name, style in more.items()}
+    """Return the plan of a mixture in the order of models': experts are divided before they are wrapped."""
+    plan = {"block.experts.gate_up_proj": gate_up, "block.experts.down_proj": down}
+    return plan | {f"block.{name}": style for name, style in more.items()} | {"block.experts": style}
 
 
 def divided(norm: Callable[[], nn.Module], inputs: int = 1) -> Case:
@@ -67,10 +83,51 @@ def divided(norm: Callable[[], nn.Module], inputs: int = 1) -> Case:
     return Case(lambda: Along(norm(), 1), {"block": "sequence_parallel"}, NORM, tensors)
 
 
+# ---- plans of torch --------------------------------------------------------------------------------------------------
+class Decoder(nn.Module):
+    """A norm, an MLP and a residual, with activations divided along the sequence outside of the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = LlamaRMSNorm(SIZE), modules.mlp().block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def sequence_parallel(module: nn.Module) -> None:
+    """torch's tutorial for sequence parallelism, with DTensors throughout."""
+    plan = {
+        "block.norm": SequenceParallel(),
+        "block.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "block.mlp.gate_proj": ColwiseParallel(use_local_output=False),
+        "block.mlp.up_proj": ColwiseParallel(use_local_output=False),
+        "block.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(module, mesh(), plan)
+
+
+def divided_projections(module: nn.Module) -> None:
+    """Gate and up come as DTensors."""
+    columns = ColwiseParallel(use_local_output=False)
+    names = [name for name, _ in module.block.named_children() if name in ("gate_proj", "up_proj", "gate_up_proj")]
+    plan = {f"block.{name}": columns for name in names} | {"block.down_proj": RowwiseParallel(input_layouts=Shard(-1))}
+    parallelize_module(module, mesh(), plan)
+
+
+def divided_norm(module: nn.Module) -> None:
+    parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=True)})
+
+
 SHARDED = experts("moe_tp_experts", "packed_colwise", "rowwise")
 DISPATCHED = experts("ep_dispatch_experts", "grouped_gemm", "grouped_gemm")
-MASKED = experts("moe_tp_experts", "grouped_gemm", "grouped_gemm", gate="ep_router")
 BIASES = {"block.experts.gate_up_proj_bias": "grouped_gemm", "block.experts.down_proj_bias": "grouped_gemm"}
+# every rank has all tokens, and leaves those of others' experts out: a style of its own up to transformers 5.22
+MASKED, ALL_REDUCE = (
+    (experts("moe_tp_experts", "grouped_gemm", "grouped_gemm", gate="ep_router"), {})
+    if "ep_router" in ALL_PARALLEL_STYLES
+    else (DISPATCHED, {"ep_implementation": "all_reduce"})
+)
 
 CASES = {
     "colwise, rowwise": Case(modules.mlp, projections("colwise", "rowwise"), SWIGLU),
@@ -101,17 +158,24 @@ CASES = {
     "sequence_parallel, T5": divided(lambda: T5LayerNorm(SIZE)),
     "sequence_parallel, without weight": divided(lambda: NanoChatRMSNorm(1e-6)),
     "sequence_parallel, gated": divided(lambda: Qwen3NextRMSNormGated(SIZE), 2),
-    "sequence_parallel, gated before": divided(lambda: BambaRMSNormGated(SIZE), 2),
+    "sequence_parallel, gated before": divided(lambda: instance(BambaRMSNormGated), 2),
+    "sequence_parallel, gated before, in groups": divided(lambda: Zamba2RMSNormGated(SIZE, SIZE // 4), 2),
     "moe_tp_experts": Case(modules.mixture, SHARDED, EXPERTS),
     "moe_tp_experts, whole": Case(modules.mixture, {"block.experts": "moe_tp_experts"}, EXPERTS, alone=False),
-    "ep_dispatch_experts": Case(modules.mixture, DISPATCHED, EXPERTS, experts=True),
-    "ep_dispatch_experts, a rank without rows": Case(modules.OneSided, DISPATCHED, EXPERTS, experts=True),
+    "ep_dispatch_experts": Case(modules.mixture, DISPATCHED, EXPERTS, experts={}),
+    "ep_dispatch_experts, a rank without rows": Case(modules.OneSided, DISPATCHED, EXPERTS, experts={}),
     "ep_dispatch_experts, a rank without tokens": Case(
-        modules.mixture, DISPATCHED, EXPERTS, (normal(1, 1, SIZE),), experts=True
+        modules.mixture, DISPATCHED, EXPERTS, (normal(1, 1, SIZE),), experts={}
     ),
-    "ep_dispatch_experts, biases": Case(modules.mixture_with_biases, DISPATCHED | BIASES, BIASED_EXPERTS, experts=True),
-    "ep_router": Case(modules.mixture, MASKED, EXPERTS, experts=True),
-    "ep_router, a rank without rows": Case(modules.OneSided, MASKED, EXPERTS, experts=True),
+    "ep_dispatch_experts, biases": Case(modules.mixture_with_biases, BIASES | DISPATCHED, BIASED_EXPERTS, experts={}),
+    "all tokens on every rank": Case(modules.mixture, MASKED, EXPERTS, experts=ALL_REDUCE),
+    "all tokens on every rank, one without rows": Case(modules.OneSided, MASKED, EXPERTS, experts=ALL_REDUCE),
+    "torch's sequence parallel": Case(lambda: Along(Decoder(), 1), sequence_parallel, NORM),
+    "torch's gate and up": Case(modules.mlp, divided_projections, {}),
+    "torch's gate and up, GELU": Case(modules.gelu_mlp, divided_projections, {}),
+    "torch's gate and up in one": Case(modules.fused_mlp, divided_projections, {}),
+    "torch's norm": Case(lambda: Along(Qwen3RMSNorm(SIZE), 1, local=True), divided_norm, NORM),
+    "torch's norm, uneven": Case(lambda: Along(Qwen3RMSNorm(SIZE), 1), divided_norm, NORM, (normal(2, 5, SIZE),)),
 }
 
 
@@ -119,16 +183,17 @@ def run(name: str, before: bool) -> dict[str, Any]:
     case = CASES[name]
 
     def apply(module: nn.Module) -> None:
-        if case.experts:
-            expert_parallel.apply_expert_parallelism(module, mesh(), mesh(), case.plan)
-        else:
-            tensor_parallel.apply_tensor_parallelism(module, mesh(), case.plan)
+        if callable(case.plan):
+            case.plan(module)
+        elif case.experts is not None:
+            expert_parallel.apply_expert_parallelism(module, mesh(), mesh(), case.plan, **case.experts)
+        else:  # transformers 5.23 wants parameters by name, as its models make them of their plans
+            weights = {f"{path}.weight": style for path, style in case.plan.items()}
+            named = dict(module.named_parameters())
+            plan = {path: style for path, style in weights.items() if path in named} | case.plan
+            tensor_parallel.apply_tensor_parallelism(module, mesh(), plan)
 
-    kernels_ext_npu.register()
-    try:
-        return compare(case.build, apply, case.inputs, before, case.alone)
-    finally:
-        kernels_ext_npu.unregister()
+    return compare(case.build, apply, case.inputs, before, case.alone)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])

@@ -46,6 +46,9 @@ def assert_equal(found: Tensors, truth: Path) -> None:
         ("Gemma 3", NAME, {"packed": True}),
         ("gpt-oss", None, {}),
         ("gpt-oss", NAME, {"padding": 4}),  # blocks of four tokens, of which a window of four sees three
+        ("Qwen3-Next", None, {}),  # blocks of two tokens: convolutions of four see those of several devices
+        ("Qwen3.5", None, {"padding": 4}),
+        ("Kimi Linear", None, {}),
     ],
 )
 def test_context_parallelism(model, attention, options, two_ranks, checkpoints, truths) -> None:
@@ -56,7 +59,7 @@ def test_context_parallelism(model, attention, options, two_ranks, checkpoints, 
 @pytest.mark.parametrize(
     ("model", "attention", "options", "sentence"),
     [
-        ("Qwen3-Next", None, {}, "Qwen3NextGatedDeltaNet: .* its convolution and recurrence would begin anew"),
+        ("Qwen3-Next", None, {"use_cache": True}, "ChunkGatedDeltaRule: .* give the model use_cache=False"),
         (
             "Qwen3",
             None,
@@ -81,10 +84,35 @@ def test_what_context_parallelism_does_not_compute_is_refused(
         assert re.search(sentence, error), error
 
 
-def test_context_parallelism_over_four_devices(four_ranks, checkpoints, truths) -> None:
-    """With one token to a block: windows of four reach over several devices."""
-    for found in four_ranks.run(splitting.step, "torch", checkpoints["Gemma 3"], None):
-        assert_equal(found, truths["Gemma 3"])
+@pytest.mark.parametrize(
+    ("model", "attention", "options"),
+    [
+        ("Gemma 3", None, {}),  # with one token to a block windows of four reach over several devices
+        ("gpt-oss, no groups", None, {}),  # as many key heads as heads: devices exchange them, and sinks with them
+        ("gpt-oss, no groups", NAME, {"padding": 4}),
+        ("Kimi Linear", None, {}),
+    ],
+)
+def test_context_parallelism_over_four_devices(model, attention, options, four_ranks, checkpoints, truths) -> None:
+    for found in four_ranks.run(splitting.step, "torch", checkpoints[model], attention, **options):
+        assert_equal(found, truths[model])
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Processes]:
+    processes = Processes(8)
+    yield processes
+    processes.stop()
+
+
+def test_devices_that_are_more_than_key_heads_get_one_each(eight_ranks, checkpoints, truths) -> None:
+    for found in eight_ranks.run(splitting.step, "torch", checkpoints["Qwen3, groups"], None, packed=True):
+        assert_equal(found, truths["Qwen3, groups"])
+
+
+def test_devices_that_are_more_than_heads_of_a_recurrence_are_refused(eight_ranks, checkpoints) -> None:
+    for error in eight_ranks.run(splitting.error_of_step, "torch", checkpoints["Kimi Linear"], None, padding=4):
+        assert "8 devices, which cannot share 4 heads of a recurrence: let a divisor of these share a sequence" in error
 
 
 def test_parts_of_different_lengths_are_refused(four_ranks, checkpoints) -> None:

@@ -1,6 +1,5 @@
 """What GitHub reads in .github: forms that ask for what commands write, and a workflow that runs what make runs."""
 
-import json
 import re
 from pathlib import Path
 
@@ -23,16 +22,13 @@ def test_a_form_has_what_github_requires(name: str) -> None:
     assert all(part["attributes"]["label"] for part in fields)
 
 
-def test_the_form_asks_for_a_command_that_writes_json() -> None:
-    form = (GITHUB / "ISSUE_TEMPLATE/problem.yml").read_text()
-    (command,) = re.findall(r"`kernels-ext-npu (.+ --json)`", form)
-    json.loads(CliRunner().invoke(app, command.split()).stdout)
-
-
-def test_the_commands_of_the_form_for_cards_have_these_options() -> None:
-    for command, option in (("selftest", "--output"), ("benchmark", "--report")):
-        assert option in CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
-        assert {command, option} <= set(re.findall(r"[\w-]+", (GITHUB / "ISSUE_TEMPLATE/card.yml").read_text()))
+@pytest.mark.parametrize(
+    ("form", "command", "option"),
+    [("problem", "doctor", "--json"), ("card", "selftest", "--output"), ("card", "benchmark", "--report")],
+)
+def test_the_commands_that_a_form_asks_for_have_these_options(form: str, command: str, option: str) -> None:
+    assert option in CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert {command, option} <= set(re.findall(r"[\w-]+", (GITHUB / f"ISSUE_TEMPLATE/{form}.yml").read_text()))
 
 
 def test_the_workflow_runs_the_script_of_this_tree() -> None:

@@ -135,6 +135,15 @@ def test_a_call_is_one_launch_and_no_wait(kernel: ModuleType) -> None:
         assert {name: n for name, n in softnpu.counters().items() if n} == {"npu_fusion_attention_v3": 1}
 
 
+def test_sequences_that_fill_their_rows_are_no_copies_in_the_gradient(kernel: ModuleType) -> None:
+    q, k, v = (t.npu().requires_grad_() for t in draw(0, (12, 4, 16), (12, 2, 16), (12, 2, 16)))
+    result = kernel.flash_attn_varlen_func(q, k, v, [0, 5, 12], [0, 5, 12], causal=True)
+    gradient = torch.ones_like(result)
+    softnpu.reset_counters()
+    torch.autograd.grad(result, (q, k, v), gradient)
+    assert {name: n for name, n in softnpu.counters().items() if n} == {"npu_fusion_attention_grad_v3": 1}
+
+
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (7, 0)}, {}])
 def test_nothing_of_queries_times_keys_is_allocated(kernel: ModuleType, options) -> None:
     """4,096 x 4,096 scores of a head would be 16 MB as booleans; results and statistics are less than 1 MB."""

@@ -1,5 +1,6 @@
 """What the mask function describes, against the masks that transformers makes; and the attention that takes them."""
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,9 @@ from kernels_ext_npu.selftest.functions import attention as attention_formula
 
 TOKENS = 12
 SEQUENCES = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
+# where each row begins and counts on, which transformers asks of packed sequences from 5.23 on
+POSITIONS = torch.cat([torch.arange(2, 7), torch.arange(4), torch.arange(3)]), torch.arange(12)
+REMAPS = hasattr(masking_utils, "packed_sequence_compatibility_function")
 BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1], [-1] * 12])
 
 
@@ -23,7 +27,7 @@ def functions() -> dict[str, Any]:
     m = masking_utils
     causal, none = m.causal_mask_function, torch.zeros(2, dtype=torch.long)
     packed, blocks = m.packed_sequence_mask_function, m.blockwise_overlay(BLOCKS)
-    return {
+    found = {
         "causal": (causal, False),
         "sliding": (m.sliding_window_causal_mask_function(4), False),
         "chunked": (m.chunked_causal_mask_function(5, none), False),
@@ -34,7 +38,21 @@ def functions() -> dict[str, Any]:
         "blocks of images": (m.or_masks(causal, blocks), False),
         "prefix": (m.or_masks(causal, lambda b, h, q, k: k < 4), True),
         "every second": (m.and_masks(causal, lambda b, h, q, k: (q - k) % 2 == 0), True),
+        "packed and chunked": (m.and_masks(m.chunked_causal_mask_function(3, none), packed(SEQUENCES)), False),
     }
+    if REMAPS:
+        remapped = partial(
+            m.packed_sequence_compatibility_function,
+            position_ids=torch.stack(POSITIONS),
+            packed_sequence_mask=SEQUENCES,
+        )
+        found |= {
+            "packed by positions": (remapped(causal), False),
+            "packed and sliding by positions": (remapped(m.sliding_window_causal_mask_function(3)), False),
+            "packed and chunked by positions": (remapped(m.chunked_causal_mask_function(3, none)), False),
+            "packed and odd by positions": (remapped(lambda b, h, q, k: (q % 3 >= k % 3) & (k <= q)), True),
+        }
+    return found
 
 
 PADDING = {
@@ -61,6 +79,13 @@ def describe(kernel: ModuleType, name: str, padding: Tensor | None, queries: int
     moved = None if padding is None else padding.to(device)
     found = kernel.attention_mask(**options, attention_mask=moved, device=device)
     return found, expected
+
+
+def seen_by(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """Compute attention in float64; a query that sees nothing gives zero."""
+    q, k, v = q.double(), *(t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = (q @ k.mT * 8**-0.5 + bias).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1).masked_fill(~seen, 0.0) @ v).transpose(1, 2)
 
 
 @pytest.mark.parametrize("queries", [TOKENS, 5, 1])
@@ -103,9 +128,7 @@ def test_attention_sees_what_the_mask_says(kernel: ModuleType, name: str, paddin
     out, weights = kernel.attention_forward(Module(), *tensors, found)
     assert weights is None
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    scores = exact[0] @ exact[1].repeat_interleave(2, 1).mT * 8**-0.5
-    likely = scores.masked_fill(~expected, -torch.inf).softmax(-1).masked_fill(~expected, 0.0)
-    truth = (likely @ exact[2].repeat_interleave(2, 1)).transpose(1, 2)
+    truth = seen_by(*exact, expected)
     direction = torch.randn(truth.shape, generator=generator)
     (out * direction.to(device)).sum().backward()
     (truth * direction)[expected[:, 0].any(-1)].sum().backward()
@@ -123,9 +146,7 @@ def test_one_row_of_padding_is_that_of_all_sequences(kernel: ModuleType, padding
     kernel.attention_forward(Module(), *(t[:1].npu() for t in (q, k, v)), mask)
     out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask)
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & kept[:, None, None]
-    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-    exact = (scores.softmax(-1) @ v.double()).transpose(1, 2)
-    assert (out.cpu().double() - exact).abs()[:, kept[0]].max() <= 2**-20
+    assert (out.cpu().double() - seen_by(q, k, v, seen)).abs()[:, kept[0]].max() <= 2**-20
 
 
 @pytest.mark.parametrize(
@@ -143,6 +164,37 @@ def test_plain_patterns_make_no_mask_and_the_host_does_not_wait(kernel: ModuleTy
     assert not counts.get("stream_syncs")
     assert counts.get("logical_not", 0) == masked
     assert bool(found._masks) == bool(masked)
+
+
+@pytest.mark.parametrize("name", [name for name in functions() if "packed" in name and "odd" not in name])
+def test_packed_sequences_make_no_mask_and_the_host_waits_once(kernel: ModuleType, name: str) -> None:
+    q, k, v = (torch.randn(2, n, TOKENS, 8).npu() for n in (4, 2, 2))
+    function, _ = functions()[name]
+    softnpu.reset_counters()
+    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "device": "npu"}
+    found = kernel.attention_mask(**sizes, mask_function=function)
+    for _ in range(3):
+        kernel.attention_forward(Module(), q, k, v, found)
+    counts = softnpu.counters()
+    assert counts["npu_fusion_attention_v3"] == 3
+    assert not counts.get("logical_not")
+    assert not found._masks
+
+
+@pytest.mark.skipif(not REMAPS, reason="chunks are of places in a row, whatever positions are")
+@pytest.mark.parametrize("first", [0, 2])
+def test_positions_of_a_batch_that_is_not_packed_move_no_chunks(kernel: ModuleType, first: int) -> None:
+    """transformers looks whether any row is packed, for which the host waits; ours hands positions on."""
+    chunks = masking_utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long))
+    positions, ids = torch.arange(first, first + TOKENS).expand(2, -1), torch.zeros(2, TOKENS, dtype=torch.long)
+    function = masking_utils.packed_sequence_compatibility_function(chunks, positions, ids)
+    found = kernel.attention_mask(2, TOKENS, TOKENS, mask_function=function)
+    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "allow_is_causal_skip": False}
+    assert torch.equal(found.mask(), masking_utils.sdpa_mask(**sizes, mask_function=chunks))
+    q = torch.randn(2, 1, TOKENS, 8, generator=torch.Generator().manual_seed(0))
+    out = kernel.attention_forward(Module(), *[q.npu()] * 3, found)[0]
+    scores = (q.double() @ q.double().mT * 8**-0.5).masked_fill(~found.mask(), -torch.inf)
+    assert (out.cpu().double() - (scores.softmax(-1) @ q.double()).transpose(1, 2)).abs().max() <= 2**-20
 
 
 # ---- lengths of the caller -------------------------------------------------------------------------------------------
@@ -166,31 +218,39 @@ def test_packed_lengths_of_the_caller(kernel: ModuleType, causal: bool, window: 
     assert (out[0].cpu().double() - expected).abs().max() <= 2**-20
 
 
+SEVERAL = torch.arange(5).repeat_interleave(torch.tensor([4, 5, 3, 6, 6])).view(2, TOKENS)
+
+
 @pytest.mark.parametrize(
-    ("name", "compiled"),
+    ("name", "padded", "compiled"),
     [
-        ("causal", True),
-        ("sliding", True),
-        ("chunked", False),
-        ("blocks of images", False),
-        ("prefix", False),
-        ("prefix", True),
+        ("causal", False, True),
+        ("sliding", False, True),
+        ("chunked", False, False),
+        ("blocks of images", False, False),
+        *(("prefix", padded, compiled) for padded in (False, True) for compiled in (False, True)),
+        *((name, True, False) for name in ("causal", "chunked", "blocks of images")),
     ],
 )
-def test_lengths_of_the_caller_beside_any_mask(kernel: ModuleType, name: str, compiled: bool) -> None:
-    """A query sees what both leave it, in a graph too, where masks are tensors; elsewhere it is computed once."""
+def test_lengths_of_the_caller_beside_any_mask(kernel: ModuleType, name: str, padded: bool, compiled: bool) -> None:
+    """A query sees what both leave it, in a graph too, where masks are tensors; elsewhere it is computed once.
+
+    Padding goes before, as transformers' flash attention has it: lengths may be those of the tokens without it.
+    """
     torch.compiler.reset()
     function, one_by_one = functions()[name]
     sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "mask_function": function}
     options = sizes | {"use_vmap": one_by_one, "allow_is_causal_skip": False}
-    sequences = torch.arange(5).repeat_interleave(torch.tensor([4, 5, 3, 6, 6])).view(2, TOKENS)
-    together = sequences.unsqueeze(-1) == sequences.unsqueeze(-2)
-    seen = masking_utils.sdpa_mask(**options) & together.unsqueeze(1)
-    ends, key_ends = torch.tensor([[0, 4, 9, 12, 18, 24]] * 2, dtype=torch.int32, device="npu")
+    padding = PADDING["left"] if padded else None
+    seen = masking_utils.sdpa_mask(**options, attention_mask=padding)
+    if not padded:
+        seen = seen & (SEVERAL.unsqueeze(-1) == SEVERAL.unsqueeze(-2)).unsqueeze(1)
+    ends, key_ends = torch.tensor([[0, 9, 21] if padded else [0, 4, 9, 12, 18, 24]] * 2, dtype=torch.int32).npu()
+    kept = padding.npu() if padded else None
     q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
 
     def attention(*tensors: Tensor) -> Tensor:
-        mask = kernel.attention_mask(**options, device="npu")
+        mask = kernel.attention_mask(**options, attention_mask=kept, device="npu")
         for _ in range(2):  # layers
             out, _ = kernel.attention_forward(Module(), *tensors, mask, cu_seq_lens_q=ends, cu_seq_lens_k=key_ends)
         return out
@@ -198,35 +258,9 @@ def test_lengths_of_the_caller_beside_any_mask(kernel: ModuleType, name: str, co
     call = torch.compile(attention, backend="aot_eager") if compiled else attention
     softnpu.reset_counters()
     found = call(*(t.npu() for t in (q, k, v)))
-    assert compiled or softnpu.counters()["ne"] == 1
-    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-    assert (found.cpu().double() - (scores.softmax(-1) @ v.double()).transpose(1, 2)).abs().max() <= 2**-20
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [("causal", False), ("chunked", False), ("blocks of images", False), ("prefix", False), ("prefix", True)],
-)
-def test_padding_goes_before_lengths_of_the_caller(kernel: ModuleType, name: str, compiled: bool) -> None:
-    """As transformers' flash attention has it: lengths may be those of the tokens without it."""
-    torch.compiler.reset()
-    function, one_by_one = functions()[name]
-    sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "mask_function": function}
-    options = sizes | {"use_vmap": one_by_one, "allow_is_causal_skip": False}
-    padding = PADDING["left"]
-    kept, seen = padding.npu(), masking_utils.sdpa_mask(**options, attention_mask=padding)
-    ends = torch.tensor([0, 9, 21], dtype=torch.int32, device="npu")
-    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
-
-    def attention(*tensors: Tensor) -> Tensor:
-        mask = kernel.attention_mask(**options, attention_mask=kept, device="npu")
-        return kernel.attention_forward(Module(), *tensors, mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends)[0]
-
-    call = torch.compile(attention, backend="aot_eager") if compiled else attention
-    found = call(*(t.npu() for t in (q, k, v)))
-    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-    exact = (scores.softmax(-1).nan_to_num() @ v.double()).transpose(1, 2)
-    assert (found.cpu().double() - exact)[padding].abs().max() <= 2**-20
+    assert compiled or padded or softnpu.counters()["ne"] == 1
+    error = (found.cpu().double() - seen_by(q, k, v, seen)).abs()
+    assert (error[padding] if padded else error).max() <= 2**-20
 
 
 @pytest.mark.skipif(torch.npu.device_count() < 2, reason="it needs two devices")
@@ -249,8 +283,7 @@ def test_cross_attention_with_padded_keys(kernel: ModuleType) -> None:
         2, 3, 7, mask_function=masking_utils.bidirectional_mask_function, attention_mask=padding
     )
     out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, is_causal=False)
-    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~padding[:, None, None], -torch.inf)
-    assert (out.cpu().double() - (scores.softmax(-1) @ v.double()).transpose(1, 2)).abs().max() <= 2**-20
+    assert (out.cpu().double() - seen_by(q, k, v, padding[:, None, None])).abs().max() <= 2**-20
 
 
 def test_chosen_keys_of_an_indexer(kernel: ModuleType) -> None:
@@ -261,8 +294,7 @@ def test_chosen_keys_of_an_indexer(kernel: ModuleType) -> None:
     mask = kernel.attention_mask(2, TOKENS, TOKENS)
     out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, indices=chosen.npu())
     seen = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool).scatter(-1, chosen, True).tril().unsqueeze(1)
-    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-    assert (out.cpu().double() - (scores.softmax(-1) @ v.double()).transpose(1, 2)).abs().max() <= 2**-20
+    assert (out.cpu().double() - seen_by(q, k, v, seen)).abs().max() <= 2**-20
 
 
 def test_biases_of_positions_are_added_to_scores(kernel: ModuleType) -> None:
@@ -272,9 +304,7 @@ def test_biases_of_positions_are_added_to_scores(kernel: ModuleType) -> None:
     mask = kernel.attention_mask(2, TOKENS, TOKENS)
     out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, position_bias=leaf)
     exact = bias.double().requires_grad_()
-    left_out = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    scores = (q.double() @ k.double().mT * 8**-0.5 + exact).masked_fill(left_out, -torch.inf)
-    expected = (scores.softmax(-1) @ v.double()).transpose(1, 2)
+    expected = seen_by(q, k, v, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), exact)
     out.sum().backward()
     expected.sum().backward()
     assert (out.detach().cpu().double() - expected.detach()).abs().max() <= 2**-20

@@ -80,9 +80,6 @@ def test_gradients_are_those_of_eager_attention(pairs, name: str, batch: str) ->
             assert_equal(found[parameter_name].grad, parameter.grad)
 
 
-# ---- host waits ------------------------------------------------------------------------------------------------------
-
-
 # ---- caches ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)

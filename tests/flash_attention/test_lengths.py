@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from threading import Barrier
 from types import ModuleType
 
@@ -9,29 +10,24 @@ import pytest
 import torch
 
 
-def test_what_waits_in_one_thread_is_read_together(kernel: ModuleType) -> None:
-    first, second = (
-        kernel.lengths.HostValues(torch.tensor([1, 2])),
-        kernel.lengths.HostValues(torch.tensor([[True], [False]])),
-    )
-    assert first.values.tolist() == [1, 2]
-    assert second._values is not None
-    assert second.values.tolist() == [[1], [0]]
+@pytest.fixture
+def lengths(kernel: ModuleType) -> ModuleType:
+    return import_module(f"{kernel.__name__}.lengths")
 
 
-def test_what_waits_in_another_thread_is_left_to_it(kernel: ModuleType) -> None:
+def test_what_waits_in_another_thread_is_left_to_it(lengths: ModuleType) -> None:
     """Its stream may not have computed it."""
-    here = kernel.lengths.HostValues(torch.tensor([1]))
+    here = lengths.HostValues(torch.tensor([1]))
     with ThreadPoolExecutor(1) as threads:
-        there = threads.submit(lambda: kernel.lengths.HostValues(torch.tensor([2]))).result()
+        there = threads.submit(lambda: lengths.HostValues(torch.tensor([2]))).result()
         assert here.values.tolist() == [1]
         assert there._values is None
         assert threads.submit(lambda: there.values.tolist()).result() == [2]
 
 
-def test_a_thread_reads_what_another_one_has_made(kernel: ModuleType) -> None:
+def test_a_thread_reads_what_another_one_has_made(lengths: ModuleType) -> None:
     """As autograd's do when they compute a forward again."""
-    here, other = kernel.lengths.HostValues(torch.tensor([3])), kernel.lengths.HostValues(torch.tensor([4]))
+    here, other = lengths.HostValues(torch.tensor([3])), lengths.HostValues(torch.tensor([4]))
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(lambda: here.values.tolist()).result() == [3]
     assert other.values.tolist() == [4]
@@ -46,14 +42,14 @@ def _switching_often():
 
 
 @pytest.mark.usefixtures("_switching_often")
-def test_threads_make_and_read_at_once(kernel: ModuleType) -> None:
+def test_threads_make_and_read_at_once(lengths: ModuleType) -> None:
     start = Barrier(4)
 
     def make_and_read(number: int) -> list[int]:
         start.wait()
         found = []
         for index in range(300):
-            several = [kernel.lengths.HostValues(torch.tensor([number, index])) for _ in range(3)]
+            several = [lengths.HostValues(torch.tensor([number, index])) for _ in range(3)]
             found += several[-1].values.tolist()
         return found
 

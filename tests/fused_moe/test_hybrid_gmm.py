@@ -128,14 +128,3 @@ def test_frozen_weights_get_no_gradient_and_cost_none(kernel: ModuleType, npu_co
     softnpu.reset_counters()
     y.backward(torch.ones_like(y))
     assert npu_counters()["npu_grouped_matmul"] == 1
-
-
-def test_works_with_fake_tensors(kernel: ModuleType) -> None:
-    with torch._subclasses.FakeTensorMode():
-        leaf = torch.empty(9, 4, device="npu", dtype=torch.bfloat16, requires_grad=True)
-        parameters = [torch.empty(6, 4, device="npu", dtype=torch.bfloat16, requires_grad=True) for _ in range(130)]
-        counts = torch.empty(130, dtype=torch.int64, device="npu")
-        y = kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters)
-        y.sum().backward()
-    assert y.shape == (9, 6)
-    assert parameters[129].grad.shape == (6, 4)

@@ -1,11 +1,13 @@
-"""Tiny checkpoints on disk, and which layers run."""
+"""Tiny checkpoints on disk, a bundle, and which layers run."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
+from kernels_ext_npu.distribution import bundles
 from tests.support import zoo
 
 
@@ -21,6 +23,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return saved[name]
 
     return save
+
+
+@pytest.fixture(scope="module")
+def frozen() -> None:
+    """For tests that collect garbage: what is there before is none, and to look at it costs a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the kernels that are here."""
+    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
+    bundles.write(path)
+    return path
 
 
 @pytest.fixture

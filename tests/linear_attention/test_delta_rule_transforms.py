@@ -5,7 +5,6 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.support.delta_rule_inputs import draw
@@ -98,18 +97,3 @@ def test_what_is_not_asked_for_is_not_kept(kernel: ModuleType, by_channel: bool)
         out, state = getattr(kernel, FUNCTIONS[by_channel])(*some, output_final_state=True)
         (out.sum() + state.sum()).backward()
         assert [x.grad is not None for x in some] == [n == number for n in range(5)]
-
-
-@BOTH
-def test_fake_tensors_have_the_shapes_of_real_ones(kernel: ModuleType, by_channel: bool) -> None:
-    function = getattr(kernel, FUNCTIONS[by_channel])
-    real = function(*(x.detach() for x in given(by_channel)), **OPTIONS)
-    with FakeTensorMode() as mode:
-        fake = function(*(mode.from_tensor(x.detach()) for x in given(by_channel)), **OPTIONS)
-    for one, other in zip(fake, real):
-        assert (one.shape, one.dtype, one.device, one.stride()) == (
-            other.shape,
-            other.dtype,
-            other.device,
-            other.stride(),
-        )

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 
 import yaml
 from starlette.applications import Starlette
@@ -11,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from . import content, repositories
-from .faults import CONTROL, REGISTRY
+from .faults import REGISTRY
 from .shared import Hub, check_token, hub_of, parameter, token_of
 from .store import KINDS, HubError
 
@@ -33,8 +32,7 @@ def create_app(hub: Hub) -> Callable:
 
 def checked(endpoint: Callable) -> Callable:
     async def handler(request: Request) -> Response:
-        if not request.url.path.startswith(CONTROL):
-            check_token(request)
+        check_token(request)
         return await endpoint(request)
 
     return handler
@@ -88,44 +86,9 @@ async def registry(request: Request) -> Response:
     return JSONResponse({"standardEnvVars": [], "harnesses": {}})
 
 
-# ---- control ---------------------------------------------------------------------------------------------------------
-async def faults(request: Request) -> Response:
-    planned = hub_of(request).faults
-    if request.method == "DELETE":
-        planned.clear()
-    elif request.method == "POST":
-        try:
-            planned.add(**await request.json())
-        except (TypeError, ValueError) as error:
-            raise HubError(400, str(error)) from None
-    return JSONResponse(planned.to_json())
-
-
-async def requests(request: Request) -> Response:
-    logged = hub_of(request).faults.requests
-    if request.method == "DELETE":
-        logged.clear()
-    return JSONResponse([asdict(entry) for entry in logged])
-
-
-async def settings(request: Request) -> Response:
-    current = hub_of(request).settings
-    if request.method == "PATCH":
-        changes = await request.json()
-        if unknown := changes.keys() - asdict(current).keys():
-            raise HubError(400, f"no setting is called {', '.join(unknown)}; there are {', '.join(asdict(current))}")
-        for name, value in changes.items():
-            setattr(current, name, set(value) if name == "trusted" else value)
-    token = None if current.token is None else "required"
-    return JSONResponse(asdict(current) | {"trusted": sorted(current.trusted), "token": token})
-
-
 ROUTES = [
     Route("/api/whoami-v2", whoami),
     Route(REGISTRY, registry),
     Route("/api/organizations/{organisation}/overview", organisation),
     Route("/api/validate-yaml", validate_yaml, methods=["POST"]),
-    Route(f"{CONTROL}faults", faults, methods=["GET", "POST", "DELETE"]),
-    Route(f"{CONTROL}requests", requests, methods=["GET", "DELETE"]),
-    Route(f"{CONTROL}settings", settings, methods=["GET", "PATCH"]),
 ]

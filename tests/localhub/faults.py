@@ -6,10 +6,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-CONTROL = "/_localhub/"
 # fetched by clients once a day on their own: counted, it would move the numbers of all other requests
 REGISTRY = "/api/agent-harnesses"
 KINDS = ("refuse", "delay", "cut", "lose", "truncate", "status")
@@ -88,11 +87,6 @@ class Faults:
         with self.lock:
             self.planned.clear()
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """List the planned faults, each with the number of requests that it has matched."""
-        with self.lock:
-            return [asdict(fault) | {"matched": count[0]} for fault, count in self.planned]
-
     def take(self, method: str, path: str, query: str, authorized: bool) -> tuple[LoggedRequest, Fault | None]:
         """Log a request, count it, and return the first fault that is due."""
         with self.lock:
@@ -115,7 +109,7 @@ class FaultyApp:
         self.app, self.faults, self.refuse = app, faults, refuse
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        if scope["path"].startswith((CONTROL, REGISTRY)):
+        if scope["path"].startswith(REGISTRY):
             await self.app(scope, receive, send)
             return
         request, fault = self.faults.take(

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .shared import hub_of, page, parameter, repository_of, url_of
+from .shared import hub_of, parameter, repository_of, url_of
 from .store import HubError
 
 
@@ -17,20 +17,12 @@ async def create(request: Request) -> Response:
         raise HubError(403, f"You don't have the rights to create a {kind[:-1]} under this namespace")
     described = {"url": url_of(request, kind, repo_id), "name": repo_id, "id": repo_id}
     try:
-        hub.store.create(kind, repo_id, asked.get("visibility") == "private" or bool(asked.get("private")))
+        hub.store.create(kind, repo_id, asked.get("visibility") == "private")
     except HubError as error:
         if error.status != 409:
             raise
         return JSONResponse(described | {"error": error.message}, 409, {"X-Error-Message": error.message})
     return JSONResponse(described)
-
-
-async def delete(request: Request) -> Response:
-    asked = await request.json()
-    hub = hub_of(request)
-    repo_id = f"{asked.get('organization') or hub.settings.user}/{asked['name']}"
-    hub.store.delete(f"{asked.get('type') or 'model'}s", repo_id)
-    return JSONResponse({})
 
 
 async def info(request: Request) -> Response:
@@ -62,7 +54,7 @@ async def references(request: Request) -> Response:
             for name, commit in sorted(refs[group].items())
         ]
 
-    described = {"branches": listed("branches", "refs/heads/"), "tags": listed("tags", "refs/tags/"), "converts": []}
+    described = {"branches": listed("branches", "refs/heads/"), "tags": [], "converts": []}
     if "include_prs" in request.query_params:
         described["pullRequests"] = [entry | {"name": entry["ref"]} for entry in listed("pulls", "refs/pr/")]
     return JSONResponse(described)
@@ -75,40 +67,16 @@ async def create_branch(request: Request) -> Response:
 
 
 async def delete_branch(request: Request) -> Response:
-    repository_of(request).delete_ref("branches", parameter(request, "name_of_ref"))
+    repository_of(request).delete_branch(parameter(request, "name_of_ref"))
     return JSONResponse({})
-
-
-async def create_tag(request: Request) -> Response:
-    repository_of(request).create_tag((await request.json())["tag"], parameter(request, "name_of_ref"))
-    return JSONResponse({})
-
-
-async def delete_tag(request: Request) -> Response:
-    repository_of(request).delete_ref("tags", parameter(request, "name_of_ref"))
-    return JSONResponse({})
-
-
-async def commits(request: Request) -> Response:
-    history = repository_of(request).history(parameter(request, "revision"))
-    author = {"user": hub_of(request).settings.user}
-    described = [
-        {"id": commit.id, "title": commit.title, "message": commit.message, "date": commit.date, "authors": [author]}
-        for commit in history
-    ]
-    return page(request, described)
 
 
 REPOSITORY = "/api/{kind}/{organisation}/{name}"
 ROUTES = [
     Route("/api/repos/create", create, methods=["POST"]),
-    Route("/api/repos/delete", delete, methods=["DELETE"]),
     Route(REPOSITORY, info),
     Route(REPOSITORY + "/revision/{revision}", info),
     Route(REPOSITORY + "/refs", references),
-    Route(REPOSITORY + "/commits/{revision}", commits),
     Route(REPOSITORY + "/branch/{name_of_ref}", create_branch, methods=["POST"]),
     Route(REPOSITORY + "/branch/{name_of_ref}", delete_branch, methods=["DELETE"]),
-    Route(REPOSITORY + "/tag/{name_of_ref}", create_tag, methods=["POST"]),
-    Route(REPOSITORY + "/tag/{name_of_ref}", delete_tag, methods=["DELETE"]),
 ]

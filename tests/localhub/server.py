@@ -97,6 +97,15 @@ class LocalHub:
             "NO_PROXY": "127.0.0.1",
         }
 
+    def publish(self, repo_id: str, files: dict[str, bytes], branch: str = "v1") -> str:
+        """Commit files to a branch of a kernel repository, which are made if they are not there; return the commit."""
+        known = (self.root / "kernels" / repo_id).exists()
+        repository = self.store.get("kernels", repo_id) if known else self.store.create("kernels", repo_id)
+        if branch not in repository.refs()["branches"]:
+            repository.create_branch(branch, "main")
+        changes = [("add", path, self.store.add_file(content)) for path, content in files.items()]
+        return repository.add(branch, "published", "", changes)[0].id
+
     # ---- in the thread -----------------------------------------------------------------------------------------------
     def _run(self, running: threading.Event) -> None:
         with contextlib.suppress(asyncio.CancelledError):

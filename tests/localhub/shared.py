@@ -1,11 +1,9 @@
-"""Share what the handlers have in common: the state of the Hub, access, the repository of a request, and pages."""
+"""Share what the handlers have in common: the state of the Hub, access, and the repository of a request."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import unquote
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from .faults import Faults
 from .store import HubError, Repository, Store
@@ -18,15 +16,11 @@ class Settings:
     - trusted: the organisations whose overview says that they are trusted publishers of kernels
     - token: the one that is required for writing; None accepts any, and none at all
     - may_create: whether repositories can be created; otherwise 403
-    - lfs: whether binary and large files go to LFS; otherwise every file is a regular one
-    - page_size: the number of entries of a listing before its next page
     """
 
     trusted: set[str] = field(default_factory=set)
     token: str | None = None
     may_create: bool = True
-    lfs: bool = False
-    page_size: int = 1000
     user: str = "tester"
 
 
@@ -65,22 +59,12 @@ def token_of(request: Request) -> str | None:
 
 
 def check_token(request: Request) -> None:
-    """Refuse a wrong token. Reading, which a question asked by POST is too, needs none."""
+    """Refuse a wrong token. Reading needs none."""
     required, sent = hub_of(request).settings.token, token_of(request)
     if required is None or sent == required:
         return
     if sent is not None:
         raise HubError(401, "Invalid credentials in Authorization header")
-    asks = request.method in ("GET", "HEAD") or "/paths-info/" in request.url.path
-    if not asks and not request.url.path.startswith(("/lfs/", "/api/validate-yaml")):
+    asks = request.method in ("GET", "HEAD") or request.url.path.startswith("/api/validate-yaml")
+    if not asks:
         raise HubError(401, "Invalid username or password.")
-
-
-def page(request: Request, entries: list[Any]) -> JSONResponse:
-    """Answer with the entries from `cursor` on, and where the next ones are."""
-    start = int(request.query_params.get("cursor", 0))
-    end = start + hub_of(request).settings.page_size
-    headers = {}
-    if end < len(entries):
-        headers["Link"] = f'<{request.url.include_query_params(cursor=end)}>; rel="next"'
-    return JSONResponse(entries[start:end], headers=headers)

@@ -4,7 +4,7 @@
     kernels/<organisation>/<name>/
         repository.json                      {"private": false}
         commits/<id>.json                    title, parents, and every file of the tree
-        refs.json                            {"branches": {}, "tags": {}, "pulls": {}}, replaced in one step
+        refs.json                            {"branches": {}, "pulls": {}}, replaced in one step
 
 A commit becomes visible when `refs.json` is replaced, so a server that is killed leaves the old state or the new one.
 """
@@ -40,12 +40,9 @@ class HubError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """Describe a file: `git_id` is that of the content, or of the pointer where the content is kept by LFS."""
-
     git_id: str
     sha256: str
     size: int
-    lfs: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,6 @@ class Commit:
 
 def git_id(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def lfs_pointer(sha256: str, size: int) -> bytes:
-    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
 
 
 def write(path: Path, content: bytes) -> None:
@@ -89,7 +82,7 @@ class Store:
                 raise HubError(409, "You already created this repo")
             first = repository.add_commit([], "initial commit", "", repository.changed({}, [file_at_first(self)]))
             write(repository.folder / "repository.json", json.dumps({"private": private}).encode())
-            repository.write_refs({"branches": {"main": first.id}, "tags": {}, "pulls": {}})
+            repository.write_refs({"branches": {"main": first.id}, "pulls": {}})
             return repository
 
     def get(self, kind: str, repo_id: str) -> Repository:
@@ -134,7 +127,7 @@ class Repository:
 
     # ---- references --------------------------------------------------------------------------------------------------
     def refs(self) -> dict[str, dict[str, str]]:
-        """Read the commits of `branches`, `tags` and `pulls`, by name."""
+        """Read the commits of `branches` and `pulls`, by name."""
         return json.loads((self.folder / "refs.json").read_text())
 
     def write_refs(self, refs: dict[str, dict[str, str]]) -> None:
@@ -156,25 +149,18 @@ class Repository:
                 raise HubError(409, f"Reference already exists: refs/heads/{name}")
             refs["branches"][name] = self.commit(start).id
 
-    def create_tag(self, name: str, start: str) -> None:
+    def delete_branch(self, name: str) -> None:
         with self.edited_refs() as refs:
-            if name in refs["tags"]:
-                raise HubError(409, f"Tag reference exists already: {name}")
-            refs["tags"][name] = self.commit(start).id
-
-    def delete_ref(self, group: str, name: str) -> None:
-        with self.edited_refs() as refs:
-            if (group, name) == ("branches", "main"):
+            if name == "main":
                 raise HubError(403, "The main branch cannot be deleted")
-            if refs[group].pop(name, None) is None:
+            if refs["branches"].pop(name, None) is None:
                 raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
 
     # ---- commits -----------------------------------------------------------------------------------------------------
     def commit(self, revision: str) -> Commit:
-        """Find the commit of a branch, a tag, `refs/pr/N` or the id of a commit."""
-        refs = self.refs()
-        place = self.place_of(revision)
-        found = refs[place[0]].get(place[1]) or refs["tags"].get(revision.removeprefix("refs/tags/")) or revision
+        """Find the commit of a branch, `refs/pr/N` or the id of a commit."""
+        group, name = self.place_of(revision)
+        found = self.refs()[group].get(name) or revision
         path = self.folder / "commits" / f"{found}.json"
         if not re.fullmatch("[0-9a-f]{40}", found) or not path.is_file():
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")

@@ -28,24 +28,19 @@ def exact(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Ten
         (torch.float16, torch.float16),
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float32),
+        (torch.bfloat16, None),  # without a weight
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, dtypes, eps) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(shape).to(dtypes[0]), torch.randn(shape[-1]).to(dtypes[1])
-    moved = x.to("npu"), weight.to("npu")
-    assert launched(lambda: kernel.rms_norm(*moved, eps)) == {"npu_rms_norm": 1}
+    x, weight = torch.randn(shape).to(dtypes[0]), dtypes[1] and torch.randn(shape[-1]).to(dtypes[1])
+    moved = x.to("npu"), dtypes[1] and weight.to("npu")
+    ones = {} if dtypes[1] else {"fill_": 1}
+    assert launched(lambda: kernel.rms_norm(*moved, eps)) == {"npu_rms_norm": 1} | ones
     y = kernel.rms_norm(*moved, eps)
     assert y.dtype == x.dtype
     assert_rounded(y, exact(x, weight, eps))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_without_a_weight(kernel: ModuleType, dtype) -> None:
-    x = torch.randn(4, 32).to(dtype)
-    assert launched(lambda: kernel.rms_norm(x.to("npu"), None, 1e-6))["npu_rms_norm"] == 1
-    assert_rounded(kernel.rms_norm(x.to("npu"), None, 1e-6), exact(x, None, 1e-6))
 
 
 def test_a_zero_row_with_eps_zero_is_not_hidden(kernel: ModuleType) -> None:
@@ -83,11 +78,6 @@ def test_a_weight_of_an_illegal_pair_is_widened(kernel: ModuleType, dtypes) -> N
     y = kernel.rms_norm(*moved, 1e-6)
     assert y.dtype == x.dtype
     assert_rounded(y, exact(x, weight, 1e-6))
-
-
-def test_on_the_cpu_the_formula_is_computed_in_torch(kernel: ModuleType) -> None:
-    x, weight = torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(5, dtype=torch.bfloat16)
-    assert_rounded(kernel.rms_norm(x, weight, 1e-6), exact(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
@@ -173,11 +163,6 @@ def test_add_of_two_dtypes_takes_the_wider(kernel: ModuleType) -> None:
     normed, total = kernel.add_rms_norm(*(t.to("npu") for t in (x, residual, weight)), 1e-6)
     assert normed.dtype == total.dtype == torch.float32
     assert_rounded(normed, exact(x + residual, weight, 1e-6), roundings=2)
-
-
-def test_add_of_nothing(kernel: ModuleType) -> None:
-    empty, weight = torch.empty(0, 8, device="npu"), torch.ones(8, device="npu")
-    assert kernel.add_rms_norm(empty, empty, weight, 1e-6)[0].shape == (0, 8)
 
 
 @pytest.mark.parametrize(

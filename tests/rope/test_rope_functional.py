@@ -77,42 +77,6 @@ def test_attention_of_transformers_is_one_launch_each_and_no_copy(kernel: Module
         assert found == {"npu_rotary_mul": 2}
 
 
-def test_rows_of_a_left_padded_batch_have_positions_of_their_own(kernel: ModuleType) -> None:
-    positions = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]])
-    angles = (positions[..., None] * 10.0 ** -(torch.arange(8) / 4)).repeat(1, 1, 2)
-    q, k = torch.randn(3, 5, 4, 16).transpose(1, 2), torch.randn(3, 5, 2, 16).transpose(1, 2)
-    rotated = kernel.apply_rotary_pos_emb(*(t.to("npu") for t in (q, k, angles.cos(), angles.sin())))
-    for found, x in zip(rotated, (q, k)):
-        for row in range(3):
-            expected = exact(x[row], angles[row].cos(), angles[row].sin())
-            assert_rounded(found[row], expected)
-
-
-def test_memory_that_is_laid_out_by_heads_is_taken_as_it_is(kernel: ModuleType) -> None:
-    x, cos, sin = (t.to("npu") for t in draw((2, 4, 33, 64), (2, 1, 33, 64)))
-    y = kernel.rotary_mul(x, cos, sin)
-    assert y.is_contiguous()
-    assert launched(lambda: kernel.rotary_mul(x, cos, sin)) == {"npu_rotary_mul": 1}
-
-
-def test_interleaved_pairs_with_a_table_a_row_are_read_as_tokens(kernel: ModuleType) -> None:
-    """The operator has no such layout for a batch: batch and positions are one dimension of the same memory."""
-    x, cos, sin = draw((3, 7, 4, 64), (3, 7, 64))
-    moved = [t.to("npu") for t in (x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))]
-    moved[0] = x.to("npu").transpose(1, 2)
-    assert launched(lambda: kernel.rotary_mul(*moved, True)) == {"npu_rotary_mul": 1}
-    assert_rounded(kernel.rotary_mul(*moved, True), exact(x.transpose(1, 2), cos[:, None], sin[:, None], True))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_large_batch_that_shares_a_table_is_read_as_tokens_too(kernel: ModuleType, interleaved) -> None:
-    """A batch of 1000, which no layout with a batch takes; interleaved the limit is B·N < 1000."""
-    x, cos, sin = draw((1000, 2, 3, 8), (1, 2, 1, 8))
-    moved = [t.to("npu") for t in (x, cos, sin)]
-    assert launched(lambda: kernel.rotary_mul(*moved, interleaved))["npu_rotary_mul"] == 1
-    assert_rounded(kernel.rotary_mul(*moved, interleaved), exact(x, cos, sin, interleaved))
-
-
 @pytest.mark.parametrize(
     ("shape", "of_cos", "dtype", "why"),
     [

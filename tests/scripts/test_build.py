@@ -234,35 +234,6 @@ def test_without_an_npu_only_the_universal_variant_is_left() -> None:
     assert chosen("2.13", None, "x86_64") == ["torch-universal"]
 
 
-DESCRIBED = """
-import softnpu, os, pathlib, platform, sys, torch
-torch_version, cann, cpu, expected = sys.argv[1:]
-os.environ["ASCEND_HOME_PATH"] = cann
-platform.machine = lambda: cpu
-torch.__version__ = torch_version
-from kernels import get_local_kernel, get_loaded_kernels
-kernel = get_local_kernel(pathlib.Path("REPOSITORY"))
-(loaded,) = get_loaded_kernels()
-assert expected.replace("-", "_") in loaded.metadata.id, loaded.metadata.id
-x = torch.ones(2, 8, device="npu")
-assert kernel.rms_norm(x, torch.ones(8, device="npu"), 0.0).sum().item() == 16
-"""
-
-
-@pytest.mark.parametrize(
-    ("torch", "cann", "cpu", "expected"),
-    [
-        ("2.8.0+cpu", "8.2.RC1", "aarch64", "torch28-cxx11-cann82-aarch64-linux"),
-        ("2.8.0", "8.1.RC1", "aarch64", "torch-npu"),
-    ],
-)
-def test_the_loader_takes_it_on_a_machine_that_says_so(run_forked, tmp_path: Path, torch, cann, cpu, expected) -> None:
-    """`make test-variants` has the machines themselves."""
-    (tmp_path / "ascend_toolkit_install.info").write_text(f"version={cann}\n")
-    code = DESCRIBED.replace("REPOSITORY", str(build.ROOT / "RMSNorm"))
-    run_forked(code, torch, str(tmp_path), cpu, expected)
-
-
 # ---- true to the releases --------------------------------------------------------------------------------------------
 def schemas() -> dict[str, dict[str, str]]:
     """Release -> operator -> parameters."""

@@ -77,24 +77,6 @@ def cells(table: str) -> list[list[str]]:
 
 
 @counted
-def test_headings_are_in_the_language_of_the_document() -> None:
-    kinds, known = (
-        [generated.PARTS[name](language) for language in ("en", "zh")] for name in ("coverage", "best-known")
-    )
-    assert kinds[0] in (ROOT / "README.md").read_text()
-    assert known[0] in (ROOT / "docs/served.md").read_text()
-    assert "| kernel | for | served | not served |" in kinds[0]
-    assert "| 算子 | 对象 | 已支持 | 保留原实现 |" in kinds[1]
-    assert "| 模型类型 |" in known[1]
-    for word in ("served", "not served", "norms", "routers", "with", "model type"):
-        assert word not in re.sub(r"\]\(.*?\)", "]", kinds[1] + known[1])
-    for (english, chinese), least in ((kinds, 10), (known, 100)):
-        figures = [re.findall(r"(\d+/\d+|–|\d+) \|", text) for text in (english, chinese)]
-        assert figures[0] == figures[1]
-        assert len(figures[0]) > least
-
-
-@counted
 def test_the_short_table_links_the_card_of_each_kernel() -> None:
     linked = re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", generated.PARTS["coverage"]("en"), re.MULTILINE)
     serving = {repository.name for repository in catalogue.SERVING}

@@ -1,22 +1,18 @@
-"""The Hub of the tests: that the real clients find in it what they expect of the Hub."""
+"""The Hub of the tests: the real clients find in it what they expect of the Hub, and each fault does what it says."""
 
-import os
+import contextlib
+import http.client
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    constants,
-    hf_hub_download,
-    hf_hub_url,
-    snapshot_download,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     RemoteEntryNotFoundError,
@@ -25,83 +21,28 @@ from huggingface_hub.errors import (
 )
 
 from tests.localhub import LocalHub
-from tests.localhub.client import REPOSITORY, Client
+from tests.localhub.client import REPOSITORY, TOKEN, Client
 
 ROOT = Path(__file__).parent.parent.parent
+COMMIT = {"method": "POST", "path": "*/commit/main"}
+LOST = httpx2.RemoteProtocolError, httpx2.NetworkError
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-PUBLISH = """
-import sys
-from pathlib import Path
-from huggingface_hub import CommitOperationAdd, HfApi
-api, repository = HfApi(), {"repo_id": "kernels-ext-npu/RMSNorm", "repo_type": "kernel"}
-api.create_repo(**repository)
-api.create_branch(**repository, branch="v1")
-folder = Path(sys.argv[1])
-files = [path for path in (folder / "build").rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
-api.create_commit(
-    **repository,
-    operations=[CommitOperationAdd(str(path.relative_to(folder)), path) for path in files],
-    commit_message="build",
-    revision="v1",
-    parent_commit=api.repo_info(**repository, revision="v1").sha,
-)
-api.upload_file(**repository, path_or_fileobj=folder / "README.md", path_in_repo="README.md")
-"""
-LOAD = """
-import softnpu, torch
-from kernels import get_kernel
-repository = "kernels-ext-npu/RMSNorm"
-try:
-    get_kernel(repository, version=1)
-except ValueError as error:
-    print(error)
-kernel = get_kernel(repository, version=1, trust_remote_code=[repository])
-x = torch.randn(2, 8)
-torch.testing.assert_close(kernel.rms_norm(x.npu(), None, 1e-6).cpu(), torch.nn.functional.rms_norm(x, (8,), eps=1e-6))
-"""
-
-
-def test_a_kernel_that_was_published_loads_and_computes(localhub: LocalHub, run_forked, tmp_path: Path) -> None:
-    run_forked(PUBLISH, str(ROOT / "RMSNorm"), **localhub.environment(tmp_path / "publisher"))
-    published = len(localhub.requests)
-    output = run_forked(LOAD, **localhub.environment(tmp_path / "user")).stdout
-    assert "is not from a trusted publisher" in output
-    loaded = [request.path for request in localhub.requests[published:] if "/resolve/" in request.path]
-    assert loaded
-    assert all("/build/torch-npu/" in path for path in loaded)
-
-
-def test_a_trusted_organisation_says_so(localhub: LocalHub, client: Client) -> None:
-    assert not client.api.get_organization_overview("kernels-ext-npu").trustedKernelPublisher
-    localhub.settings.trusted.add("kernels-ext-npu")
-    assert client.api.get_organization_overview("kernels-ext-npu").trustedKernelPublisher
-    with pytest.raises(HfHubHTTPError, match="does not exist"):
-        client.api.get_organization_overview("nobody")
+def history(hub: LocalHub, branch: str = "main") -> list[str]:
+    return [commit.id for commit in hub.store.get("kernels", REPOSITORY).history(branch)]
 
 
 # ---- repositories and references -------------------------------------------------------------------------------------
-def test_what_exists_is_a_conflict(client: Client) -> None:
+def test_what_exists_is_a_conflict_and_what_is_missing_is_named(client: Client, tmp_path: Path) -> None:
     client.create_branch(branch="v1")
-    client.create_tag(tag="v1.0", revision="v1")
-    for create, arguments in (("repo", {}), ("branch", {"branch": "v1"}), ("tag", {"tag": "v1.0"})):
+    for create, arguments in ((client.create_repo, {}), (client.create_branch, {"branch": "v1"})):
         with pytest.raises(HfHubHTTPError) as caught:
-            getattr(client, f"create_{create}")(**arguments)
+            create(**arguments)
         assert caught.value.response.status_code == 409
-        getattr(client, f"create_{create}")(exist_ok=True, **arguments)
-    refs = client.list_repo_refs()
-    assert [branch.name for branch in refs.branches] == ["main", "v1"]
-    assert [tag.target_commit for tag in refs.tags] == [client.head("v1")] == [client.head("v1.0")]
-    client.delete_tag(tag="v1.0")
+        create(exist_ok=True, **arguments)
+    assert [branch.name for branch in client.list_repo_refs().branches] == ["main", "v1"]
     client.delete_branch(branch="v1")
-    refs = client.list_repo_refs()
-    assert ([branch.name for branch in refs.branches], refs.tags) == (["main"], [])
-    client.delete_repo()
-    assert not client.repo_exists()
-
-
-def test_what_is_missing_is_named(client: Client, tmp_path: Path) -> None:
+    assert [branch.name for branch in client.list_repo_refs().branches] == ["main"]
     with pytest.raises(RepositoryNotFoundError):
         client.api.repo_info("kernels-ext-npu/RoPE", repo_type="kernel")
     with pytest.raises(RevisionNotFoundError):
@@ -134,87 +75,52 @@ def test_a_model_repository_is_another_one(client: Client, tmp_path: Path) -> No
     assert [sibling.rfilename for sibling in models.repo_info().siblings] == models.paths()
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-def test_listings_go_on_over_pages(localhub: LocalHub, client: Client) -> None:
-    client.commit({f"build/v{number}/a.py": b"%d" % number for number in range(5)})
-    localhub.settings.page_size = 3
-    before = len(localhub.requests)
-    entries = list(client.list_repo_tree("build", recursive=True))
-    assert [entry.path for entry in entries] == [f"build/v{n}{end}" for n in range(5) for end in ("", "/a.py")]
-    assert len(localhub.requests) == before + 4
-    assert [entry.path for entry in client.list_repo_tree()] == [".gitattributes", "build"]
-    assert [entry.path for entry in client.list_repo_tree("build")] == [f"build/v{n}" for n in range(5)]
-    for number in range(4):
-        client.commit({"a.py": b"%d" % number})
-    titles = [commit.title for commit in client.list_repo_commits()]
-    assert titles == ["a commit"] * 5 + ["initial commit"]
+# ---- who may ask -----------------------------------------------------------------------------------------------------
+def test_tokens_rights_and_trust_are_those_of_the_settings(localhub: LocalHub, client: Client) -> None:
+    client.commit({"a.py": b"1"})
+    assert all(request.authorized for request in localhub.requests)
+    localhub.settings.token = "another"
+    with pytest.raises(HfHubHTTPError, match="Invalid credentials"):
+        client.paths()
+    anonymous = Client(localhub.url, token=False)
+    assert anonymous.paths() == [".gitattributes", "a.py"]
+    with pytest.raises(HfHubHTTPError) as caught:
+        anonymous.create_branch(branch="v1")
+    assert caught.value.response.status_code == 401
+    localhub.settings.token, localhub.settings.may_create = TOKEN, False
+    client.create_branch(branch="v1")
+    assert client.api.whoami()["name"] == "tester"
+    with pytest.raises(HfHubHTTPError, match="You don't have the rights"):
+        client.api.create_repo("kernels-ext-npu/RoPE", repo_type="kernel")
+    assert not client.api.get_organization_overview("kernels-ext-npu").trustedKernelPublisher
+    localhub.settings.trusted.add("kernels-ext-npu")
+    assert client.api.get_organization_overview("kernels-ext-npu").trustedKernelPublisher
+    with pytest.raises(HfHubHTTPError, match="does not exist"):
+        client.api.get_organization_overview("nobody")
+    for path in localhub.root.rglob("*"):
+        assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
 
 
-def test_paths_are_described_with_their_last_commit(client: Client) -> None:
-    first = client.commit({"a.py": b"1", "build/b.py": b"1"})
-    second = client.commit({"a.py": b"2"})
-    file, folder = client.get_paths_info(["a.py", "build", "missing"], expand=True)
-    assert (file.path, file.last_commit.oid) == ("a.py", second.oid)
-    assert (folder.path, folder.last_commit.oid) == ("build", first.oid)
-
-
+# ---- files and commits -----------------------------------------------------------------------------------------------
 def test_only_what_changed_is_committed(client: Client) -> None:
     first = client.commit({"a.py": b"1", "b.py": b"1"})
     assert client.commit({"a.py": b"1", "b.py": b"1"}).oid == first.oid
-    client.create_commit(
-        [
-            CommitOperationDelete("b.py"),
-            CommitOperationAdd("build/x/c.py", b"1"),
-            CommitOperationAdd("build/y/d.py", b"1"),
-        ],
-        commit_message="all at once",
-    )
+    added = [CommitOperationAdd(path, b"1") for path in ("build/x/c.py", "build/y/d.py")]
+    client.create_commit([CommitOperationDelete("b.py"), *added], commit_message="all at once")
     assert client.paths() == [".gitattributes", "a.py", "build/x/c.py", "build/y/d.py"]
+    assert [entry.path for entry in client.list_repo_tree("build")] == ["build/x", "build/y"]
     client.create_commit([CommitOperationDelete("build/x/")], commit_message="a folder")
     assert client.paths() == [".gitattributes", "a.py", "build/y/d.py"]
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")  # of the client's own request
-def test_large_files_go_by_lfs_where_the_hub_asks_for_it(localhub: LocalHub, client: Client, tmp_path: Path) -> None:
-    localhub.settings.lfs = True
-    content = os.urandom(1000)
-    (tmp_path / "kernel.so").write_bytes(content)
-    client.commit({"build/x/kernel.so": tmp_path / "kernel.so", "build/x/a.py": b"1"})
-    assert [request.method for request in localhub.requests if request.path.startswith("/lfs/")] == ["PUT", "POST"]
-    assert httpx2.put(f"{localhub.url}/lfs/upload/{'0' * 64}", content=content).status_code == 400
-    regular, large = client.get_paths_info(["build/x/a.py", "build/x/kernel.so"])
-    assert regular.lfs is None
-    assert large.lfs.size == large.size == 1000
-    where = {"repo_type": "kernel", "endpoint": localhub.url, "cache_dir": tmp_path / "cache"}
-    path = Path(hf_hub_download(REPOSITORY, "build/x/kernel.so", **where))
-    assert path.read_bytes() == content
-    assert path.resolve().name == large.lfs.sha256
-    before = client.head()
-    assert client.commit({"build/x/kernel.so": tmp_path / "kernel.so"}).oid == before
-    assert client.verify_repo_checksums(revision=before, cache_dir=tmp_path / "cache").mismatches == []
-
-
 @pytest.mark.parametrize(
-    ("asked", "status", "answered"),
-    [("2-4", 206, b"234"), ("7-", 206, b"789"), ("-1", 206, b"9"), ("10-", 416, b""), ("0-99", 206, b"0123456789")],
+    ("asked", "status", "answered"), [("2-4", 206, b"234"), ("-1", 206, b"9"), ("10-", 416, b""), ("7-99", 206, b"789")]
 )
 def test_a_part_of_a_file_can_be_asked_for(client: Client, asked: str, status: int, answered: bytes) -> None:
     commit = client.commit({"a.py": b"0123456789"})
     url = hf_hub_url(REPOSITORY, "a.py", repo_type="kernel", revision=commit.oid)
     response = httpx2.get(url, headers={"Range": f"bytes={asked}"})
     assert (response.status_code, response.content) == (status, answered)
-
-
-def test_with_xet_every_file_has_to_be_a_regular_one(
-    localhub: LocalHub, client: Client, monkeypatch, tmp_path: Path
-) -> None:
-    localhub.settings.lfs = True
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    (tmp_path / "kernel.so").write_bytes(b"\0")
-    with pytest.raises(ConnectionError, match="xet-write-token"):
-        client.commit({"build/x/kernel.so": tmp_path / "kernel.so"})
-    localhub.settings.lfs = False
-    client.commit({"build/x/kernel.so": tmp_path / "kernel.so"})
 
 
 def test_a_card_is_validated_before_it_is_committed(client: Client) -> None:
@@ -226,8 +132,7 @@ def test_a_card_is_validated_before_it_is_committed(client: Client) -> None:
     client.commit({"README.md": (ROOT / "RMSNorm" / "README.md").read_bytes()})
 
 
-# ---- commits ---------------------------------------------------------------------------------------------------------
-def test_of_concurrent_commits_on_one_parent_exactly_one_wins(client: Client) -> None:
+def test_of_concurrent_commits_on_one_parent_exactly_one_wins(localhub: LocalHub, client: Client) -> None:
     parent = client.head()
 
     def commit(number: int) -> str:
@@ -241,7 +146,7 @@ def test_of_concurrent_commits_on_one_parent_exactly_one_wins(client: Client) ->
     refused = [answer for answer in answers if "412" in answer and "A commit has happened since" in answer]
     (winner,) = set(answers) - set(refused)
     assert len(refused) == 7
-    assert [commit.commit_id for commit in client.list_repo_commits()] == [winner, parent]
+    assert history(localhub) == [winner, parent]
     assert len(client.paths()) == 2
 
 
@@ -259,3 +164,101 @@ def test_what_was_committed_outlives_a_server_that_is_killed(tmp_path: Path, cli
         assert again.head() == head
         assert again.commit({"b.py": b"1"}, parent_commit=head).oid == again.head()
         assert again.paths() == [".gitattributes", "a.py", "b.py"]
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+FAULTS = [  # what goes wrong, whether the commit is made all the same, and what the client says
+    ("refuse", {}, False, httpx2.ReadError),
+    ("cut", {}, False, httpx2.RemoteProtocolError),
+    ("lose", {}, True, httpx2.RemoteProtocolError),
+    ("truncate", {"size": 10}, True, httpx2.RemoteProtocolError),
+    ("truncate", {"size": 10_000}, True, httpx2.RemoteProtocolError),
+    ("status", {"status": 500, "applied": True}, True, HfHubHTTPError),
+    *(("status", {"status": status}, False, HfHubHTTPError) for status in (409, 412, 429, 500, 503)),
+]
+
+
+@pytest.mark.parametrize("content", [b"1", bytes(3_000_000)], ids=["small", "large"])
+@pytest.mark.parametrize(("kind", "fields", "is_made", "error"), FAULTS)
+def test_a_fault_comes_before_the_effect_or_behind_it(localhub, client, kind, fields, is_made, error, content) -> None:
+    localhub.faults.add(kind, **COMMIT, **fields)
+    with pytest.raises((*LOST, error) if len(content) > 1 else error) as caught:
+        client.commit({"a.py": content})
+    hit = localhub.requests[-1]
+    assert (hit.fault, len(history(localhub))) == (kind, 2 if is_made else 1)
+    if kind == "status":
+        assert caught.value.response.status_code == hit.status == fields["status"]
+        assert ("Retry-After" in caught.value.response.headers) == (hit.status in (429, 503))
+    assert client.commit({"a.py": content}).oid == client.head()
+    assert len(history(localhub)) == 2
+
+
+def test_a_conflict_at_creation_is_one_that_passes(localhub: LocalHub, client: Client) -> None:
+    """The client tries again at once where another creation is in progress; where the repository exists it does not."""
+    localhub.faults.add("status", path="/api/repos/create", status=409)
+    client.api.create_repo("kernels-ext-npu/RoPE", repo_type="kernel")
+    assert [request.status for request in localhub.requests[-2:]] == [409, 200]
+
+
+def test_a_delay_is_only_late(localhub: LocalHub, client: Client) -> None:
+    localhub.faults.add("delay", **COMMIT, seconds=0.3)
+    start = time.monotonic()
+    client.commit({"a.py": b"1"})
+    assert time.monotonic() - start >= 0.3
+    assert client.paths() == [".gitattributes", "a.py"]
+
+
+def test_for_a_while_nobody_listens(localhub: LocalHub, client: Client) -> None:
+    localhub.faults.add("refuse", path="*/refs", seconds=0.2)
+    with pytest.raises(LOST):
+        client.list_repo_refs()
+    with pytest.raises(httpx2.ConnectError):
+        client.list_repo_refs()
+    while True:
+        with contextlib.suppress(httpx2.ConnectError):
+            assert len(client.list_repo_refs().branches) == 1
+            break
+
+
+def test_a_server_that_is_away_can_be_stopped(tmp_path: Path) -> None:
+    away, start = 60, time.monotonic()
+    with LocalHub(tmp_path) as hub:
+        hub.faults.add("refuse", seconds=away)
+        connection = http.client.HTTPConnection(hub.url.removeprefix("http://"))
+        connection.request("GET", "/api/whoami-v2")
+        with pytest.raises(ConnectionResetError):
+            connection.getresponse()
+    assert time.monotonic() - start < away
+
+
+def test_the_client_repeats_what_it_may_and_a_download_that_was_cut(localhub, client, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10
+    client.commit({"a.bin": content})
+    localhub.faults.add("status", path="*/tree/*", status=503)
+    assert client.paths() == [".gitattributes", "a.bin"]
+    assert [request.status for request in localhub.requests[-2:]] == [503, 200]
+    localhub.faults.add("truncate", method="GET", path="*/resolve/*", size=1000)
+    path = hf_hub_download(REPOSITORY, "a.bin", repo_type="kernel", endpoint=localhub.url, cache_dir=tmp_path)
+    assert Path(path).read_bytes() == content
+    assert [request.fault for request in localhub.requests[-2:]] == ["truncate", None]
+
+
+def test_requests_are_counted_by_what_they_match(localhub: LocalHub, client: Client) -> None:
+    localhub.faults.add("status", method="GET", path="/api/kernels/*/refs", at=2, times=2, status=500)
+    outcomes = []
+    for _ in range(4):
+        client.head()
+        try:
+            outcomes.append(len(client.list_repo_refs().branches))
+        except HfHubHTTPError as error:
+            outcomes.append(error.response.status_code)
+    assert outcomes == [1, 500, 500, 1]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kind": "explode"}, {"kind": "cut", "at": 0}, {"kind": "cut", "times": 0}, {"kind": "cut", "on": "*"}]
+)
+def test_a_fault_that_cannot_be_is_refused(localhub: LocalHub, fields: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        localhub.faults.add(**fields)
+    assert localhub.faults.planned == []

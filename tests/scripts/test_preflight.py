@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,155 +32,107 @@ def test_a_built_repository_is_fine(clone: Clone) -> None:
     assert found(clone) == []
 
 
-def unparsable_name(build: Path) -> str:
-    shutil.copytree(build / "torch-npu", build / "torch99")
-    return "torch99: kernels does not know such a variant"
+def written(path: str, text: str) -> Callable[[Path], object]:
+    """Write a file of torch-npu, or of the repository where it begins with a slash."""
+    return lambda build: (build.parent / path[1:] if path[0] == "/" else build / "torch-npu" / path).write_text(text)
 
 
-def name_of_no_machine(build: Path) -> str:
-    shutil.copytree(build / "torch-npu", build / "torch-cann")
-    return "no Ascend machine takes a variant of this name"
+def rebuilt(variant: str, **fields: object) -> Callable[[Path], None]:
+    return lambda build: rewrite(build / variant, **fields)
 
 
-def name_of_another_backend(build: Path) -> str:
-    (build / STRICT).rename(build / "torch28-cxx11-cu128-x86_64-linux")
-    return "the name is that of a variant for cuda"
-
-
-def unparsable_metadata(build: Path) -> str:
-    (build / "torch-npu" / "metadata.json").write_text('{"name": "Tiny"}')
-    return "torch-npu/metadata.json: "
-
-
-def missing_metadata(build: Path) -> str:
-    (build / "torch-npu" / "metadata.json").unlink()
-    return "torch-npu/metadata.json: missing"
-
-
-def changed_file(build: Path) -> str:
-    (build / "torch-npu" / "layers.py").write_text("")
-    return "torch-npu/layers.py: changed, its digest differs"
-
-
-def missing_file(build: Path) -> str:
-    (build / "torch-npu" / "layers.py").unlink()
-    return "torch-npu/layers.py: missing"
-
-
-def extra_file(build: Path) -> str:
-    (build / "torch-npu" / "extra.py").write_text("")
-    return "torch-npu/extra.py: not in the digest, an extra file"
-
-
-def other_version(build: Path) -> str:
-    rewrite(build / STRICT, version=2)
-    return f"{STRICT}/metadata.json: version 2 on the branch v1"
-
-
-def other_backend(build: Path) -> str:
-    rewrite(build / "torch-npu", backend={"type": "cuda"})
-    return "torch-npu/metadata.json: the backend is cuda"
-
-
-def uncommitted_changes(build: Path) -> str:
-    kernel = {"commit": "0" * 40, "dirty": True}
-    rewrite(build / "torch-npu", provenance={"kernel-builder": {"version": "0.17.2"}, "kernel": kernel})
-    return "torch-npu/metadata.json: built from a tree with uncommitted changes"
-
-
-def shared_id(build: Path) -> str:
-    shutil.copy(build / "torch-npu" / "metadata.json", build / STRICT / "metadata.json")
-    return "they would share modules"
-
-
-def bytecode(build: Path) -> str:
-    (build / "torch-npu" / "__pycache__").mkdir()
-    (build / "torch-npu" / "__pycache__" / "layers.cpython-311.pyc").write_bytes(b"")
-    return "torch-npu/__pycache__/layers.cpython-311.pyc: bytecode"
-
-
-def link(build: Path) -> str:
-    (build / "torch-npu" / "layers.py").unlink()
-    (build / "torch-npu" / "layers.py").symlink_to(build / "torch-universal" / "layers.py")
-    return "torch-npu/layers.py: a link"
-
-
-def absolute_import(build: Path) -> str:
-    (build / "torch-npu" / "layers.py").write_text("import torch\nfrom tiny.layers import Doubled\n")
-    return "torch-npu/layers.py:2: an absolute import of tiny.layers"
-
-
-def not_python(build: Path) -> str:
-    (build / "torch-npu" / "layers.py").write_text("def\n")
-    return "torch-npu/layers.py:1: not Python"
-
-
-def card_without_front_matter(build: Path) -> str:
-    (build.parent / "README.md").write_text("# Tiny\n")
-    return "README.md: has no front matter"
-
-
-def broken_card(build: Path) -> str:
-    (build.parent / "README.md").write_text("---\nlicense: [\n---\n")
-    return "README.md: the front matter cannot be read"
-
-
-def card_of_another_license(build: Path) -> str:
-    (build.parent / "README.md").write_text("---\nlibrary_name: kernels\nlicense: mit\n---\n")
-    return "README.md: license is 'mit', build.toml says 'apache-2.0'"
-
-
-def card_of_another_library(build: Path) -> str:
-    (build.parent / "README.md").write_text("---\nlibrary_name: transformers\nlicense: apache-2.0\n---\n")
-    return "README.md: library_name is 'transformers'"
-
-
-def broken_build_file(build: Path) -> str:
+def other_edition(build: Path) -> None:
     path = build.parent / "build.toml"
     path.write_text(path.read_text().replace("edition = 5", "edition = 99"))
-    return "build.toml: "
 
 
-VIOLATIONS = [
-    unparsable_name,
-    name_of_no_machine,
-    name_of_another_backend,
-    unparsable_metadata,
-    missing_metadata,
-    changed_file,
-    missing_file,
-    extra_file,
-    other_version,
-    other_backend,
-    uncommitted_changes,
-    shared_id,
-    bytecode,
-    link,
-    absolute_import,
-    not_python,
-    card_without_front_matter,
-    broken_card,
-    card_of_another_license,
-    card_of_another_library,
-    broken_build_file,
-]
+def bytecode(build: Path) -> None:
+    (build / "torch-npu" / "__pycache__").mkdir()
+    (build / "torch-npu" / "__pycache__" / "layers.cpython-311.pyc").write_bytes(b"")
 
 
-@pytest.mark.parametrize("violate", VIOLATIONS, ids=lambda violate: violate.__name__)
-def test_a_violation_is_named(clone: Clone, violate) -> None:
-    expected = violate(clone.repository / "build")
+def link(build: Path) -> None:
+    (build / "torch-npu" / "layers.py").unlink()
+    (build / "torch-npu" / "layers.py").symlink_to(build / "torch-universal" / "layers.py")
+
+
+DIRTY = {"kernel-builder": {"version": "0.17.2"}, "kernel": {"commit": "0" * 40, "dirty": True}}
+CARD = "---\nlibrary_name: {}\nlicense: {}\n---\n"
+# what is done to a build, and the words that name it
+VIOLATIONS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unparsable name": (
+        lambda build: shutil.copytree(build / "torch-npu", build / "torch99"),
+        "torch99: kernels does not know such a variant",
+    ),
+    "name of no machine": (
+        lambda build: shutil.copytree(build / "torch-npu", build / "torch-cann"),
+        "no Ascend machine takes a variant of this name",
+    ),
+    "name of another backend": (
+        lambda build: (build / STRICT).rename(build / "torch28-cxx11-cu128-x86_64-linux"),
+        "the name is that of a variant for cuda",
+    ),
+    "unparsable metadata": (written("metadata.json", '{"name": "Tiny"}'), "torch-npu/metadata.json: "),
+    "missing metadata": (
+        lambda build: (build / "torch-npu" / "metadata.json").unlink(),
+        "torch-npu/metadata.json: missing",
+    ),
+    "changed file": (written("layers.py", ""), "torch-npu/layers.py: changed, its digest differs"),
+    "missing file": (lambda build: (build / "torch-npu" / "layers.py").unlink(), "torch-npu/layers.py: missing"),
+    "extra file": (written("extra.py", ""), "torch-npu/extra.py: not in the digest, an extra file"),
+    "other version": (rebuilt(STRICT, version=2), f"{STRICT}/metadata.json: version 2 on the branch v1"),
+    "other backend": (rebuilt("torch-npu", backend={"type": "cuda"}), "torch-npu/metadata.json: the backend is cuda"),
+    "uncommitted changes": (
+        rebuilt("torch-npu", provenance=DIRTY),
+        "torch-npu/metadata.json: built from a tree with uncommitted changes",
+    ),
+    "shared id": (
+        lambda build: shutil.copy(build / "torch-npu" / "metadata.json", build / STRICT / "metadata.json"),
+        "they would share modules",
+    ),
+    "bytecode": (bytecode, "torch-npu/__pycache__/layers.cpython-311.pyc: bytecode"),
+    "link": (link, "torch-npu/layers.py: a link"),
+    "absolute import": (
+        written("layers.py", "import torch\nfrom tiny.layers import Doubled\n"),
+        "torch-npu/layers.py:2: an absolute import of tiny.layers",
+    ),
+    "not Python": (written("layers.py", "def\n"), "torch-npu/layers.py:1: not Python"),
+    "card without front matter": (written("/README.md", "# Tiny\n"), "README.md: has no front matter"),
+    "broken card": (written("/README.md", "---\nlicense: [\n---\n"), "README.md: the front matter cannot be read"),
+    "card of another license": (
+        written("/README.md", CARD.format("kernels", "mit")),
+        "README.md: license is 'mit', build.toml says 'apache-2.0'",
+    ),
+    "card of another library": (
+        written("/README.md", CARD.format("transformers", "apache-2.0")),
+        "README.md: library_name is 'transformers'",
+    ),
+    "broken build file": (other_edition, "build.toml: "),
+}
+
+
+def violate(clone: Clone, *names: str) -> list[str]:
+    """Do these, and return what names them."""
+    for name in names:
+        VIOLATIONS[name][0](clone.repository / "build")
+    return [VIOLATIONS[name][1] for name in names]
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_violation_is_named(clone: Clone, name: str) -> None:
+    (expected,) = violate(clone, name)
     assert [line for line in found(clone) if expected in line], found(clone)
 
 
 def test_all_violations_come_at_once(clone: Clone) -> None:
-    together = [name_of_no_machine, changed_file, extra_file, other_version, bytecode, card_without_front_matter]
-    expected = [violate(clone.repository / "build") for violate in together]
+    together = ("name of no machine", "changed file", "extra file", "other version", "bytecode", "broken card")
+    expected = violate(clone, *together)
     lines = "\n".join(found(clone))
     assert [line for line in expected if line not in lines] == []
 
 
 def test_only_the_chosen_variants_are_asked(clone: Clone) -> None:
-    changed_file(clone.repository / "build")
+    violate(clone, "changed file")
     assert found(clone, STRICT) == []
 
 
@@ -197,9 +150,9 @@ def test_what_the_tree_leaves_out_is_checked_and_made_of_what_it_holds(clone: Cl
     clone.rebuild(STRICT, LEFT_OUT)
     assert not (clone.repository / "build" / LEFT_OUT).exists()
     assert found(clone) == found(clone, LEFT_OUT) == []
-    changed_file(clone.repository / "build")
+    violate(clone, "changed file")
     assert f"{LEFT_OUT}/layers.py: changed, its digest differs" in found(clone, LEFT_OUT)
-    missing_metadata(clone.repository / "build")
+    violate(clone, "missing metadata")
     with pytest.raises(RefusedError, match=r"torch-npu/metadata.json is not there or cannot be read: make build"):
         found(clone, LEFT_OUT)
 
@@ -229,8 +182,7 @@ def test_a_process_that_dies_is_a_violation(clone: Clone) -> None:
 
 
 def test_a_refusal_comes_before_the_network(publisher, localhub, clone: Clone, monkeypatch) -> None:
-    changed_file(clone.repository / "build")
-    card_without_front_matter(clone.repository / "build")
+    violate(clone, "changed file", "card without front matter")
     monkeypatch.setattr(preflight, "get_token", lambda: None)
     report = publisher()
     assert (report.status, report.exit_code) == ("refused", 1)

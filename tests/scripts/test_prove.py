@@ -172,19 +172,6 @@ def run(root: Path, *tests: str, proof: Proof = OWN) -> Outcome:
     return prove(proof, interpreter, [], root, *tests)
 
 
-NORM = "RMSNorm-torch.float32"
-
-
-def test_a_run_reports_what_it_compared_and_each_repository_that_takes_another_variant() -> None:
-    proof = Proof("torch26-x", "2.6.0", "2.6.0", "8.2.RC1")
-    outcome = run(build.ROOT, "tests/variants", "-k", f"{NORM} or test_of_all_variants", proof=proof)
-    assert outcome.checks == 1
-    assert 0 < outcome.largest["layers float32"] < 1e-6
-    assert {line.partition(":")[0] for line in outcome.failures} == {
-        f"test_of_all_variants_the_one_for_this_machine_is_taken[{name}]" for name in REPOSITORIES
-    }
-
-
 @pytest.mark.long
 def test_a_run_takes_a_variant_that_the_tree_leaves_out(clone: Path) -> None:
     """On a machine that says to be the one of its name."""
@@ -201,17 +188,22 @@ torch.__version__ = torch.torch_version.TorchVersion("2.9.0")
     assert outcome.checks == 2 * len(REPOSITORIES) + 1
 
 
-def test_a_kernel_that_computes_something_else_fails_with_its_layer(clone: Path, capsys) -> None:
+def test_a_run_reports_what_it_compared_each_layer_that_fails_and_each_other_variant(clone: Path, capsys) -> None:
     source = clone / "RMSNorm" / "build" / "torch-npu" / "functional.py"
     text = source.read_text()
     assert text.count("npu_rms_norm(hidden_states, weight, eps)[0]") == 1
     source.write_text(text.replace("(hidden_states, weight, eps)[0]", "(hidden_states, weight, eps)[0] * 1.001"))
-    outcome = run(clone, "tests/variants/test_layers.py", "-k", NORM)
-    (failure,) = outcome.failures
-    assert "test_a_layer_is_what_float64_gives[RMSNorm-torch.float32]" in failure
+    chosen = "RMSNorm-torch.float32 or swiglu-torch.float32 or test_of_all_variants"
+    outcome = run(clone, "tests/variants", "-k", chosen, proof=Proof("torch26-x", "2.6.0", "2.6.0", "8.2.RC1"))
+    others = {f"test_of_all_variants_the_one_for_this_machine_is_taken[{name}]" for name in REPOSITORIES}
+    failed = {line.partition(":")[0] for line in outcome.failures}
+    assert failed - others == {"test_a_layer_is_what_float64_gives[RMSNorm-torch.float32]"}
+    assert others < failed
+    assert outcome.checks == 3
+    assert 0 < outcome.largest["functions float32"] < 1e-6 < outcome.largest["layers float32"]
     report.announce(outcome, Console(), clone / "logs")
     assert "FAILED" in capsys.readouterr().out
-    assert "AssertionError" in (clone / "logs" / "torch-npu 2.13.0.log").read_text()
+    assert "AssertionError" in (clone / "logs" / "torch26-x 2.6.0.log").read_text()
 
 
 def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.localhub import LocalHub
 from tests.support.tiny import REPO, STRICT, Clone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+COMMAND = "from kernels_ext_npu.cli import app; app()"
 
 
 def problems(path: Path) -> list[str]:
@@ -170,12 +171,11 @@ def test_a_description_that_is_none_is_refused() -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-def test_the_command_line(publisher, localhub: LocalHub, clone: Clone, run_python, tmp_path: Path) -> None:
+def test_the_command_line(publisher, localhub: LocalHub, clone: Clone, run_forked, tmp_path: Path) -> None:
     publisher()
     environment = localhub.environment(tmp_path / "home")
-    command = "from kernels_ext_npu.cli import app; app()"
     described = ("--torch", "2.8", "--cann", "8.2", "--arch", "aarch64")
-    report = json.loads(run_python(command, "verify", REPO, *described, "--json", **environment).stdout)[0]
+    report = json.loads(run_forked(COMMAND, "verify", REPO, *described, "--json", **environment).stdout)[0]
     assert report["intact"]
     assert report["commit"] == localhub.store.get("kernels", REPO).commit("v1").id
     taken = {machine: made[0]["variant"] for machine, made in report["machines"].items()}
@@ -185,10 +185,10 @@ def test_the_command_line(publisher, localhub: LocalHub, clone: Clone, run_pytho
     assert f'trust_remote_code=["{REPO}"]' in report["refusal"]
 
     (clone.repository / "build" / "torch-npu" / "layers.py").write_text("")
-    result = run_python(command, "verify", str(clone.repository), check=False)
+    result = run_forked(COMMAND, "verify", str(clone.repository), check=False)
     assert result.returncode == 1
     assert "layers.py: changed, its digest differs" in result.stdout
-    result = run_python(command, "verify", REPO, "--version", "7", check=False, **environment)
+    result = run_forked(COMMAND, "verify", REPO, "--version", "7", check=False, **environment)
     assert result.returncode == 2
     assert "its versions: v1" in result.stderr
 
@@ -204,19 +204,17 @@ NO_CONNECTION = "http://127.0.0.1:9"  # refuses every connection
         pytest.param({"HTTP_PROXY": NO_CONNECTION, "NO_PROXY": ""}, "Connection refused", marks=pytest.mark.long),
     ],
 )
-def test_a_hub_that_cannot_be_asked_ends_with_2_and_a_sentence(run_python, environment, said: str) -> None:
+def test_a_hub_that_cannot_be_asked_ends_with_2_and_a_sentence(run_forked, environment, said: str) -> None:
     online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://hub.invalid"} | environment
-    command = "from kernels_ext_npu.cli import app; app()"
-    result = run_python(command, "verify", "kernels-ext-npu/RMSNorm", "--json", check=False, **online)
+    result = run_forked(COMMAND, "verify", "kernels-ext-npu/RMSNorm", "--json", check=False, **online)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("kernels-ext-npu: ")
     assert said in line
 
 
-def test_a_hub_that_answers_with_an_error_ends_with_2_and_a_sentence(localhub, run_python, tmp_path: Path) -> None:
+def test_a_hub_that_answers_with_an_error_ends_with_2_and_a_sentence(localhub, run_forked, tmp_path: Path) -> None:
     localhub.faults.add("status", status=500, times=99)
-    command = "from kernels_ext_npu.cli import app; app()"
-    result = run_python(command, "verify", REPO, check=False, **localhub.environment(tmp_path / "home"))
+    result = run_forked(COMMAND, "verify", REPO, check=False, **localhub.environment(tmp_path / "home"))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"kernels-ext-npu: {localhub.url} answers 500: it is overloaded or down. Try again.\n"

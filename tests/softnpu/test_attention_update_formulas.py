@@ -1,6 +1,5 @@
 """npu_ring_attention_update: attention over two halves of the keys is the attention over all."""
 
-import pytest
 import torch
 import torch_npu
 
@@ -34,21 +33,3 @@ def test_several_sequences() -> None:
     for a, b in zip(found, whole):
         torch.testing.assert_close(a[:4], b[:4], rtol=2e-6, atol=2e-6)
         assert a[4:].isnan().all()  # nobody writes behind the last sequence
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "rule"),
-    [
-        ({"input_layout": "BSH"}, RuntimeError, "input_layout must be"),
-        ({"cur_attn_out": torch.ones(5, 2, 32)}, RuntimeError, "of one shape"),
-        ({"cur_softmax_max": torch.ones(1, 2, 5, 4)}, RuntimeError, "of one shape"),
-        ({"input_softmax_layout": "TND"}, NotImplementedError, "no form of SBH"),
-    ],
-)
-def test_what_is_refused_is_refused_with_the_rule(options, error, rule) -> None:
-    out, column = torch.ones(5, 1, 32), torch.ones(1, 2, 5, 8)
-    names = ("attn_out", "softmax_max", "softmax_sum")
-    given = {f"{when}_{n}": t for when in ("prev", "cur") for n, t in zip(names, (out, column, column))} | options
-    given = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    with pytest.raises(error, match=rule):
-        torch_npu.npu_ring_attention_update(**given)

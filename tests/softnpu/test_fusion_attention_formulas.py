@@ -1,6 +1,5 @@
 """npu_fusion_attention against attention in float64, its gradients against autograd through that."""
 
-import math
 from itertools import product
 
 import numpy as np
@@ -10,23 +9,9 @@ import torch_npu
 from torch.nn import functional as F
 
 import softnpu
+from tests.softnpu.exact_attention import TRIANGLE, attend
 
-TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 SCALE = 0.3
-
-
-def exact(q, k, v, hidden=None, scale=SCALE, pse=None, sink=None) -> torch.Tensor:
-    """[B, N, S, D] in float64; a row that sees nothing is zero."""
-    q, k, v = (t.double() for t in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    scores = (q @ k.mT + (0 if pse is None else pse.double())) * scale
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return weights[..., : k.shape[2]] @ v
 
 
 def drawn(dtype=torch.float32, b=2, n=4, n_kv=2, s_q=5, s_k=7, d=16, d_v=16) -> list[torch.Tensor]:
@@ -62,7 +47,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
     tensors = drawn(dtype, s_q=s_q, s_k=s_k)
     distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1)
-    options, hidden, pse = {}, None, None
+    options, hidden, pse = {}, None, 0.0
     if mode == "all":
         hidden = torch.rand(2, 1, s_q, s_k) < 0.4
         hidden[..., 0] = False
@@ -81,24 +66,7 @@ def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
         options = {"pse": pse}
     found, inputs = on_device(tensors, **options)
     leaves = [t.double().requires_grad_() for t in tensors]
-    check(found, inputs, exact(*leaves, hidden=hidden, pse=pse), leaves, TOLERANCE[dtype])
-
-
-def test_values_may_be_narrower_than_keys() -> None:
-    tensors = drawn(d=16, d_v=8)
-    found, inputs = on_device(tensors)
-    leaves = [t.double().requires_grad_() for t in tensors]
-    check(found, inputs, exact(*leaves), leaves, 2e-6)
-
-
-def test_sink_takes_a_share_of_every_row() -> None:
-    tensors, sink = drawn(), torch.tensor([0.5, -1.0, 2.0, 0.0])
-    leaf, device_sink = sink.double().requires_grad_(), sink.to("npu").requires_grad_()
-    found = torch_npu.npu_fusion_attention_v3(
-        *(t.to("npu") for t in tensors), 4, "BNSD", scale=SCALE, sink=device_sink
-    )[0]
-    expected = exact(*tensors, sink=leaf)
-    check(found, [device_sink], expected, [leaf], 2e-6)
+    check(found, inputs, attend(*leaves, hidden, pse)[0], leaves, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BSH", "SBH"])
@@ -114,7 +82,7 @@ def test_layouts(layout) -> None:
     found = torch_npu.npu_fusion_attention(*inputs, 4, layout, scale=SCALE)[0]
     leaves = [arrange(t).double().requires_grad_() for t in tensors]
     truth = [t.double().requires_grad_() for t in tensors]
-    expected = arrange(exact(*truth))
+    expected = arrange(attend(*truth)[0])
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
     grad = torch.randn(expected.shape)
     found.backward(grad.to("npu"))
@@ -139,7 +107,7 @@ def test_sequences_of_several_lengths_in_one_tensor() -> None:
     for pieces in zip(*(leaf.split(lengths) for leaf in leaves)):
         size = pieces[0].shape[0]
         hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
-        parts.append(exact(*(p.transpose(0, 1).unsqueeze(0) for p in pieces), hidden=hidden)[0].transpose(0, 1))
+        parts.append(attend(*(p.transpose(0, 1) for p in pieces), hidden)[0].transpose(0, 1))
     check(out, inputs, torch.cat(parts), leaves, 2e-6)
 
 
@@ -147,7 +115,7 @@ def test_sequences_of_several_lengths_in_one_tensor() -> None:
 def test_gradients_of_parts_of_the_keys_add_up_with_the_statistics_of_all(layout) -> None:
     """As in a ring of devices: each launch gets the result and the statistics of the whole rows."""
     q, k, v = drawn(b=1)
-    expected = exact(*(leaves := [t.double().requires_grad_() for t in (q, k, v)]))
+    expected, _ = attend(*(leaves := [t.double().requires_grad_() for t in (q, k, v)]))
     grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     expected.backward(grad.double())
     q, k, v, grad = (t.npu() if layout == "BNSD" else t[0].transpose(0, 1).contiguous().npu() for t in (q, k, v, grad))
@@ -192,23 +160,6 @@ def test_scaled_dot_product_attention_is_one_launch(masked, causal, gqa) -> None
         results.append([out.detach().cpu().float(), *(leaf.grad.cpu().float() for leaf in leaves)])
     for a, b in zip(*results):  # three roundings of bfloat16
         torch.testing.assert_close(a, b, rtol=2e-2, atol=3 * 2.0**-8 * b.abs().max().item())
-
-
-def test_dropout_keeps_the_mask_for_backward_and_follows_the_generator() -> None:
-    tensors = drawn(s_q=64, s_k=64)
-    torch.manual_seed(1)
-    state = torch.npu.get_rng_state()
-    (first, inputs), (second, _) = on_device(tensors, keep_prob=0.5), on_device(tensors, keep_prob=0.5)
-    assert not torch.equal(first, second)
-    torch.npu.set_rng_state(state)
-    again, _ = on_device(tensors, keep_prob=0.5)
-    assert torch.equal(first, again)
-    # the gradient of v is the transposed weights: with dy = 1 its sum counts the weights that were kept
-    first.backward(torch.ones_like(first))
-    kept = inputs[2].grad.sum().item() / (inputs[2].shape[-1] * first[..., 0].numel())
-    assert kept == pytest.approx(1.0, abs=0.1)  # 32768 weights, each kept with probability one half
-    # linear in v: the directional derivative is the result itself
-    assert (inputs[2].grad * inputs[2]).sum().item() == pytest.approx(first.sum().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("given", ["generator", "seed", "dropout_mask"])
@@ -266,18 +217,11 @@ def test_version_3_writes_to_the_tensors_of_the_caller() -> None:
         torch.ops.npu.npu_fusion_attention_v3.out(*args, out=[torch.empty(3).npu()])
 
 
-def test_a_dropout_mask_that_is_too_small_is_refused() -> None:
-    q = torch.ones(1, 2, 16, 16).npu()
-    mask = torch.zeros(63, dtype=torch.uint8).npu()
-    with pytest.raises(RuntimeError, match=r"a bit for each of 512 weights, as uint8, got uint8 \[63\]"):
-        torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", keep_prob=0.5, dropout_mask=mask)
-
-
 def test_rows_that_see_nothing() -> None:
     tensors = drawn()
     hidden = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
     hidden[0, 0, 2] = True
-    expected = exact(*tensors, hidden=hidden)
+    expected, _ = attend(*tensors, hidden)
     found, _ = on_device(tensors, atten_mask=hidden, inner_precise=2)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
     with pytest.warns(UserWarning, match="nothing to attend to"):
@@ -287,36 +231,3 @@ def test_rows_that_see_nothing() -> None:
         found, _ = on_device(tensors, atten_mask=hidden)
     assert found[0, :, 2].isnan().all()
     assert not found[1].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"input_layout": "BNDS"}, "input_layout must be one of"),
-        ({"head_num": 3}, "head_num"),
-        ({"keep_prob": 0.0}, "keep_prob"),
-        ({"sparse_mode": 9}, "sparse_mode"),
-        ({"sparse_mode": 2, "atten_mask": torch.ones(5, 7, dtype=torch.bool)}, "upper triangle of 2048"),
-        ({"atten_mask": torch.ones(2, 7, dtype=torch.bool)}, "atten_mask must have one of the shapes"),
-        ({"atten_mask": torch.ones(5, 7)}, "atten_mask must be"),
-        ({"atten_mask": torch.zeros(5, 7, dtype=torch.bool), "next_tockens": 0}, "keeps positions"),
-        ({"sink": torch.ones(3)}, "sink must have the shape"),
-        ({"pse": torch.ones(2, 4, 5, 7, dtype=torch.float16)}, "pse must be"),
-        ({"padding_mask": torch.ones(5, 7)}, "padding_mask"),
-    ],
-)
-def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
-    arguments = {"head_num": 4, "input_layout": "BNSD"} | options
-    arguments = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_fusion_attention_v3(*(t.to("npu") for t in drawn()), **arguments)
-
-
-def test_mixed_dtypes_and_head_sizes_are_refused() -> None:
-    q, k, v = (t.to("npu") for t in drawn())
-    with pytest.raises(RuntimeError, match="float32, float32, bfloat16"):
-        torch_npu.npu_fusion_attention_v3(q, k, v.bfloat16(), 4, "BNSD")
-    with pytest.raises(RuntimeError, match="head sizes must be Dq = Dk >= Dv"):
-        torch_npu.npu_fusion_attention_v3(q, k[..., :8], v, 4, "BNSD")
-    with pytest.raises(RuntimeError, match=r"sparse_mode must be in .* in the layout BNSD, got 7"):
-        torch_npu.npu_fusion_attention_v3(q, k, v, 4, "BNSD", sparse_mode=7)

@@ -1,29 +1,14 @@
 """npu_fusion_attention_v2: rotary parts, position biases, prefixes and windows of one sequence, against float64."""
 
-import math
-
 import pytest
 import torch
 import torch_npu
 
-TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn
+
 RECTANGLE = (torch.arange(2048) >= 1024).expand(1024, 2048)
 SCALE = 0.3
 TOLERANCE = 5e-6  # float32 sums of up to 16 terms, and of up to 40 in gradients
-
-
-def exact(q, k, v, hidden=None, before=0, behind=0) -> torch.Tensor:
-    """[N, S, D] in float64 with one bias added before the scaling and one behind."""
-    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
-    scores = (q @ k.mT + before) * SCALE + behind
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1) @ v
-
-
-def drawn(*shapes) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape) for shape in shapes]
 
 
 def check(tensors, names, layout, expected_of, **options) -> None:
@@ -54,7 +39,7 @@ def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None):
         splits = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths))
         for i, (a, b, c) in enumerate(splits):
             extra = [f(i) if f else default for f, default in ((hidden, None), (before, 0), (behind, 0))]
-            parts.append(exact(*(t.transpose(0, 1) for t in (a, b, c)), *extra).transpose(0, 1))
+            parts.append(attend(*(t.transpose(0, 1) for t in (a, b, c)), *extra)[0].transpose(0, 1))
         return torch.cat(parts)
 
     return expected
@@ -62,10 +47,6 @@ def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None):
 
 def ends(lengths) -> list[int]:
     return torch.tensor(lengths).cumsum(0).tolist()
-
-
-def distance(s_q: int, s_k: int, shift: int = 0) -> torch.Tensor:
-    return torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
 
 
 def test_rotary_parts_are_scored_beside_query_and_key() -> None:
@@ -82,7 +63,7 @@ def test_position_biases_are_added_before_or_after_the_scaling(pse_type, shape) 
     def expected(q, k, v) -> torch.Tensor:
         bias = pse.double().expand(2, 4, -1, 7)
         given = [(b, 0) if pse_type else (0, b) for b in bias]
-        return torch.stack([exact(*t, None, *g) for *t, g in zip(q, k, v, given)])
+        return torch.stack([attend(*t, None, *g)[0] for *t, g in zip(q, k, v, given)])
 
     check(tensors, [], "BNSD", expected, pse=pse, pse_type=pse_type)
 
@@ -96,7 +77,7 @@ def test_slopes_make_a_bias_of_distances(pse_type, of_batch) -> None:
     def expected(q, k, v) -> torch.Tensor:
         far = distance(6, 6, -3).abs().double()  # kv_start_idx - q_start_idx = 3
         biases = -slopes.double().expand(2, 4)[..., None, None] * (far.sqrt() if pse_type == 3 else far)
-        return torch.stack([exact(*t, None, 0, b) for *t, b in zip(q, k, v, biases)])
+        return torch.stack([attend(*t, None, 0, b)[0] for *t, b in zip(q, k, v, biases)])
 
     check(tensors, [], "BNSD", expected, pse=slopes, pse_type=pse_type, q_start_idx=[1], kv_start_idx=[4])
 
@@ -110,7 +91,7 @@ def test_the_last_rows_of_an_alibi_bias_stand_for_all() -> None:
         *(t.to("npu") for t in (q, k, v)), 4, "BNSD", scale=SCALE, atten_mask=TRIANGLE.to("npu"), sparse_mode=2,
         pse=whole[None, :, -1024:].float().to("npu"),
     )[0]  # fmt: skip
-    expected = exact(*(t[0].double() for t in (q, k, v)), distance(s, s) > 0, whole)
+    expected, _ = attend(*(t[0] for t in (q, k, v)), distance(s, s) > 0, whole)
     torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-4)  # scores near 100 in float32
 
 
@@ -130,7 +111,7 @@ def test_a_prefix_is_seen_by_every_query(compressed) -> None:
     hidden = torch.stack([(distance(4, 6) > 2) & (torch.arange(6) >= n) for n in prefix])
 
     def expected(q, k, v) -> torch.Tensor:
-        return torch.stack([exact(*t, h) for *t, h in zip(q, k, v, hidden)])
+        return torch.stack([attend(*t, h)[0] for *t, h in zip(q, k, v, hidden)])
 
     mask = torch.cat([TRIANGLE, RECTANGLE]) if compressed else hidden.unsqueeze(1)
     check(tensors, [], "BNSD", expected, atten_mask=mask, sparse_mode=6 if compressed else 5, prefix=prefix)
@@ -154,61 +135,8 @@ def test_sequences_that_were_cut(mode, q_lengths, k_lengths, window, hidden) -> 
     check(tensors, [], "TND", sequences(q_lengths, k_lengths, hidden), **given)
 
 
-def test_sequences_without_queries_and_absent_ones() -> None:
-    q, k, v = drawn((6, 4, 8), (7, 2, 8), (7, 2, 8))
-    out, *_ = torch_npu.npu_fusion_attention(
-        *(t.to("npu") for t in (q, k, v)), 4, "TND", scale=SCALE, actual_seq_qlen=[0, 4, 0], actual_seq_kvlen=[2, 6, 0]
-    )
-    expected = exact(*(t.double().transpose(0, 1) for t in (q[:4], k[2:6], v[2:6]))).transpose(0, 1)
-    torch.testing.assert_close(out[:4].cpu().double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
-    assert out[4:].isnan().all()  # nobody writes behind the last sequence
-
-
 def test_the_gradient_of_a_position_bias_is_not_computed() -> None:
     q, k, v = (t.to("npu") for t in drawn((1, 4, 3, 8), (1, 4, 3, 8), (1, 4, 3, 8)))
     pse = torch.zeros(1, 4, 3, 3, device="npu", requires_grad=True)
     torch_npu.npu_fusion_attention_v2(q, k, v, 4, "BNSD", pse=pse)[0].sum().backward()
     assert pse.grad.isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"pse_type": 4}, r"pse_type must be in \[0, 3\]"),
-        ({"pse_type": 0}, "pse_type 0 needs pse"),
-        ({"pse_type": 2, "pse": torch.ones(4)}, "slopes need as many keys as queries"),
-        ({"pse": torch.ones(2, 4, 5, 1)}, "pse must have one of the shapes"),
-        ({"pse": torch.ones(2, 4, 5, 7).half()}, "pse must be"),
-        ({"sparse_mode": 5, "prefix": [3], "atten_mask": TRIANGLE}, "one number for each of 2"),
-        ({"sparse_mode": 5, "prefix": [1, 2], "atten_mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)}, r"\[2, 7\]"),
-        ({"sparse_mode": 6, "prefix": [3, 3], "atten_mask": TRIANGLE}, "1024 rows"),
-        ({"sparse_mode": 8}, "sparse_mode must be in"),
-        ({"query_rope": torch.ones(2, 4, 5, 8)}, "given together"),
-        ({"query_rope": torch.ones(2, 4, 5, 8), "key_rope": torch.ones(2, 2, 7, 8)}, "take the layout TND"),
-        ({"q_start_idx": [1, 2]}, "q_start_idx must hold one number"),
-    ],
-)  # fmt: skip
-def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
-    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    tensors = [t.to("npu") for t in drawn((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))]
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_fusion_attention_v2(*tensors, 4, "BNSD", **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"sparse_mode": 7, "pre_tokens": 3, "next_tokens": 0}, "needs pre_tockens >= 4"),
-        ({"sparse_mode": 7, "pre_tokens": 4, "next_tokens": 1}, "needs next_tockens <= 0"),
-        ({"sparse_mode": 3, "actual_seq_kvlen": [2, 7]}, "without any key"),
-        ({"sparse_mode": 5}, "sparse_mode must be in"),
-        ({"actual_seq_kvlen": [3, 2]}, "must not fall"),
-        ({"actual_seq_kvlen": [3]}, "differ in length"),
-        ({"actual_seq_kvlen": [7, 7]}, "queries need keys"),
-    ],
-)
-def test_what_several_sequences_refuse(options, rule) -> None:
-    tensors = [t.to("npu") for t in drawn((5, 4, 8), (7, 2, 8), (7, 2, 8))]
-    options = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [3, 7], "atten_mask": TRIANGLE.to("npu")} | options
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_fusion_attention_v2(*tensors, 4, "TND", **options)

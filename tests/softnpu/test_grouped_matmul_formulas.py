@@ -3,26 +3,18 @@
 import pytest
 import torch
 import torch_npu
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-import softnpu
+from tests.support.rounding import ROUNDING
 
 M, K, N, E = 11, 8, 6, 4
 COUNTS = [3, 0, 5, 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF = torch.bfloat16
 BIAS = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float16}
-# one rounding: half a unit in the last place of the result, or of the smallest numbers of float16
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # of the smallest numbers
 FLOAT32 = (max(K, M) + 1) * 2.0**-24  # of the sum of magnitudes: every addition of the longest sum rounds once
 
 gmm = torch_npu.npu_grouped_matmul
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def npu(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -101,17 +93,12 @@ def test_transposed_views_of_weights_are_taken(dtype) -> None:
 @pytest.mark.parametrize("counts", [[2, 0, 4, 1], [0, 0, 0, 0]])
 @pytest.mark.parametrize("kind", [0, 1])
 def test_rows_beyond_the_groups_are_left_unwritten(kind, counts) -> None:
-    x, weight = sample(M, K), sample(E, K, N)
-    y, covered = by_rows([x], [weight], counts, kind), sum(counts)
+    x, weight, covered = sample(M, K), sample(E, K, N), sum(counts)
+    x[covered:] = torch.nan
+    y = by_rows([x], [weight], counts, kind)
     assert y[covered:].isnan().all()
     for e, (part, out) in enumerate(zip(x[:covered].split(counts), y[:covered].split(counts))):
         assert_rounded_once(out, part, weight[e])
-
-
-def test_unwritten_rows_do_not_reach_the_product() -> None:
-    x, weight = sample(M, K), sample(E, K, N)
-    x[7:] = torch.nan
-    assert by_rows([x], [weight], [2, 0, 4, 1])[:7].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -143,12 +130,6 @@ def test_lists_of_products_without_groups(dtype, with_bias, split_item) -> None:
         assert_rounded_once(out, left, right, b)
 
 
-def test_one_float32_pair_without_groups() -> None:
-    x, weight = sample(M, K), sample(K, N)
-    (y,) = gmm([x.npu()], [weight.npu()], group_type=-1)
-    assert_rounded_once(y, x, weight)
-
-
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_ends_on_the_host(dtype) -> None:
     x, weights = sample(M, K, dtype=dtype), [sample(K, N, dtype=dtype) for _ in range(E)]
@@ -166,14 +147,7 @@ def test_ends_on_the_host(dtype) -> None:
         assert torch.equal(torch.cat(y), torch.cat(expected))
 
 
-def test_one_group_is_a_product() -> None:
-    x, weight = sample(M, K), sample(1, K, N)
-    assert_rounded_once(by_rows([x], [weight], [M]), x, weight[0])
-    grad = sample(M, N)
-    assert_rounded_once(by_sum(x, grad, [M])[0], x.t(), grad)
-
-
-@pytest.mark.parametrize(("rows", "hidden", "width"), [(1, K, N), (M, 1, N), (M, K, 1), (1, 1, 1)])
+@pytest.mark.parametrize(("rows", "hidden", "width"), [(M, K, N), (1, K, N), (M, 1, N), (M, K, 1), (1, 1, 1)])
 def test_sizes_of_one(rows, hidden, width) -> None:
     """Where strides do not tell a tensor from its transposed view."""
     x, weight, grad = sample(rows, hidden), sample(1, hidden, width), sample(rows, width)
@@ -185,33 +159,6 @@ def test_an_empty_x_makes_the_device_do_nothing() -> None:
     """Its results stay unwritten, those of empty parts of a sum too."""
     assert by_rows([sample(0, K)], [sample(E, K, N)], [0] * E).shape == (0, N)
     assert by_sum(sample(0, K), sample(0, N), [0] * E).isnan().all()
-
-
-def test_the_host_does_not_wait_for_group_list() -> None:
-    x, weight, counts = sample(M, K).npu(), sample(E, K, N).npu(), group_list(COUNTS, 1)
-    softnpu.reset_counters()
-    gmm([x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1)
-    assert softnpu.counters() == {"npu_grouped_matmul": 1, "stream_syncs": 0, "device_to_host_copies": 0}
-
-
-def test_grouped_products_silently_have_no_gradient() -> None:
-    """As on the wheel."""
-    x, weight = sample(M, K).npu().requires_grad_(), sample(E, K, N).npu().requires_grad_()
-    counts = group_list(COUNTS, 1)
-    (y,) = gmm([x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1)
-    y.sum().backward()
-    assert (x.grad, weight.grad) == (None, None)
-
-
-@pytest.mark.parametrize(("group_type", "shape"), [(0, (M, N)), (2, (E, K, N))])
-def test_fake_tensors_keep_shapes_and_dtypes(group_type, shape) -> None:
-    with FakeTensorMode():
-        x = torch.empty(M, K, dtype=HALF, device="npu")
-        weight = torch.empty((M, N) if group_type == 2 else (E, K, N), dtype=HALF, device="npu")
-        counts = torch.empty(E, dtype=torch.int64, device="npu")
-        options = {"group_list": counts, "split_item": 2, "group_type": group_type, "group_list_type": 1}
-        (y,) = gmm([x.t() if group_type == 2 else x], [weight], **options)
-    assert (y.shape, y.dtype) == (shape, HALF)
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -350,7 +297,6 @@ FULL = torch.float32
         (lambda: rows(scale=[ones(2, 3)]), r"take \[\], .*given are \['scale'\]"),
         (lambda: rows(output_dtype=6), "give a result of torch.bfloat16, not torch.float32"),
         (lambda: rows(tuning_config=[1]), "tuning_config is given"),
-        (lambda: rows([ones(4, 8, dtype=torch.int8)]), r"\(int8, bfloat16\)"),
         (lambda: rows([ones(4, 8, dtype=FULL)]), r"\(float32, bfloat16\)"),
         (lambda: rows([ones(4, 8), ones(4, 8, dtype=FULL)]), "tensors of one list differ in dtype"),
         (lambda: rows(bias=[ones(2, 3)]), "the bias of torch.bfloat16 must be torch.float32"),
@@ -362,7 +308,6 @@ FULL = torch.float32
         (lambda: rows(group_list=ends(3, 2)), r"decreases: sizes \[3, -1\]"),
         (lambda: rows(group_list=ends(-1, 2), group_list_type=1), "negative element"),
         (lambda: rows(group_list=ends(1, 5)), "the groups have 5 elements, more than the 4 of x"),
-        (lambda: rows(group_list=ends(3, 3), group_list_type=1), "the groups have 6 elements, more than the 4"),
         (
             lambda: rows(weight=[ones(1025, 8, 3)], group_list=ends(*[0] * 1025)),
             "1025 groups; the device takes 1 to 1024",
@@ -373,16 +318,13 @@ FULL = torch.float32
         (lambda: rows([ones(1, 4, 8)]), "x must have 2 dimensions here"),
         (lambda: rows([ones(8, 4).t()]), r"x must not be transposed here, got .* strides \[1, 4\]"),
         (lambda: rows(weight=[ones(2, 8, 6)[..., :3]]), "contiguous or the transposed view of a contiguous tensor"),
-        (lambda: rows(weight=[ones(8, 2, 3).transpose(0, 1)]), "contiguous or the transposed view"),
         (lambda: rows(weight=[ones(8, 3), ones(3, 8).t()]), "all weights are transposed or none"),
         (lambda: rows(weight=[ones(8, 3), ones(8, 4)]), r"one size N, got \[3, 4\]"),
         (lambda: rows(weight=[ones(8, 3)] * 129, group_list=ends(*[0] * 129)), "weight has 129 tensors"),
         (lambda: rows([ones(4, 8)] * 3, [ones(8, 3)] * 2), "3 tensors x and 2 weights"),
-        (lambda: rows([ones(2, 8)] * 2), "2 tensors x and 1 weights"),
         (lambda: rows([ones(2, 8)] * 2, [ones(8, 3)] * 2), r"group_list says \[1, 3\] rows a group, .* have \[2, 2\]"),
         (lambda: rows([ones(2, 8, dtype=FULL)] * 2, [ones(8, 3, dtype=FULL)] * 2), "float32 takes one x"),
         (lambda: rows([ones(1, 65536)], [ones(1, 65536, 1)], ends(1)), "65536 elements .* at most 65535"),
-        (lambda: rows([ones(1, 1)], [ones(1, 1, 65536)], ends(1)), "weight .* 65536 elements"),
         (lambda: rows([ones(4, 8, dtype=torch.int8)], [ones(2, 8, 3, dtype=torch.int8)]), r"with \['scale'\] required"),
         (
             lambda: rows([ones(4, 8, dtype=torch.int8)], [ones(2, 8, 3, dtype=torch.int8)], scale=[ones(2, 3)]),
@@ -390,30 +332,18 @@ FULL = torch.float32
         ),
         (lambda: parts(bias=[ones(3, dtype=FULL)]), "group_type 2 takes no bias"),
         (lambda: parts(ones(8, 4)), r"takes x as the transposed view .* strides \[4, 1\]"),
-        (lambda: parts(ones(4, 8).t().contiguous()), "transposed view of a contiguous tensor, x.t"),
         (lambda: parts(weight=ones(3, 4).t()), "weight must not be transposed"),
-        (lambda: parts(weight=ones(5, 3)), "differ in the size K"),
-        (lambda: parts(weight=ones(1, 4, 3)), "weight must have 2 dimensions here"),
-        (lambda: parts(split_item=1), "split_item is 1; group_type 2 takes"),
-        (lambda: parts(group_list=ends(1, 5)), "the groups have 5 elements, more than the 4 of x"),
         (lambda: rows([ones(4, 8).t()] * 2, [ones(4, 3)] * 2, group_type=2), "takes one of each"),
-        (lambda: parts(ones(1, 65536).t(), ones(1, 1), group_list=ends(1)), "x .* 65536 elements"),
         (lambda: rows(group_type=-1, split_item=0), "group_type -1 takes no group_list"),
         (lambda: gmm([ones(4, 8)], [ones(8, 3)], group_type=-1, split_item=2), "split_item is 2; group_type -1"),
-        (lambda: gmm([ones(4, 8)] * 2, [ones(8, 3)], group_type=-1), "2 tensors x and 1 weights"),
         (lambda: gmm([ones(8)], [ones(8, 3)], group_type=-1), "x must have 2 to 6 dimensions"),
-        (lambda: gmm([ones(8, 4).t()], [ones(8, 3)], group_type=-1), "x must not be transposed"),
-        (lambda: gmm([ones(4, 8, dtype=FULL)] * 2, [ones(8, 3, dtype=FULL)] * 2, group_type=-1), "float32 takes one x"),
         (lambda: gmm([], [ones(8, 3)], group_type=-1), "x has 0 tensors"),
         (lambda: on_host(group_type=0), "group_type is given"),
         (lambda: on_host(group_list_type=1), "group_list_type is given"),
         (lambda: on_host(split_item=4), "split_item is 4"),
         (lambda: on_host(group_list=[4]), "group_list has one end"),
         (lambda: on_host(group_list=[1, 3]), "the last end must be the number of rows"),
-        (lambda: on_host(group_list=[3, 2]), "decreases"),
         (lambda: on_host(group_list=[1, 2, 4]), "1 tensors x, 2 weights and 3 ends"),
-        (lambda: on_host(weight=[ones(2, 8, 3)]), "weight must have 2 dimensions here"),
-        (lambda: on_host([ones(4, 8, dtype=FULL)], [ones(8, 3, dtype=FULL)] * 2), "takes float16 and bfloat16 only"),
         (lambda: on_host([ones(1, 8), ones(3, 8)]), "takes no group_list"),
         (lambda: on_host([ones(1, 8), ones(3, 8)], [ones(3, 8).t()] * 2, []), "takes no transposed weight"),
         (lambda: on_host([ones(2, 8)] * 2, split_item=2), "they must be the same groups"),

@@ -2,12 +2,13 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch_npu
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import softnpu
 from softnpu.host_call import HostCall
@@ -72,82 +73,87 @@ def test_in_place_on_a_tensor_that_backward_needs_is_refused() -> None:
         loss.backward()
 
 
-def test_grad_input_overloads_run() -> None:
-    # "npu" is part of their name: grad_i-npu-t
-    for function in (torch.sigmoid, F.silu, torch.tanh, F.elu, F.softplus, F.glu, F.gelu):
-        gradients = []
-        for device in ("npu", "cpu"):
-            x = torch.linspace(-2, 2, 8).to(device).requires_grad_()
-            function(x).sum().backward()
-            gradients.append(x.grad.cpu())
-        torch.testing.assert_close(*gradients)
-    grad, y = torch.ones(4), torch.linspace(0.1, 0.9, 4)
-    out = torch.empty(4, device="npu")
-    torch.ops.aten.sigmoid_backward.grad_input(grad.to("npu"), y.to("npu"), grad_input=out)
-    torch.testing.assert_close(out.cpu(), torch.ops.aten.sigmoid_backward(grad, y))
+# ---- the same on both devices ----------------------------------------------------------------------------------------
+Move = Callable[[Tensor], Tensor]
+X, INDEX = torch.arange(12.0).view(3, 4), torch.tensor([0, 2, 1])
+Z = torch.complex(X.sin(), X.cos())
+EXPERTS = torch.tensor([0, 2, 2, 3, 3, 3])
 
 
-@pytest.mark.parametrize("module", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_modules_run_forward_and_backward(module) -> None:
+def with_gradients(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    y = function(*leaves)
+    y.square().sum().backward()
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def recurrent(module: type[nn.Module], to: Move) -> list[Tensor]:
     torch.manual_seed(0)
-    reference = module(4, 8, num_layers=2, bidirectional=True)
-    device = module(4, 8, num_layers=2, bidirectional=True).to("npu")
-    device.load_state_dict(reference.state_dict())
-    x = torch.randn(5, 3, 4)
-    expected, found = reference(x)[0], device(x.to("npu"))[0]
-    torch.testing.assert_close(found.cpu(), expected)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    for a, b in zip(device.parameters(), reference.parameters()):
-        torch.testing.assert_close(a.grad.cpu(), b.grad)
+    made = module(4, 8, num_layers=2, bidirectional=True).to(to(X).device)
+    made(to(torch.randn(5, 3, 4)))[0].square().sum().backward()
+    return [parameter.grad for parameter in made.parameters()]
 
 
-def test_boolean_attention_mask_hides_and_is_not_added() -> None:
-    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    for shape in (mask, mask.view(1, 1, 4, 4)):
-        found = F.scaled_dot_product_attention(*(t.to("npu") for t in (q, k, v)), attn_mask=shape.to("npu"))
-        torch.testing.assert_close(found.cpu(), expected)
+def conjugated(to: Move) -> list[Tensor]:
+    written = to(Z).clone()
+    written.conj().copy_(to(Z) * 2)
+    return [to(Z).conj().clone(), to(Z).conj().imag.clone(), to(Z).mH @ to(Z), written]
 
 
-def test_boolean_mask_on_the_composed_path() -> None:
-    # three dimensions: torch_npu composes attention of other operators
-    q, k, v = (torch.randn(2, 4, 8) for _ in range(3))
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    found = F.scaled_dot_product_attention(*(t.to("npu") for t in (q, k, v)), attn_mask=mask.to("npu"))
-    torch.testing.assert_close(found.cpu(), expected)
+# what is given takes tensors to the device, and is an index of int32 there
+SAME: dict[str, Callable[[Move, Tensor], object]] = {
+    # "npu" is part of the name of its overload: grad_i-npu-t
+    "a gradient into a given tensor": lambda to, i: torch.ops.aten.sigmoid_backward.grad_input(
+        to(X), to(X / 12), grad_input=to(torch.empty(3, 4))
+    ),
+    # of three dimensions, for which torch_npu composes attention of other operators
+    "a boolean mask of attention": lambda to, i: F.scaled_dot_product_attention(
+        *[to(X.sin().expand(2, 3, 4))] * 3, attn_mask=to(torch.ones(3, 3, dtype=torch.bool).tril())
+    ),
+    "LSTM": lambda to, i: recurrent(nn.LSTM, to),
+    "GRU": lambda to, i: recurrent(nn.GRU, to),
+    "RNN": lambda to, i: recurrent(nn.RNN, to),
+    "conjugates": lambda to, i: conjugated(to),
+    "gradients of conjugates": lambda to, i: with_gradients(lambda z: (z.conj() * z * (1 + 2j)).real, to(Z)),
+    "affine_grid": lambda to, i: with_gradients(
+        lambda theta: F.affine_grid(theta, [1, 1, 2, 3], align_corners=False), to(X[:2, :3][None].sin())
+    ),
+    # bins of one number each: both upper limits keep the numbers below 4 apart
+    "histc of float32": lambda to, i: [torch.histc(to(EXPERTS.float()), bins=4, min=0, max=n) for n in (3, 4)],
+    **{
+        f"{name} with scalars of the host": lambda to, i, name=name: getattr(torch, name)(
+            *[list(to(X + 1).unbind()) for _ in range(3)], torch.tensor([1.0, -2.0, 0.5])
+        )
+        for name in ("_foreach_addcdiv", "_foreach_addcmul")
+    },
+    **{
+        f"{name} of {number}": lambda to, i, name=name, number=number: getattr(to(EXPERTS).clone(), name)(number)
+        for name in ("__ior__", "__iand__", "__ixor__", "bitwise_or_", "bitwise_and_", "bitwise_xor_")
+        for number in (True, 5)
+    },
+    "nll_loss": lambda to, i: F.nll_loss(to(X), i),
+    "cross_entropy": lambda to, i: F.cross_entropy(to(X), i, label_smoothing=0.1),
+    "nll_loss2d": lambda to, i: F.nll_loss(to(X).t().view(1, 4, 3, 1), i.view(1, 3, 1)),
+    "multilabel_margin_loss": lambda to, i: F.multilabel_margin_loss(to(X)[:, :3], i.expand(3, 3)),
+    "put_": lambda to, i: to(X).clone().put_(i, to(X)[0, :3], accumulate=True),
+    "index_fill": lambda to, i: to(X).index_fill(0, i[:2], 7.0),
+    "index_copy": lambda to, i: to(X).index_copy(0, i, to(X).flip(0)),
+    "take": lambda to, i: to(X).take(i),
+}
 
 
-def test_lazy_conjugate_and_negative_bits_are_kept() -> None:
-    z = torch.randn(4, 3, dtype=torch.complex64)
-    d = z.to("npu")
-    assert torch.equal(d.conj().cpu().resolve_conj(), z.conj().resolve_conj())
-    assert torch.equal(d.conj().imag.cpu(), z.conj().imag)
-    assert torch.equal(d.conj().clone().cpu(), z.conj().clone())
-    torch.testing.assert_close((d.mH @ d).cpu(), z.mH @ z)
-    gradients = []
-    for tensor in (d, z):
-        x = tensor.clone().requires_grad_()
-        (x.conj() * x * (1 + 2j)).real.square().sum().backward()
-        gradients.append(x.grad.cpu())
-    torch.testing.assert_close(*gradients)
+@pytest.mark.parametrize("name", SAME)
+def test_it_gives_what_the_cpu_gives(name: str) -> None:
+    found, expected = SAME[name](Tensor.npu, INDEX.int().npu()), SAME[name](Tensor.cpu, INDEX)
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(one.cpu(), other)
 
 
-def test_writes_through_a_conjugate_view() -> None:
-    tensors = [torch.zeros(3, dtype=torch.complex64, device=device) for device in ("npu", "cpu")]
-    for tensor in tensors:
-        tensor.conj().copy_(torch.full((3,), 1 + 2j))
-    torch.testing.assert_close(tensors[0].cpu(), tensors[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
-def test_histc_counts_in_the_dtype_of_its_input(dtype) -> None:
-    experts = torch.tensor([0, 2, 2, 3, 3, 3], device="npu").to(dtype)
-    for upper in (3, 4):  # both keep the numbers below 4 apart in four bins
-        counts = torch.histc(experts, bins=4, min=0, max=upper)
+def test_what_is_int32_stays_so() -> None:
+    for dtype in (torch.int64, torch.int32):
+        counts = torch.histc(EXPERTS.npu().to(dtype), bins=4, min=0, max=3)
         assert (counts.dtype, counts.tolist()) == (dtype, [1, 0, 2, 3])
+    assert torch.equal(F.one_hot(INDEX.int().npu(), 4).cpu(), F.one_hot(INDEX, 4).int())
 
 
 def test_histc_waits_for_its_range_only_if_none_is_given() -> None:
@@ -156,51 +162,6 @@ def test_histc_waits_for_its_range_only_if_none_is_given() -> None:
         softnpu.reset_counters()
         torch.histc(experts, bins=4, **options)
         assert softnpu.counters()["stream_syncs"] == waits
-
-
-def test_operators_behind_the_autograd_key() -> None:
-    x = torch.randn(3, 5, dtype=torch.bfloat16)
-    d = x.to("npu")
-    torch.testing.assert_close(
-        torch.softmax(d, -1, dtype=torch.float32).cpu(), torch.softmax(x, -1, dtype=torch.float32)
-    )
-    index = torch.tensor([2, 0, 1])
-    assert torch.equal(F.one_hot(index.to("npu"), 4).cpu(), F.one_hot(index, 4))
-    assert torch.equal(torch.argsort(d, stable=True).cpu(), torch.argsort(x, stable=True))
-    assert torch.equal(d.repeat_interleave(2, 0).cpu(), x.repeat_interleave(2, 0))
-    counts = torch.tensor([1, 0, 2])
-    assert torch.equal(d.repeat_interleave(counts.to("npu"), 0).cpu(), x.repeat_interleave(counts, 0))
-    assert torch.equal(d.gather(0, index.to("npu").view(1, 3)).cpu(), x.gather(0, index.view(1, 3)))
-    assert torch.equal(torch.where(d > 0, d, -d).cpu(), x.abs())
-
-
-@pytest.mark.parametrize(
-    "shapes", [((4, 3), (3, 5)), ((3,), (3,)), ((2, 4, 3), (3,)), ((3,), (2, 3, 5)), ((2, 1, 4, 3), (5, 3, 2))]
-)
-def test_matmul_backward(shapes) -> None:
-    arguments = [torch.randn(shape) for shape in shapes]
-    gradients = []
-    for device in ("npu", "cpu"):
-        leaves = [t.detach().to(device).requires_grad_() for t in arguments]
-        torch.matmul(*leaves).square().sum().backward()
-        gradients.append([leaf.grad.cpu() for leaf in leaves])
-    torch.testing.assert_close(*gradients)
-
-
-def test_matmul_has_a_second_derivative() -> None:
-    a, b = (torch.randn(3, 3) for _ in range(2))
-    results = []
-    for device in ("npu", "cpu"):
-        x, y = (t.detach().to(device).requires_grad_() for t in (a, b))
-        (first,) = torch.autograd.grad(torch.matmul(x, y).square().sum(), x, create_graph=True)
-        results.append(torch.autograd.grad(first.square().sum(), y)[0].cpu())
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-3)
-
-
-def test_convolution_of_channels_last_input() -> None:
-    conv, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
-    expected = conv(x)
-    torch.testing.assert_close(conv.to("npu")(x.contiguous().to("npu")).cpu(), expected)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +223,6 @@ def test_tensors_of_the_host_are_refused() -> None:
     assert (x + torch.tensor(2.0)).cpu().eq(3).all()  # a scalar can be sent along
 
 
-def test_kernel_launches_without_a_host_implementation_raise() -> None:
-    x = torch.ones(8, device="npu")
-    with pytest.raises(NotImplementedError, match="npu::npu_sign_bits_pack"):
-        torch_npu.npu_sign_bits_pack(x, 1)
-
-
 def test_no_operator_of_torch_npu_is_left_to_its_own_kernels() -> None:
     """Every npu:: operator has a formula, is known to need none, or raises an error that names it."""
     from softnpu.formulas import FORMULAS, NATIVE
@@ -288,57 +243,6 @@ def test_storage_and_allocator_are_torch_npus() -> None:
     )  # torch_npu rounds up, after 32 bytes of its own
     del x
     assert torch.npu.memory_allocated() == before
-
-
-def test_more_than_the_memory_of_the_device_is_refused() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(1 << 36, dtype=torch.uint8, device="npu")
-
-
-def test_resizing_grows_the_storage() -> None:
-    x = torch.arange(3.0, device="npu")
-    x.resize_(2, 3)
-    assert x.shape == (2, 3)
-    assert x[0].tolist() == [0, 1, 2]
-
-
-def test_saved_and_loaded() -> None:
-    import io
-
-    buffer = io.BytesIO()
-    torch.save({"a": torch.arange(3.0, device="npu")}, buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, map_location="cpu")["a"].tolist() == [0, 1, 2]
-    buffer.seek(0)
-    assert torch.load(buffer)["a"].device.type == "npu"
-
-
-def test_autocast_runs_products_in_bfloat16() -> None:
-    x = torch.randn(4, 4, device="npu")
-    with torch.autocast("npu", dtype=torch.bfloat16):
-        assert (x @ x).dtype == torch.bfloat16
-    assert softnpu.is_software()
-
-
-INT32 = {
-    "one_hot": lambda x, i: F.one_hot(i, 4),
-    "nll_loss": lambda x, i: F.nll_loss(x, i),
-    "cross_entropy": lambda x, i: F.cross_entropy(x, i, label_smoothing=0.1),
-    "nll_loss2d": lambda x, i: F.nll_loss(x.t().view(1, 4, 3, 1), i.view(1, 3, 1)),
-    "multilabel_margin_loss": lambda x, i: F.multilabel_margin_loss(x[:, :3], i.expand(3, 3)),
-    "put_": lambda x, i: x.clone().put_(i, x[0, :3], accumulate=True),
-    "index_fill": lambda x, i: x.index_fill(0, i[:2], 7.0),
-    "index_copy": lambda x, i: x.index_copy(0, i, x.flip(0)),
-    "take": lambda x, i: x.take(i),
-}
-
-
-@pytest.mark.parametrize("name", INT32)
-def test_indices_and_targets_may_be_int32(name: str) -> None:
-    x, index = torch.arange(12.0).view(3, 4), torch.tensor([0, 2, 1])
-    found = INT32[name](x.to("npu"), index.int().to("npu"))
-    expected = INT32[name](x, index)
-    torch.testing.assert_close(found.cpu(), expected.int() if name == "one_hot" else expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -397,30 +301,6 @@ def test_what_lies_behind_a_shrunk_storage_is_not_a_number_and_cannot_be_written
     assert copy[2:].isnan().all()
     with pytest.raises(RuntimeError, match="ends behind its storage"):
         x.add_(1)
-
-
-@pytest.mark.parametrize("name", ["_foreach_addcdiv", "_foreach_addcmul"])
-def test_scalars_of_a_list_may_lie_on_the_host(name: str) -> None:
-    lists = [[torch.rand(2) + 1 for _ in range(3)] for _ in range(3)]
-    scalars = torch.tensor([1.0, -2.0, 0.5])
-    found = getattr(torch, name)(*([t.npu() for t in tensors] for tensors in lists), scalars)
-    for a, b in zip(found, getattr(torch, name)(*lists, scalars)):
-        torch.testing.assert_close(a.cpu(), b)
-
-
-@pytest.mark.parametrize("name", ["__ior__", "__iand__", "__ixor__", "bitwise_or_", "bitwise_and_", "bitwise_xor_"])
-@pytest.mark.parametrize("number", [True, 5])
-def test_a_number_may_stand_for_a_tensor_in_place(name: str, number: int) -> None:
-    x = torch.tensor([0, 1, 6, 7])
-    assert getattr(x.npu(), name)(number).tolist() == getattr(x.clone(), name)(number).tolist()
-
-
-def test_an_affine_grid_has_the_gradient_of_torch() -> None:
-    theta = torch.rand(1, 2, 3)
-    on_npu, on_cpu = theta.npu().requires_grad_(), theta.clone().requires_grad_()
-    for leaf in (on_npu, on_cpu):
-        F.affine_grid(leaf, [1, 1, 2, 3], align_corners=False).square().sum().backward()
-    torch.testing.assert_close(on_npu.grad.cpu(), on_cpu.grad)
 
 
 @pytest.mark.parametrize("call", [torch.cdist, lambda a, b: F.pdist(a), lambda a, b: torch._VF._add_relu(a, -b[0])])

@@ -102,34 +102,3 @@ def test_adam_of_three_steps_is_that_of_torch(nesterov) -> None:
         torch_npu.npu_apply_adam(*powers, 0.1, 0.8, 0.9, 0.0, grad.to("npu"), False, nesterov, out=(var, m, v))
         # the scalars are float32: 1 - 0.9 has a relative error of 1e-7 / 0.1
         torch.testing.assert_close(var.cpu().double(), reference, rtol=1e-5, atol=1e-5)
-
-
-ONES = torch.ones(4, 5, device="npu")
-P, K = torch.ones(4, device="npu"), torch.ones(4, dtype=torch.int32, device="npu")
-INDEX = torch.zeros(2, 1, dtype=torch.int64, device="npu")
-BIG = torch.ones(1, 1, 32, 32, device="npu")
-
-
-@pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda: torch_npu.npu_one_hot(K, 0, 3), "num_classes"),
-        (lambda: torch_npu.npu_one_hot(P), "dtypes"),
-        (lambda: torch_npu.npu_scatter_nd_update(ONES, INDEX + 4, ONES[:2]), "inside of"),
-        (lambda: torch_npu.npu_scatter_nd_update(ONES, INDEX, ONES), "updates must be"),
-        (lambda: torch_npu.npu_scatter_nd_update(ONES, INDEX[:, 0], ONES), "two dimensions or more"),
-        (lambda: torch_npu.npu_top_k_top_p(ONES, P, K * 6), r"k must be in \[1, 5\]"),
-        (lambda: torch_npu.npu_top_k_top_p(ONES, P * 2, K), r"p must be in \[0, 1\]"),
-        (lambda: torch_npu.npu_top_k_top_p(ONES, P.half(), K), "p must be torch.float32"),
-        (lambda: torch_npu.npu_scaled_masked_softmax(ONES, ONES.bool()), "32 to 4096"),
-        (lambda: torch_npu.npu_scaled_masked_softmax(BIG, BIG.bool()), "no source defines"),
-        (lambda: torch_npu.npu_scaled_masked_softmax(BIG, BIG[..., :3].bool()), "does not broadcast"),
-        (
-            lambda: torch_npu.npu_apply_adam_w(0, 0, 0, 0, 0, 0, 0, P, P, True, None, out=(P, P, P)),
-            "amsgrad is not supported",
-        ),
-    ],
-)
-def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
-    with pytest.raises(RuntimeError, match=rule):
-        call()

@@ -1,35 +1,19 @@
 """The attention operators for inference against attention in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch_npu
 
 import softnpu
+from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn
 
-TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 SCALE = 0.125
 # inputs are bfloat16 or float16; weights and result are rounded to it: a few times 2^-9 and 2^-12
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-
-
-def exact(q, k, v, hidden=None, bias=0, sink=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, S, D] in float64, and the log of the sum of exponents."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
-    scores = q @ k.mT * SCALE + bias
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
-    weights = torch.softmax(scores, -1)[..., : k.shape[1]]
-    return weights @ v, scores.logsumexp(-1, keepdim=True)
-
-
-def drawn(*shapes, dtype=torch.bfloat16) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape).to(dtype) for shape in shapes]
+exact = partial(attend, scale=SCALE)
 
 
 def fused(tensors, heads=4, kv_heads=2, layout="BNSD", **options):
@@ -42,10 +26,6 @@ def fused(tensors, heads=4, kv_heads=2, layout="BNSD", **options):
 
 def close(found, expected, dtype=torch.bfloat16) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-def distance(s_q: int, s_k: int, shift: int = 0) -> torch.Tensor:
-    return torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -72,14 +52,14 @@ def test_several_queries(dtype, mode) -> None:
     out, lse = fused(tensors, softmax_lse_flag=True, **options)
     for i in range(2):
         seen = hidden[i] if mode == "all" else hidden
-        expected, sums = exact(*(t[i] for t in tensors), seen, bias[0].double() if mode == "pse" else 0)
+        expected, sums = exact(*(t[i] for t in tensors), seen, behind=bias[0] if mode == "pse" else 0)
         close(out[i], expected, dtype)
         torch.testing.assert_close(lse[i].cpu().double(), sums, rtol=1e-5, atol=1e-5)  # float32 throughout
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD_BSND", "BSH_BNSD", "BSND_NBSD"])
 def test_layouts_and_lengths(layout) -> None:
-    q, k, v = drawn((2, 4, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64))
+    q, k, v = drawn((2, 4, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64), dtype=torch.bfloat16)
     of_input, _, of_result = layout.partition("_")
 
     def arrange(t, form):
@@ -101,7 +81,7 @@ def test_layouts_and_lengths(layout) -> None:
 
 
 def test_one_query_over_blocks_of_keys() -> None:
-    q, blocks_k, blocks_v = drawn((2, 4, 1, 64), (5, 2, 16, 64), (5, 2, 16, 64))
+    q, blocks_k, blocks_v = drawn((2, 4, 1, 64), (5, 2, 16, 64), (5, 2, 16, 64), dtype=torch.bfloat16)
     table = torch.tensor([[3, 0], [4, 1]], dtype=torch.int32)
     lengths = [20, 7]
     given = {"actual_seq_lengths_kv": lengths, "block_table": table, "block_size": 16}
@@ -121,7 +101,7 @@ def test_one_query_over_blocks_of_keys() -> None:
 
 
 def test_latent_attention_scores_the_rotary_parts_beside() -> None:
-    q, c, q_rope, k_rope = drawn((2, 8, 1, 512), (2, 1, 6, 512), (2, 8, 1, 64), (2, 1, 6, 64))
+    q, c, q_rope, k_rope = drawn((2, 8, 1, 512), (2, 1, 6, 512), (2, 8, 1, 64), (2, 1, 6, 64), dtype=torch.bfloat16)
     out, _ = fused([q, c, c], 8, 1, query_rope=q_rope, key_rope=k_rope)
     for i in range(2):
         close(out[i], exact(torch.cat([q[i], q_rope[i]], -1), torch.cat([c[i], k_rope[i]], -1), c[i])[0])
@@ -129,7 +109,7 @@ def test_latent_attention_scores_the_rotary_parts_beside() -> None:
 
 @pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
 def test_sequences_behind_each_other_with_a_sink(layout) -> None:
-    q, k, v = drawn((6, 4, 64), (7, 2, 64), (7, 2, 64))
+    q, k, v = drawn((6, 4, 64), (7, 2, 64), (7, 2, 64), dtype=torch.bfloat16)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
     given = [t.transpose(0, 1).contiguous() if layout[0] == "N" else t for t in (q, k, v)]
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
@@ -149,7 +129,7 @@ def test_sequences_behind_each_other_with_a_sink(layout) -> None:
 
 
 def test_the_mask_of_prompt_attention_is_causal_unless_next_tokens_says_otherwise() -> None:
-    q, k, v = drawn((1, 4, 5, 64), (1, 4, 5, 64), (1, 4, 5, 64))
+    q, k, v = drawn((1, 4, 5, 64), (1, 4, 5, 64), (1, 4, 5, 64), dtype=torch.bfloat16)
     given = {"num_heads": 4, "input_layout": "BNSD", "scale_value": SCALE}
     given["atten_mask"] = torch.zeros(5, 5, dtype=torch.bool, device="npu")
     out = torch_npu.npu_prompt_flash_attention(*(t.to("npu") for t in (q, k, v)), **given)
@@ -159,7 +139,7 @@ def test_the_mask_of_prompt_attention_is_causal_unless_next_tokens_says_otherwis
 
 
 def test_rows_that_see_nothing() -> None:
-    tensors = drawn((1, 4, 3, 64), (1, 4, 5, 64), (1, 4, 5, 64))
+    tensors = drawn((1, 4, 3, 64), (1, 4, 5, 64), (1, 4, 5, 64), dtype=torch.bfloat16)
     hidden = torch.zeros(1, 3, 5, dtype=torch.bool)
     hidden[0, 1] = True
     out, lse = fused(tensors, 4, 4, atten_mask=hidden, sparse_mode=1, inner_precise=2, softmax_lse_flag=True)
@@ -169,47 +149,6 @@ def test_rows_that_see_nothing() -> None:
         out, _ = fused(tensors, 4, 4, atten_mask=hidden, sparse_mode=1)
     assert out[0, :, 1].isnan().all()
     assert not out[0, :, 0].isnan().any()
-
-
-ONE = [(1, 4, 1, 64), (1, 4, 600, 64), (1, 4, 600, 64)]
-SEVERAL = [(2, 4, 3, 64), (2, 4, 5, 64), (2, 4, 5, 64)]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "options", "rule"),
-    [
-        (ONE, {"atten_mask": torch.zeros(1, 1, 1, 600, dtype=torch.bool)}, "does not hide keys behind 512"),
-        (ONE, {"inner_precise": 2}, "one query takes inner_precise 0 or 1"),
-        (SEVERAL, {"sparse_mode": 5}, r"sparse_mode must be in \[0, 4\]"),
-        (SEVERAL, {"sparse_mode": 3}, "needs atten_mask"),
-        (SEVERAL, {"sparse_mode": 3, "atten_mask": torch.zeros(3, 5, dtype=torch.bool)}, "upper triangle"),
-        (SEVERAL, {"atten_mask": torch.zeros(2, 4, 3, 5, dtype=torch.bool)}, "atten_mask must be"),
-        (SEVERAL, {"pse_shift": torch.zeros(1, 1, 3, 5)}, "pse_shift must be"),
-        (SEVERAL, {"actual_seq_lengths_kv": [5, 6]}, r"must be in \[0, 5\]"),
-        (SEVERAL, {"layout": "BNSD_SBH"}, "input_layout must be one of"),
-        (SEVERAL, {"query_rope": torch.zeros(2, 4, 3, 64)}, "given together"),
-        (SEVERAL, {"heads": 8, "kv_heads": 8}, "must have 8 heads"),
-        ([(1, 4, 3, 24)] * 3, {}, "by 16"),
-        ([(5, 4, 32)] * 3, {"layout": "TND", "actual_seq_lengths": [5], "actual_seq_lengths_kv": [5]}, "take head"),
-        ([(5, 4, 64)] * 3, {"layout": "TND"}, "cumulative lengths"),
-    ],
-)  # fmt: skip
-def test_what_the_device_refuses_is_refused_with_the_rule(shapes, options, rule) -> None:
-    with pytest.raises(RuntimeError, match=rule):
-        fused(drawn(*shapes), **{"heads": 4, "kv_heads": 4} | options)
-
-
-def test_dtypes_strides_and_quantised_arguments_are_refused_by_name() -> None:
-    tensors = drawn(*SEVERAL)
-    with pytest.raises(RuntimeError, match="float32, float32, float32"):
-        fused([t.float() for t in tensors], 4, 4)
-    with pytest.raises(RuntimeError, match="query must be contiguous"):
-        torch_npu.npu_fused_infer_attention_score(
-            tensors[0].to("npu").transpose(1, 2), *(t.to("npu").transpose(1, 2).contiguous() for t in tensors[1:]),
-            num_heads=4, input_layout="BSND",
-        )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="no form of the operator with antiquant_scale"):
-        fused(tensors, 4, 4, antiquant_scale=torch.ones(2))
 
 
 def test_results_go_to_the_tensors_of_the_caller() -> None:

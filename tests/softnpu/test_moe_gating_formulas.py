@@ -1,26 +1,19 @@
 """The choice of experts against plain torch in float64: order, ties, weights, gradient and limits."""
 
-import math
-
 import pytest
 import torch
 import torch_npu
 
+from tests.support.rounding import ROUNDING
+
 T, E, K = 9, 16, 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one rounding: half a unit in the last place of the result, or of the smallest numbers of float16
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+UNDERFLOW = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # of the smallest numbers
 FLOAT32 = 2 * E * 2.0**-24  # relative, of exp, a sum of E terms and a few products in float32
 
 softmax_top_k, softmax_top_k_v2 = torch_npu.npu_moe_gating_top_k_softmax, torch_npu.npu_moe_gating_top_k_softmax_v2
 top_k, expert_tokens = torch_npu.npu_moe_gating_top_k, torch_npu.npu_moe_compute_expert_tokens
 top_k_backward = torch.ops.npu.npu_moe_gating_top_k_backward
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -150,15 +143,6 @@ def test_without_out_flag_the_scores_are_unwritten_and_the_gradient_is_not_a_num
     assert leaf.grad.isnan().any()
 
 
-def test_softmax_gating_raises_in_the_backward_pass() -> None:
-    """As on the wheel, which says so for the softmax of the first version."""
-    x = logits(T, E).npu().requires_grad_()
-    with pytest.raises(RuntimeError, match="derivative for npu::npu_moe_gating_top_k_softmax is not implemented"):
-        softmax_top_k(x, k=K)[0].sum().backward()
-    with pytest.raises(RuntimeError, match="npu_moe_gating_top_k_backward: norm_type is 0"):
-        top_k(x, K, out_flag=True)[0].sum().backward()
-
-
 def test_expert_tokens_are_the_ends_of_sorted_experts() -> None:
     experts = torch.tensor([0, 0, 2, 2, 2, 4], dtype=torch.int32)
     found = expert_tokens(experts.npu(), 6)
@@ -195,15 +179,12 @@ def test_what_softmax_gating_refuses(call, x, options, rule) -> None:
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: softmax_top_k(ones(4, 8, dtype=INT)), r"\(int32\)"),
-        (lambda: softmax_top_k(ones(4, 8), ones(4)), "finished must be bool"),
         (lambda: softmax_top_k_v2(ones(4, 8), renorm=2), "renorm is 2"),
         (lambda: top_k(ones(2, 4, 8), 1), "x must have 2 dimensions"),
         (lambda: top_k(ones(4, 2049), 1), "2049 experts; the device takes at most 2048"),
         (lambda: top_k(ones(4, 8), 0), "k is 0; there are 1 groups of 8"),
         (lambda: top_k(ones(4, 8), 5, k_group=1, group_count=2), "k is 5; there are 1 groups of 4"),
         (lambda: top_k(ones(4, 8), 1, group_count=3), "group_count is 3, which does not divide 8"),
-        (lambda: top_k(ones(4, 8), 1, group_count=0), "group_count is 0"),
         (lambda: top_k(ones(4, 8), 1, k_group=3, group_count=2), "k_group is 3 of 2"),
         (lambda: top_k(ones(4, 8), 1, group_select_mode=2), "group_select_mode is 2"),
         (lambda: top_k(ones(4, 8), 1, group_count=8, group_select_mode=1), "groups of 1 expert cannot be compared"),
@@ -218,10 +199,8 @@ def test_what_softmax_gating_refuses(call, x, options, rule) -> None:
         ),
         (lambda: top_k_backward(ones(4, 8), ones(4, 2), ones(4, 3, dtype=INT), norm_type=1), r"must be \[T, E\]"),
         (lambda: top_k_backward(ones(4, 8).half(), ones(4, 2), ones(4, 2, dtype=INT), norm_type=1), "float16"),
-        (lambda: expert_tokens(ones(4), 2), r"\(float32\)"),
         (lambda: expert_tokens(ones(4, 1, dtype=INT), 2), "must have 1 dimension"),
         (lambda: expert_tokens(ones(4, dtype=INT), 0), "num_expert is 0; the device takes 1 to 2048"),
-        (lambda: expert_tokens(ones(4, dtype=INT), 2049), "num_expert is 2049"),
         (lambda: expert_tokens(torch.tensor([2, 1], dtype=INT).npu(), 3), "the indices must be sorted"),
     ],
 )
@@ -229,9 +208,3 @@ def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
     with pytest.raises(RuntimeError, match=rule) as error:
         call()
     assert str(error.value).startswith("npu_moe_")
-
-
-def test_nothing_to_choose_from() -> None:
-    assert [t.shape for t in softmax_top_k(ones(0, 8), k=2)] == [(0, 2)] * 3
-    assert [t.shape for t in softmax_top_k(ones(3, 8), k=0)] == [(3, 0)] * 3
-    assert math.prod(top_k(ones(0, 8), 2)[0].shape) == 0

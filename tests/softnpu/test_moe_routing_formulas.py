@@ -4,19 +4,14 @@ import pytest
 import torch
 import torch_npu
 
+from tests.support.rounding import ROUNDING
+
 T, K, H, E = 6, 3, 8, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one rounding: half a unit in the last place of the result
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FLOAT32 = 16 * 2.0**-24  # of the operands: about ten operations in float32
 
 init_routing, finalize = torch_npu.npu_moe_init_routing_v2, torch_npu.npu_moe_finalize_routing
 COUNTED = {"expert_num": E, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def experts() -> torch.Tensor:
@@ -112,11 +107,6 @@ def test_rows_are_quantised_by_their_largest(dtype, given, padded) -> None:
             assert ((rows[place] - exact).abs() <= (0.5 + 1e-4) * step).all()
 
 
-def test_other_quantisations_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="quant_mode -1 and 1 only"):
-        init(quant_mode=0)
-
-
 def test_pairs_name_the_experts_that_have_rows() -> None:
     indices = torch.tensor([[3, 0], [3, 4]], dtype=torch.int32).npu()
     options = COUNTED | {"expert_tokens_num_type": 2}
@@ -124,14 +114,6 @@ def test_pairs_name_the_experts_that_have_rows() -> None:
     assert pairs.tolist() == [[0, 1], [3, 2], [4, 1], [0, 0], [0, 0]]
     pairs = init_routing(torch.ones(2, H).npu(), indices, active_expert_range=[3, 5], **options)[2]
     assert pairs[:3].tolist() == [[3, 2], [4, 1], [0, 0]]
-
-
-def test_permutation_and_routing_agree() -> None:
-    x, indices = torch.randn(T, H).npu(), experts().npu()
-    permuted, sorted_indices = torch_npu.npu_moe_token_permute(x, indices)
-    expanded, row_idx, *_ = init_routing(x, indices, **COUNTED)
-    assert torch.equal(expanded, permuted)
-    assert torch.equal(row_idx, sorted_indices)
 
 
 def expected_sum(rows, index, scales, experts, skips, bias) -> torch.Tensor:
@@ -201,7 +183,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device="npu")
 
 
-INT, HALF = torch.int32, torch.bfloat16
+INT = torch.int32
 
 
 def init(x=None, expert_idx=None, **options):
@@ -218,36 +200,21 @@ def final(rows=None, skip1=None, skip2=None, bias=None, scales=None, index=None,
     ("call", "rule"),
     [
         (lambda: init(quant_mode=1, scale=ones(1, 7)), r"scale must be float32 \[1, 4\] or \[5, 4\]"),
-        (lambda: init(drop_pad_mode=2), "drop_pad_mode is 2"),
         (lambda: init(drop_pad_mode=1, expert_capacity=T), "expert_capacity must be above 0"),
         (lambda: init(drop_pad_mode=1, expert_capacity=1, row_idx_type=1), "takes all experts"),
-        (lambda: init(ones(2, 4, dtype=torch.float64)), r"\(float64, int32\)"),
-        (lambda: init(expert_idx=ones(2, 2, dtype=torch.int64)), r"\(float32, int64\)"),
         (lambda: init(expert_idx=ones(3, 2, dtype=INT)), "the same number of rows"),
-        (lambda: init(expert_idx=ones(2, dtype=INT)), "must have 2 dimensions"),
         (lambda: init(active_num=-2), "active_num should be greater than or equal to -1, got -2"),
         (lambda: init(expert_tokens_num_type=0), "expert_tokens_num_type 1 and 2"),
-        (lambda: init(expert_tokens_num_flag=False), "with expert_tokens_num_flag=True"),
-        (lambda: init(row_idx_type=2), "row_idx_type is 2"),
         (lambda: init(expert_num=-1), "expert_num is -1; the device takes 1 to 10240"),
-        (lambda: init(expert_num=5121, expert_tokens_num_type=2), "takes 1 to 5120"),
         (lambda: init(active_expert_range=[3, 3]), r"\[3, 3\) must be some of 5"),
-        (lambda: init(active_expert_range=[0, 6]), r"\[0, 6\) must be some of 5"),
         (lambda: init(scale=ones(3)), r"scale must be float32 \[2\]"),
         (lambda: init(expert_idx=ones(2, 2, dtype=INT) * 5), r"outside of \[0, 5\)"),
         (lambda: final(drop_pad_mode=4), "drop_pad_mode is 4"),
         (lambda: final(k=2), "no form of the operator with k"),
-        (lambda: final(drop_pad_mode=1), "takes rows of 3 dimensions"),
-        (lambda: final(ones(4, 8, dtype=INT)), r"\(int32, int32\)"),
-        (lambda: final(skip2=ones(4, 8)), "skip2 needs skip1"),
         (lambda: final(skip1=ones(2, 8)), r"skip1 must be torch.float32 \[4, 8\]"),
-        (lambda: final(scales=ones(2, 2, dtype=HALF)), r"\(float32, bfloat16\)"),
         (lambda: final(scales=ones(3, 2)), r"must be \[6\], got int32 \[4\]"),
-        (lambda: final(bias=ones(3, 7)), r"bias must be torch.float32 \[E, 8\]"),
         (lambda: final(bias=ones(3, 8)), "bias needs export_for_source_row"),
-        (lambda: final(bias=ones(3, 8), chosen=ones(4, 2, dtype=INT)), r"must be int32 \[4, 1\]"),
         (lambda: final(index=-ones(4, dtype=INT)), r"outside of \[0, 4\)"),
-        (lambda: final(ones(2, 2, 8), index=-2 * ones(4, dtype=INT), drop_pad_mode=1), r"outside of \[-1, 4\)"),
     ],
 )
 def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:

@@ -66,23 +66,6 @@ def test_without_probs_rows_are_added() -> None:
     assert (tokens.grad == 2).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"num_out_tokens": 5}, "every token 1 experts"),
-        ({"num_out_tokens": 24, "drop_and_pad": True}, "6 rows of 5 an expert"),
-        ({"probs": torch.ones(5, 3)}, "probs must have the shape"),
-        ({"routing_map": torch.ones(5, 4, dtype=torch.int32)}, "dtypes"),
-        ({"routing_map": torch.ones(4, 4, dtype=torch.bool)}, r"tokens must be \[4, H\]"),
-    ],
-)
-def test_what_the_device_refuses_is_refused_with_the_rule(options, rule) -> None:
-    given = {"tokens": torch.ones(5, 8), "routing_map": routed(), "num_out_tokens": 10} | options
-    given = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_moe_token_permute_with_routing_map(**given)
-
-
 @pytest.mark.parametrize("active", [3, 10])
 def test_init_routing_orders_rows_by_expert(active) -> None:
     torch.manual_seed(0)

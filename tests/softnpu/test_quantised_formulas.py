@@ -93,47 +93,6 @@ def test_products_with_int8_weights(dtype, size, turned) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=4 * tolerance)
 
 
-A, B = torch.ones(3, 16).char().to("npu"), torch.ones(16, 4).char().to("npu")
-X = torch.ones(3, 64).half().to("npu")
-W = torch.ones(64, 4).char().to("npu")
-SCALE = torch.ones(4, device="npu")
-
-
-@pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda: torch_npu.npu_dynamic_quant(SCALE.half()), "two dimensions"),
-        (lambda: torch_npu.npu_dynamic_quant(X.float()), "dtypes"),
-        (lambda: torch_npu.npu_dynamic_quant(X, smooth_scales=SCALE.half()), "smooth_scales must be"),
-        (lambda: torch_npu.npu_quant_matmul(A, A, SCALE), "needs"),
-        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE[:3]), "scale must be"),
-        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE.bfloat16(), output_dtype=5), "no torch.float16 result"),
-        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE, bias=SCALE), "no torch.int8 result"),
-        (lambda: torch_npu.npu_quant_matmul(A, B, SCALE, pertoken_scale=SCALE[:3]), "no torch.int8 result"),
-        (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.bfloat16()), "dtypes"),
-        (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), antiquant_group_size=48), "by 32"),
-        (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), bias=SCALE), "bias must be"),
-    ],
-)
-def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
-    with pytest.raises(RuntimeError, match=rule):
-        call()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: torch_npu.npu_dynamic_quant(X, quant_mode="pertensor"),
-        lambda: torch_npu.npu_quant_matmul(A.int(), B.int(), SCALE),
-        lambda: torch_npu.npu_quant_matmul(A, B, SCALE, output_dtype=3),
-        lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, SCALE.half(), quant_scale=SCALE),
-    ],
-)
-def test_other_forms_are_refused_by_name(call) -> None:
-    with pytest.raises(NotImplementedError, match="the software device"):
-        call()
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])
 def test_scales_as_the_matrix_unit_takes_them_are_the_scales(dtype, shape) -> None:

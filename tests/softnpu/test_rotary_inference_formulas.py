@@ -32,11 +32,6 @@ def compare(found, expected, dtype) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lead", [(2, 3), (5,)])
 def test_query_and_key_are_rotated_in_place(dtype, lead) -> None:
@@ -128,74 +123,3 @@ def test_latents_are_normed_rotated_and_kept(paged) -> None:
                 expected[i, 0, index[i]] = new[i, 0]
             assert out.isnan().all()
         compare(cache, expected, dtype)
-
-
-def npu(*shape, dtype=torch.bfloat16) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype, device="npu")
-
-
-KV = (npu(1, 1, 2, 576), npu(512), npu(1, 1, 2, 64), npu(1, 1, 2, 64))
-CACHES = (npu(1, 1, 4, 64), npu(1, 1, 4, 512))
-
-
-@pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda: torch_npu.npu_apply_rotary_pos_emb(*[npu(1, 2, 1, 32)] * 4), "head size of 64 or 128"),
-        (lambda: torch_npu.npu_apply_rotary_pos_emb(*[npu(1, 2, 2, 64)] * 4), "cos must have the tokens"),
-        (lambda: torch_npu.npu_apply_rotary_pos_emb(*[npu(1, 2, 1, 64)] * 4, "BNSD"), "layout must be"),
-        (lambda: torch_npu.npu_apply_rotary_pos_emb(*[npu(2, 1, 64)] * 4, "TND", "interleave"), "must be half"),
-        (lambda: torch_npu.npu_interleave_rope(*[npu(1, 1, 2, 32)] * 3), "64"),
-        (lambda: torch_npu.npu_interleave_rope(npu(1, 2, 2, 64), npu(1, 2, 2, 64), npu(1, 2, 2, 64)), "cos must be"),
-        (lambda: mrope(torch.tensor([4])), "below the 4 rows"),
-        (lambda: mrope(torch.tensor([0]), head_size=48), "by 32"),
-        (lambda: mrope(torch.tensor([[0]] * 3), mrope_section=[4, 6, 6]), "mrope_section must be one of"),
-        (
-            lambda: torch_npu.npu_mrope(
-                torch.zeros(4, 1).long().npu(),
-                npu(1, 128),
-                npu(1, 128),
-                npu(4, 128),
-                128,
-                mrope_section=[16] * 4,
-                cache_mode="interleave",
-            ),
-            "cache_mode interleave takes three sections",
-        ),
-        (lambda: mrope(torch.tensor([0]), cache_mode="other"), "cache_mode only support default or interleave"),
-        (lambda: kept(torch.tensor([[0, 4]])), "below the 4 places"),
-        (lambda: kept(torch.tensor([[1, 1]])), "twice"),
-        (lambda: kept(torch.tensor([0, 1])), "index must be"),
-    ],
-)
-def test_what_the_device_refuses_is_refused_with_the_rule(call, rule) -> None:
-    with pytest.raises(RuntimeError, match=rule):
-        call()
-
-
-def mrope(positions, head_size=64, **options):
-    q = npu(1, head_size)
-    return torch_npu.npu_mrope(positions.to("npu"), q, q, npu(4, 32), head_size, **options)
-
-
-def kept(index):
-    return torch_npu.npu_kv_rmsnorm_rope_cache(*KV, index.to("npu"), *CACHES)
-
-
-def test_a_rotation_given_as_a_matrix_has_no_gradient() -> None:
-    x, (cos, sin) = torch.randn(1, 4, 1, 16), angles(1, 4, 1, 16)
-    matrix = half(torch.eye(16))
-    given = [t.to("npu") for t in (x, cos, sin)]
-    found = torch_npu.npu_rotary_mul(*given, rotate=matrix.to("npu"))
-    compare(found, x.double() * cos.double() + half(x.double()) * sin.double(), torch.float32)
-    with pytest.raises(RuntimeError, match="with rotate there is no gradient"):
-        torch_npu.npu_rotary_mul(given[0].requires_grad_(), *given[1:], rotate=matrix.to("npu"))
-    with pytest.raises(RuntimeError, match="rotate must be"):
-        torch_npu.npu_rotary_mul(given[0].detach(), *given[1:], rotate=matrix[:8].to("npu"))
-
-
-def test_cache_modes_without_a_formula_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="cache modes Norm, PA and PA_BNSD"):
-        torch_npu.npu_kv_rmsnorm_rope_cache(
-            *KV, torch.zeros(2, dtype=torch.int64, device="npu"), *CACHES, cache_mode="PA_NZ"
-        )

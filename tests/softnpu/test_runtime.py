@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,23 +28,21 @@ def test_works_without_autoload(run_python) -> None:
     run_python(ADD, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
-def test_a_missing_compiler_is_named_with_a_remedy(run_python, tmp_path: Path) -> None:
-    result = run_python("import softnpu", check=False, XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path))
-    assert "no C compiler ('cc')" in result.stderr
-    assert "apt-get install gcc" in result.stderr
-
-
-def test_a_compiler_that_fails_is_shown(run_python, tmp_path: Path) -> None:
-    result = run_python("import softnpu", check=False, XDG_CACHE_HOME=str(tmp_path), CC="false")
-    assert "could not build libascendcl.so" in result.stderr
-    assert not list((tmp_path / "softnpu").iterdir())
-
-
-def test_a_cache_that_cannot_be_written_is_named(run_python, tmp_path: Path) -> None:
-    (tmp_path / "softnpu").write_text("not a folder")
-    result = run_python("import softnpu", check=False, XDG_CACHE_HOME=str(tmp_path))
-    assert f"{tmp_path}/softnpu and cannot write there" in result.stderr
-    assert "XDG_CACHE_HOME" in result.stderr
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"PATH": "{0}"}, "no C compiler ('cc').*apt-get install gcc"),
+        ({"CC": "false"}, "could not build libascendcl.so"),
+        ({"XDG_CACHE_HOME": "{0}/file"}, "{0}/file/softnpu and cannot write there.*XDG_CACHE_HOME"),
+        ({"SOFTNPU_CANN": "newest"}, "SOFTNPU_CANN=newest: a version of CANN is written as 8.2.RC1 or"),
+    ],
+)
+def test_what_keeps_it_from_being_built_is_named_with_a_remedy(run_python, tmp_path: Path, environment, said) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    given = {name: value.format(tmp_path) for name, value in environment.items()}
+    result = run_python("import softnpu", check=False, **{"XDG_CACHE_HOME": str(tmp_path)} | given)
+    assert re.search(re.escape(said.format(tmp_path)).replace(r"\.\*", ".*"), result.stderr, re.DOTALL)
+    assert not list(tmp_path.glob("softnpu/*"))
 
 
 def test_several_processes_may_build_at_once_and_write_nothing_elsewhere(run_python, tmp_path: Path) -> None:
@@ -252,8 +251,3 @@ def test_the_version_of_cann_can_be_chosen(run_python) -> None:
     assert version == "8.2.RC1"
     assert Path(home).parent == runtime.cache()
     assert home != os.environ["ASCEND_HOME_PATH"]
-
-
-def test_what_is_no_version_of_cann_is_refused(run_python) -> None:
-    result = run_python("import softnpu", SOFTNPU_CANN="newest", check=False)
-    assert "SOFTNPU_CANN=newest: a version of CANN is written as 8.2.RC1 or" in result.stderr

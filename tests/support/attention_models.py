@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.sizes import sizes
+
 TOKENS, VOCABULARY, WINDOW = 24, 64, 8
 NAME = "npu_flash_attention"
-UNNAMED = (
-    "npu_fused"  # chunked attention refuses every name with "flash" in it: masking_utils.create_chunked_causal_mask
-)
-_TEXT = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+# chunked attention refuses every name with "flash" in it: masking_utils.create_chunked_causal_mask
+UNNAMED = "npu_fused"
+_TEXT = sizes(
+    32, 32, heads=4, keys=2, width=16, layers=2, words=VOCABULARY, max_position_embeddings=128, pad_token_id=0,
+    bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = {"query_pre_attn_scalar": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -53,9 +53,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(name: str = "qwen3") -> PreTrainedModel:
     """Make a model as a user does, who says nothing of attention."""
     model_type, own = MODELS[name]
-    sizes = {key: value for key, value in (_TEXT | own).items() if value is not None}
+    given = {key: value for key, value in (_TEXT | own).items() if value is not None}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **given)).eval()
 
 
 def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -82,8 +82,13 @@ def padded(*places: slice) -> Tensor:
     return mask
 
 
+def places(*sequences: Tensor | int) -> Tensor:
+    """Return the positions of a row, of sequences that begin at zero or are said."""
+    return torch.cat([torch.arange(part) if isinstance(part, int) else part for part in sequences])[None]
+
+
 def _packed() -> dict[str, Tensor]:
-    return {"input_ids": ids(1), "position_ids": torch.cat([torch.arange(5), torch.arange(12), torch.arange(7)])[None]}
+    return {"input_ids": ids(1), "position_ids": places(5, 12, 7)}
 
 
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -93,6 +98,8 @@ BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "right padding": lambda: {"input_ids": ids(3), "attention_mask": padded(slice(-7, None), slice(-1, None))},
     "padding between": lambda: {"input_ids": ids(2), "attention_mask": padded(slice(4, 9))},
     "packed": _packed,
+    "packed, from other places": lambda: {"input_ids": ids(1), "position_ids": places(torch.arange(3, 14), 13)},
+    "from another place": lambda: {"input_ids": ids(2), "position_ids": places(torch.arange(5, 29))},
 }
 
 

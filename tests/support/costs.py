@@ -1,10 +1,23 @@
 """Count on fake tensors what a forward and backward of a model costs."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import kernels_ext_npu
+from kernels_ext_npu.inspection import subject
+from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.dispatch import Counting
+from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.phases import count
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.measuring.roofline import SOCS
+
+SOC = SOCS["910b"]
 
 
 def fake_model(model_type: str, **sizes: int) -> PreTrainedModel:
@@ -26,3 +39,32 @@ def costs(prepare, model_type: str, tokens: int, **sizes: int) -> tuple[Cost, Co
         with Cost() as training:
             model(ids, use_cache=False).logits.sum().backward()
     return forward, training
+
+
+@contextmanager
+def published(
+    name: str, tokens: int = 4096, prepare: Callable[[PreTrainedModel], object] = kernels_ext_npu.kernelize
+) -> Iterator[tuple[PreTrainedModel, Callable[..., Counts]]]:
+    """Build a published model in bfloat16 on fake tensors.
+
+    Args:
+        name: one of model_configs/published.
+        tokens: of the one row of inputs.
+        prepare: what is done to the model.
+
+    Yields:
+        The model, and what counts a phase of it, "forward" or "step", by `count` or by what is given in its place.
+    """
+    values, found = KnownValues(), subject.find(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with Counting(values, SOC):
+            model = subject.build(found, torch.bfloat16)
+        prepare(model)
+        inputs, _ = subject.make_inputs(model, 1, tokens, values)
+        inputs |= subject.labels(model, inputs)
+
+        def counted(phase: str, counting: Callable[..., Counts] = count) -> Counts:
+            given: dict[str, Any] = inputs if phase == "step" else {k: v for k, v in inputs.items() if k != "labels"}
+            return counting(phase, model, given, values, SOC)
+
+        yield model, counted

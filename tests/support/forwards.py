@@ -13,18 +13,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 
 import kernels_ext_npu
 from tests.support import llama_factory
+from tests.support.sizes import sizes
 
 T, H = 16, 32
 # so small that a kernel is over soon
-SIZES = {
-    "hidden_size": H,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 32,
-}
+SIZES = sizes(H, 64, heads=2, keys=2, width=128, layers=1, words=32)
 MOE_SIZES = SIZES | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 Forward = Callable[..., object]
 Call = Callable[[], object]

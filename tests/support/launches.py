@@ -1,8 +1,15 @@
-"""Choose what has to be equal of the launches that fake tensors and the software device count."""
+"""Count what the software device launches for attention, and choose what of its launches fake tensors count, too."""
 
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
+from torch import nn
+
+import softnpu
+from tests.support.attention_models import ids
+
+ATTENTION = "npu_fusion_attention_v3"
 # What moves and fills, but computes nothing. Fake tensors see operators of torch, the device what these become: copies
 # in a conversion, a copy and an operator in place, what is filled in the gradient of a slice.
 BOOKKEEPING = {
@@ -20,3 +27,11 @@ def computing(launches: Mapping[str, int]) -> Counter[str]:
         if name.strip("_") not in BOOKKEEPING:
             counts[ALSO.get(name, name.strip("_"))] += count
     return counts
+
+
+def of_attention(model: nn.Module) -> int:
+    """Count how often a forward of one of `attention_models` launches the operator of attention."""
+    softnpu.reset_counters()
+    with torch.no_grad():
+        model(ids(2).to(model.device))
+    return softnpu.counters().get(ATTENTION, 0)

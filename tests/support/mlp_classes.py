@@ -41,6 +41,8 @@ class Config:
             return Size(INNER)
         if name == "layer_idx":
             return 0
+        if name == "kv_sharing_modes":
+            return (None,)
         if "limit" in name:
             return None if "limits" in name else LIMIT
         if name == "mlp_multipliers":

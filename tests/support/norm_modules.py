@@ -16,12 +16,13 @@ def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
         "dim": SIZE,
         "hidden_dim": SIZE,
         "num_features": SIZE,
-        "group_size": None,
     }
     required: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if name in values:
             required[name] = values[name]
+        elif name == "group_size":
+            required[name] = SIZE // 4 if parameter.default is parameter.empty else None
         elif name == "config":
             required[name] = type("Config", (), {"eps": 1e-5, "hidden_size": SIZE})
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:

@@ -47,17 +47,6 @@ def test_one_launch_as_exact_as_the_dtype_allows(kernel: ModuleType, name, dtype
     assert (error <= 2 * tolerance * expected.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_half_precision_is_no_further_from_float64_than_torch(kernel: ModuleType, name, dtype) -> None:
-    x = gate_up(64, 256, dtype=dtype)
-    gate, up = x.chunk(2, -1)
-    own, found = ACTIVATIONS[name](gate) * up, getattr(kernel, name)(x.npu()).cpu()
-    expected = truth(name, x)
-    # 1e-6 for sums and exponentials of float32, in which both compute
-    assert (found.double() - expected).norm() <= (own.double() - expected).norm() * (1 + 1e-6) + 1e-6 * expected.norm()
-
-
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("size", [32, 24, 7])
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -199,16 +188,6 @@ def test_compiles_to_one_graph_with_the_same_gradients(kernel: ModuleType, name)
             results.append((y.detach(), leaf.grad))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("name", ["swiglu", "geglu", "clipped_swiglu"])
-def test_works_with_fake_tensors(kernel: ModuleType, name) -> None:
-    with torch._subclasses.FakeTensorMode():
-        x = torch.empty(4, 64, device="npu", requires_grad=True)
-        y = getattr(kernel, name)(x)
-        y.sum().backward()
-    assert y.shape == (4, 32)
-    assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "clipped_swiglu"])

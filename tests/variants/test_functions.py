@@ -24,6 +24,7 @@ OTHERS = {
     "layers",
     "layout",
     "packing",
+    "reads_chosen_in_place",
 }
 
 

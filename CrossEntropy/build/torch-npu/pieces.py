@@ -1,7 +1,7 @@
-"""Into how many pieces tokens x words are cut: two at least, so that no tensor has all of them, and few launches.
+"""Into how many pieces tokens x words are cut: two at least, so that none in float32 has all of them, and few launches.
 
-Logits of a head that is trained are kept for the backward as long as they fit into `KEPT` bytes; those of the pieces
-behind are computed again there.
+A head that is trained keeps the gradient of all its logits for the backward, if it fits into `KEPT` bytes. If not it
+keeps as many logits, and those of the pieces behind are computed again there.
 """
 
 from __future__ import annotations

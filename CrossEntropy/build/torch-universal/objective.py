@@ -136,10 +136,10 @@ class Gradient:
         shared = None if self.shared is None else self.shared[where]
         return Gradient(self.objective, self.offset[where], shared, self.at_label[where], self.sign[where])
 
-    def overwrite(self, x: Tensor) -> None:
-        """Put the gradient for what the head gives, ``[N, W]``, in its place, as if no word were a label."""
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Put the gradient for what the head gives, ``[N, W]``, into a tensor like it, as if no word were a label."""
         for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
-            x[rows].copy_(self.rows(rows).of_words(x[rows]))
+            out[rows].copy_(self.rows(rows).of_words(x[rows]))
 
     def of_words(self, x: Tensor) -> Tensor:
         """Return the gradient for what the head gives, ``[N, W]``, as if no word were a label."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,8 @@ from .arguments import (
     reduced,
     without_autocast,
 )
+from .by_tokens import LinearCrossEntropyByTokens
 from .distributed import is_distributed
-from .frozen import FrozenLinearCrossEntropy
 from .linear import LinearCrossEntropy
 from .rows import CrossEntropy
 from .shard import Shard
@@ -92,14 +94,15 @@ def linear_cross_entropy(
     shard: Shard | None = None,
     pieces: int | None = None,
 ) -> Tensor:
-    """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without a tensor of all logits.
+    """Compute ``cross_entropy(linear(hidden_states, weight, bias), labels)`` without a tensor of all logits in float32.
 
-    A head that is trained takes the vocabulary in pieces, and keeps logits for its backward up to 2.25 GiB; of those
-    beyond, it computes each again. One that is not takes the tokens in pieces, and computes the gradient of the hidden
-    states in the forward. Logits are rounded to the dtype of the hidden states, as a head's are; statistics are
-    float32. Only the gradients that are wanted are computed. Differentiable twice, but with a shard; whoever does so,
-    transforms it by torch.func or has DTensors gets the formula in torch, with all logits. Autocast casts hidden
-    states, weight and bias as it casts those of a linear layer.
+    It takes the tokens in pieces, and computes the gradient of the hidden states in the forward. Where the head is
+    trained it keeps the gradient of all logits for the backward, if that fits into 2.25 GiB; if not, it takes the
+    vocabulary in pieces, keeps as many logits, and computes those beyond again. Logits are rounded to the dtype of the
+    hidden states, as a head's are, and so is their gradient; statistics are float32. Only the gradients that are wanted
+    are computed. Differentiable twice, but with a shard; whoever does so, transforms it by torch.func or has DTensors
+    gets the formula in torch, with all logits. Autocast casts hidden states, weight and bias as it casts those of a
+    linear layer.
 
     Args:
         hidden_states: ``[N, H]``, floating point.
@@ -138,13 +141,15 @@ def linear_cross_entropy(
         rows = in_torch.linear_loss(hidden_states, weight, bias, labels, objective)
     else:
         size = hidden_states.shape[0], weight.shape[0]
+        budget = 0 if pieces else kept(hidden_states, weight, bias)
+        fits = math.prod(size) * weight.element_size() <= budget
+        is_untrained = torch.is_grad_enabled() and is_frozen(hidden_states, weight, bias)
         with without_autocast(hidden_states):
-            if shard is None and torch.is_grad_enabled() and is_frozen(hidden_states, weight, bias):
-                number = pieces or pieces_of.of_tokens(*size)
-                rows = FrozenLinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, number)
+            if shard is None and (fits or is_untrained):
+                number = pieces or (pieces_of.of_tokens if is_untrained else pieces_of.how_many)(*size)
+                rows = LinearCrossEntropyByTokens.apply(hidden_states, weight, bias, labels, objective, number)
             else:
                 number = pieces or pieces_of.how_many(*size)
-                budget = 0 if pieces else kept(hidden_states, weight, bias)
                 rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number, budget)
     words = weight.shape[0] if shard is None else shard.words
     return reduced(rows, labels, words, objective, reduction, num_items)

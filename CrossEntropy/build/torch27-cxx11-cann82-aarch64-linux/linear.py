@@ -5,7 +5,7 @@ and the logits of the first pieces in the dtype of the head; backward turns them
 computes those of the other pieces again. So the rows of the weight's gradient are one product each, rounded once, the
 weight is read once a product, and only the gradient of the hidden states is a sum over pieces, in float32. There the
 label's word is left out of the products and added by itself: it is most of the gradient, and would be rounded with
-every piece. frozen.py has heads that are not trained.
+every piece. by_tokens.py has heads that are not trained, and those with few logits.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def gradients_of_head(
     for part, found in parts:
         if found is None:
             found = F.linear(hidden_states, part.weight, part.bias)
-        gradient.overwrite(found)
+        gradient.write(found, found)
         others = found.gather(1, part.inside)
         if d_hidden is not None:
             found.scatter_(1, part.inside, others.masked_fill(part.is_inside, 0))

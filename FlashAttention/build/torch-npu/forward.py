@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor, nn
 
 from .attention import attend, attend_packed
 from .caller_masks import described, of_the_caller
-from .description import MaskDescription, Packing
+from .chosen_keys import left_out_beside
+from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
-from .in_torch import outside
 from .lengths import ends_of, in_other_sequences, read_together
 from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
+from .packing import Packing
 
 
 class _Lengths(NamedTuple):
@@ -65,7 +67,8 @@ def attention_forward(
         cu_seq_lens_q: ``[1 + sequences]``, of packed sequences in a batch of one.
         cu_seq_lens_k: the same for the keys; with a paged cache by type of layer.
         cache: the paged cache of continuous batching.
-        indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it.
+        indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it, each once; all of them
+            where they are as many as there are keys.
         kwargs: what other implementations take, and the paged cache.
 
     Returns:
@@ -113,8 +116,8 @@ def attention_forward(
     else:
         seen = band
     options = Options(scale, dropout, s_aux, softcap or 0.0, bias=position_bias)
-    if indices is not None:
-        seen = _chosen_by(indices, seen, attention_mask, query, key)
+    if indices is not None and indices.shape[-1] < key.shape[2]:
+        return _attend_chosen(query, key, value, indices, seen, attention_mask, options), None
     if isinstance(seen, (Packing, _Lengths)):
         return _attend_packing(query, key, value, seen, options), None
     return attend(query, key, value, seen, options), None
@@ -160,22 +163,23 @@ def _seen(mask: MaskDescription, query: Tensor, key: Tensor) -> Band | Packing |
     return mask.left_out(query.device)[..., :keys]
 
 
-def _chosen_by(
-    indices: Tensor, seen: Band | Packing | _Lengths | Tensor, mask: Any, query: Tensor, key: Tensor
+def _attend_chosen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    seen: Band | Packing | _Lengths | Tensor,
+    mask: Any,
+    options: Options,
 ) -> Tensor:
-    """Return what is left out where a query sees chosen keys only, as DeepSeek-V3.2's indexer chooses them."""
-    queries, keys = query.shape[2], key.shape[2]
-    # uint8: CANN scatters bool on an AI CPU (ops-nn, scatter_elements.cpp, AICORE_910B_DTYPE_SUPPORT_LIST)
-    left_out = torch.ones(*indices.shape[:2], keys, dtype=torch.uint8, device=query.device)
-    left_out = left_out.scatter(-1, indices.long(), 0).bool().unsqueeze(1)
-    if isinstance(seen, Tensor):
-        return left_out | seen
-    if isinstance(mask, MaskDescription):
-        return left_out | mask.left_out(query.device)[..., :keys]
-    if isinstance(seen, Band):
-        beyond = outside(seen, queries, keys, query.device)
-        return left_out if beyond is None else left_out | beyond
-    raise ValueError("attention_forward: indices in packed sequences need the mask of these sequences")
+    """Compute attention where a query sees chosen keys only, as DeepSeek-V3.2's indexer chooses them."""
+    if isinstance(seen, _Lengths) or (isinstance(seen, Packing) and not isinstance(mask, MaskDescription)):
+        raise ValueError("attention_forward: indices in packed sequences need the mask of these sequences")
+    parts = []
+    for rows, left_out in left_out_beside(indices, seen, mask, key.shape[2]):
+        of_rows = options if options.bias is None else replace(options, bias=options.bias[..., rows, :])
+        parts.append(attend(query[:, :, rows], key, value, left_out, of_rows))
+    return torch.cat(parts, dim=1)
 
 
 def _attend_packing(query: Tensor, key: Tensor, value: Tensor, packing: Packing | _Lengths, options: Options) -> Tensor:

@@ -41,7 +41,7 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
     left_out = outside(seen, *scores.shape[-2:], scores.device) if isinstance(seen, Band) else seen
     if left_out is not None:
         scores = scores.masked_fill(left_out, -torch.inf)
-    weights = _softmax(scores, options.sink)
+    weights = softmax(scores, options.sink)
     weights = F.dropout(weights.to(query.dtype), options.dropout)
     return (weights @ value).transpose(1, 2).contiguous()
 
@@ -82,7 +82,7 @@ def _statistics_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
     """Compute the softmax of rows in which everything can be left out; the sink is one more score of a row."""
     maximum = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)

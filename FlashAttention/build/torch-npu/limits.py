@@ -14,6 +14,8 @@ from .options import Band, Options, Sequences
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
 _LARGEST_PACKED_GRADIENT = 768 if CANN >= (8, 5) else 512  # of heads
+_LATENT, _ROTATED, _INDEXED = 512, 64, 128  # sizes of heads, the only ones of sparse attention and its indexer
+_CHOSEN = (*range(1, 2049), *range(3072, 8193, 1024))  # how many keys an indexer chooses
 LONGEST = 2**20  # tokens of a sequence, or of all that are packed
 MOST_SEQUENCES = 1024  # in one launch
 
@@ -47,6 +49,45 @@ def is_fused_packed(sequences: Sequences, band: Band) -> bool:
     """Tell whether the operators take sequences: in this layout no query may be without a key."""
     return max(sequences.ends[-1], sequences.key_ends[-1]) <= LONGEST and not any(
         queries and band.leaves_rows_empty(queries, keys) for queries, keys in sequences.lengths()
+    )
+
+
+def is_fused_choice(query: Tensor, key: Tensor, count: int) -> bool:
+    """Tell whether ``npu_lightning_indexer`` chooses so many keys, of ``[B, S_q, H, D]`` among ``[B, S_k, D]``.
+
+    It takes weights in float32 since CANN 9.0: op-plugin 7.3.0, docs/context/torch_npu-npu_lightning_indexer.md; and,
+    with its other limits (Atlas A2 and A3), 26.0.0, docs/zh/custom_APIs/torch_npu/torch_npu-npu_lightning_indexer.md.
+    """
+    return (
+        CANN >= (9, 0)
+        and query.device.type == "npu"
+        and query.dtype == key.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[3] == _INDEXED
+        and query.shape[2] <= 64
+        and count in _CHOSEN
+        and query.numel() > 0
+        and not is_distributed(query, key)
+        and hasattr(torch.ops.npu, "npu_lightning_indexer")
+    )
+
+
+def reads_chosen_in_place(query: Tensor, latents: Tensor, rope: Tensor) -> bool:
+    """Tell whether ``npu_sparse_flash_attention`` takes ``[B, S_q, N, D]``, and the two parts of one key head.
+
+    Its limits (Atlas A2 and A3), since CANN 8.5: op-plugin,
+    docs/zh/custom_APIs/torch_npu/torch_npu-npu_sparse_flash_attention.md. It takes no sinks there.
+    """
+    return (
+        CANN >= (8, 5)
+        and query.device.type == "npu"
+        and query.dtype == latents.dtype == rope.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and (latents.shape[2], rope.shape[2]) == (_LATENT, _ROTATED)
+        and query.shape[2] in (1, 2, 4, 8, 16, 32, 64, 128)
+        and query.numel() > 0
+        and not is_distributed(query, latents, rope)
+        and hasattr(torch.ops.npu, "npu_sparse_flash_attention")
     )
 
 

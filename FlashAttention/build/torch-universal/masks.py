@@ -61,20 +61,20 @@ def attention_mask(
     compiling = torch.compiler.is_compiling()
     pattern = None if compiling else _recognised(mask_function)
     # distances are said with the last query at the last key; where a static cache is, only the device knows
+    function = mask_function or _causal
     has_distances = pattern not in (None, Pattern(FULL))  # first: a graph is not to be of these lengths alone
     if has_distances and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
         pattern = None
 
-    def make() -> Tensor:
+    def make(begin: int = 0, end: int = q_length) -> Tensor:
         if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):
             return kept[:, None, None].expand(batch_size, -1, -1, -1).clone()  # the padding is the caller's
         found_on = device if kept is None else kept.device
         rows, heads = torch.arange(batch_size, device=found_on), torch.arange(1, device=found_on)
-        queries = torch.arange(q_length, device=found_on) + q_offset
+        queries = torch.arange(begin, end, device=found_on) + q_offset
         keys = torch.arange(kv_length, device=found_on) + kv_offset
-        function = mask_function or _causal
         mask = (_one_by_one if use_vmap else _together)(function, rows, heads, queries, keys)
-        mask = mask.expand(batch_size, -1, q_length, kv_length)
+        mask = mask.expand(batch_size, -1, end - begin, kv_length)
         return mask if kept is None else mask & kept[:, None, None]
 
     if compiling:  # a graph cannot hold what depends on lengths, nor on what a function closes over
@@ -82,7 +82,10 @@ def attention_mask(
         setattr(mask, _WITHOUT_PADDING, kept is None)
         return mask
     if pattern is not None and pattern.chunk is not None:
+        is_of_positions = pattern.positions is not None
         pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
+        if is_of_positions and pattern is not None and pattern.band == CAUSAL:
+            function = _in_sequences(pattern.ids)
     is_of_module = pattern is not None and (
         allow_is_causal_skip or allow_is_bidirectional_skip or pattern.ids is not None
     )
@@ -142,6 +145,9 @@ def _of_chunks(pattern: Pattern, queries: int, keys: int, first: int, padded: bo
     Padding moves the chunks, so that with padding only what ends within the first chunk is known here.
     """
     chunk, last = pattern.chunk, first + keys - 1
+    if pattern.ids is not None:
+        is_whole = queries == keys and not padded
+        return replace(pattern, ids=_chunks_of(pattern), chunk=None, positions=None) if is_whole else None
     if last < chunk or (not padded and first // chunk == last // chunk):
         return replace(pattern, chunk=None)
     if padded:
@@ -151,3 +157,25 @@ def _of_chunks(pattern: Pattern, queries: int, keys: int, first: int, padded: bo
         left = reach if pattern.band.left is None else min(reach, pattern.band.left)
         return replace(pattern, band=Band(left, pattern.band.right), chunk=None)
     return pattern if first == 0 and queries == keys else None
+
+
+def _chunks_of(pattern: Pattern) -> Tensor:
+    """Return which chunk of which sequence each token is in, ``[B, S]``.
+
+    Positions count where any row is packed: of other batches transformers says that they are not, and asks for none.
+    """
+    ids = pattern.ids
+    places = torch.arange(ids.shape[-1], device=ids.device)
+    if pattern.positions is not None:
+        places = torch.where((ids != ids[:, :1]).any(), pattern.positions, places)
+    begins = (torch.diff(ids) != 0) | (torch.diff(places // pattern.chunk) != 0)
+    return F.pad(begins.cumsum(-1), (1, 0))
+
+
+def _in_sequences(ids: Tensor) -> Callable:
+    """Return the mask function of causal attention within sequences."""
+
+    def function(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (ids[row, query] == ids[row, key]) & (key <= query)
+
+    return function

@@ -26,11 +26,13 @@ class Pattern:
         band: by distance.
         ids: ``[B, S]``, which tokens are in one sequence; None for all.
         chunk: a query sees keys of its own chunk of so many only; None for all.
+        positions: ``[B, S]``, within the sequences, where chunks are of these; None where they are of places in a row.
     """
 
     band: Band = FULL
     ids: Tensor | None = None
     chunk: int | None = None
+    positions: Tensor | None = None
 
 
 def recognised(function: Callable) -> Pattern | None:
@@ -38,7 +40,7 @@ def recognised(function: Callable) -> Pattern | None:
 
     For example, ``and_masks(sliding_window_overlay(4), causal_mask_function)`` is ``Pattern(Band(3, 0))``.
     """
-    left = right = ids = chunk = None
+    left = right = ids = chunk = positions = None
     for name, closed_over in _terms(function):
         if name == "causal_mask_function":
             right = _smaller(right, 0)
@@ -50,15 +52,22 @@ def recognised(function: Callable) -> Pattern | None:
             ids = closed_over["packed_sequence_mask"]
         elif name == "chunked_overlay" and chunk is None:
             chunk = closed_over["chunk_size"]
+        elif name == "remap_positions_for_packed_sequence" and positions is None:
+            positions = closed_over["position_ids"]
         elif name != "bidirectional_mask_function":
             return None
     if any(limit is not None and limit < 0 for limit in (left, right)):
         return None
-    return Pattern(Band(left, right), ids, chunk)
+    if positions is not None and ids is None:
+        return None  # positions count on within a sequence alone, where distances are those of places
+    return Pattern(Band(left, right), ids, chunk, None if chunk is None else positions)
 
 
 def _terms(function: Callable) -> list[tuple[str, dict[str, Any]]]:
-    """Split a mask function into those that it is the intersection of: their names, and what they close over."""
+    """Split a mask function into those that it is the intersection of: their names, and what they close over.
+
+    One that is asked of positions, as transformers 5.23 does in packed sequences, stands before what it asks.
+    """
     if not isinstance(function, FunctionType) or function.__module__ != _MODULE:
         return [("", {})]
     name = function.__qualname__.partition(".")[0]
@@ -66,7 +75,8 @@ def _terms(function: Callable) -> list[tuple[str, dict[str, Any]]]:
     closed_over = {variable: cell.cell_contents for variable, cell in cells}
     if name == "and_masks":
         return [term for part in closed_over["mask_functions"] for term in _terms(part)]
-    return [(name, closed_over)]
+    asked = _terms(closed_over["mask_function"]) if name == "remap_positions_for_packed_sequence" else []
+    return [(name, closed_over), *asked]
 
 
 def _smaller(a: int | None, b: int) -> int:

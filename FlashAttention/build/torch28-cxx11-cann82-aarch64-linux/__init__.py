@@ -1,7 +1,17 @@
 """Attention for Huawei Ascend NPUs: flash-attn's functions, and what the attention of transformers is made of."""
 
+from .chosen_keys import attend_chosen, top_k_keys
 from .forward import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
+from .limits import reads_chosen_in_place
 from .masks import attention_mask
 
-__all__ = ["attention_forward", "attention_mask", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = [
+    "attend_chosen",
+    "attention_forward",
+    "attention_mask",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "reads_chosen_in_place",
+    "top_k_keys",
+]

@@ -77,7 +77,7 @@ def attend_packed(
     """
     total = query.shape[0]
     used, key_used = (ends[-1] if ends else 0 for ends in sequences)
-    query, key, value = query[:used], key[:key_used], value[:key_used]
+    query, key, value = _rows(query, 0, used), _rows(key, 0, key_used), _rows(value, 0, key_used)
     if (
         is_fused(query, key, value, options)
         and is_fused_packed(sequences, band)
@@ -115,12 +115,17 @@ def _launch_packed(
         ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)
         end, key_end = ends[-1], key_ends[-1]
         if end > start:
-            some = query[start:end], key[key_start:key_end], value[key_start:key_end]
+            some = _rows(query, start, end), *(_rows(tensor, key_start, key_end) for tensor in (key, value))
             shifted = tuple(e - start for e in ends), tuple(e - key_start for e in key_ends)
             parts.append(_launch_one(*some, "TND", sparsity, options, *shifted))
         start, key_start = end, key_end
     result = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result[..., :size].contiguous() if result.shape[-1] > size else result
+
+
+def _rows(tensor: Tensor, start: int, end: int) -> Tensor:
+    """Return rows of a tensor. All of them are itself: the gradient of a slice is a copy."""
+    return tensor if (start, end) == (0, len(tensor)) else tensor[start:end]
 
 
 def _reachable(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:

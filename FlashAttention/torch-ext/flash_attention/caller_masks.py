@@ -57,10 +57,10 @@ def described(padding: Tensor, queries: int, keys: int, band: Band) -> MaskDescr
         return known[1]
     kept = padding[:, -keys:].bool()
 
-    def make() -> Tensor:
+    def make(begin: int, end: int) -> Tensor:
         beyond = outside(band, queries, keys, kept.device)
         mask = kept[:, None, None].expand(-1, -1, queries, -1)
-        return mask if beyond is None else mask & ~beyond
+        return (mask if beyond is None else mask & ~beyond)[:, :, begin:end]
 
     description = MaskDescription(queries, keys, Pattern(band), kept, make)
     if version is not None:

@@ -9,57 +9,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .in_torch import outside
 from .lengths import HostValues, in_other_sequences
 from .options import CAUSAL, FULL, Band, Sequences
+from .packing import Packing
 from .patterns import Pattern
 from .selective_checkpoints import unseen
 
 _MASK = (False, None)  # of all masks of a description the one that others get
-
-
-class Packing:
-    """Says which tokens of a batch are in sequences of their own, one behind the other in memory.
-
-    Args:
-        sequences: where they end.
-        band: which keys of its sequence a query sees.
-        queries: the places in ``[B · S_q]`` of the queries that see a key, on the CPU; None for all.
-        keys: the places in ``[B · S_k]`` of the keys that are seen, likewise.
-    """
-
-    def __init__(
-        self, sequences: Sequences, band: Band, queries: Tensor | None = None, keys: Tensor | None = None
-    ) -> None:
-        self.sequences, self.band = sequences, band
-        self._places = queries, keys
-        self._moved: dict[torch.device, tuple[Tensor | None, ...]] = {}
-        self._left_out: dict[torch.device, Tensor | None] = {}
-
-    def places(self, device: torch.device) -> tuple[Tensor | None, ...]:
-        """Return the places of queries and of keys, which are moved to a device once, without waiting."""
-        if device not in self._moved:
-            with unseen():
-                queries, keys = self._places
-                moved = _moved(keys, device)
-                self._moved[device] = (moved if queries is keys else _moved(queries, device)), moved
-        return self._moved[device]
-
-    def left_out(self, device: torch.device) -> Tensor | None:
-        """Return what a window from the start leaves out, ``[S_q, S_k]``: made once. No operator is told of it else."""
-        if not self.band.from_start or self.band[:2] == CAUSAL[:2]:
-            return None
-        if device not in self._left_out:
-            with unseen():
-                longest = (max(lengths) for lengths in zip(*self.sequences.lengths()))
-                self._left_out[device] = outside(self.band, *longest, device)
-        return self._left_out[device]
-
-
-def _moved(places: Tensor | None, device: torch.device) -> Tensor | None:
-    if places is None or device.type == "cpu":
-        return places
-    return places.pin_memory().to(device, non_blocking=True)
 
 
 class MaskDescription:
@@ -74,7 +30,7 @@ class MaskDescription:
         keys: likewise.
         pattern: what the mask function says, None where it is none of the plain ones.
         padding: ``[B, keys]``, True where a key is not padding; None where there is none.
-        make: makes the mask.
+        make: makes the mask of some queries, from one on up to another.
         is_of_module: whether a module says itself if it is causal, where nothing but that is described.
     """
 
@@ -84,7 +40,7 @@ class MaskDescription:
         keys: int,
         pattern: Pattern | None,
         padding: Tensor | None,
-        make: Callable[[], Tensor],
+        make: Callable[[int, int], Tensor],
         is_of_module: bool = False,
     ) -> None:
         self.queries, self.keys, self.pattern, self.is_of_module = queries, keys, pattern, is_of_module
@@ -131,6 +87,35 @@ class MaskDescription:
         """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
         return self._kept(False, device)
 
+    def is_causal(self, queries: int, keys: int) -> bool:
+        """Tell whether of so many queries and keys each sees all up to its own, and nobody said what is padding."""
+        is_plain = self.is_band() and self._ids is None and self.pattern.band == CAUSAL
+        return is_plain and (queries, keys) == (self.queries, self.keys)
+
+    def reach(self, queries: int, keys: int) -> int:
+        """Return up to which of so many keys the first queries see at most."""
+        self._look_for_changes()
+        if self.pattern is None or self.pattern.band.right is None:
+            return keys
+        return max(0, min(keys, queries + self.pattern.band.shift(self.queries, self.keys) + self.pattern.band.right))
+
+    def of_queries(self, begin: int, end: int) -> Tensor:
+        """Return the mask of some queries, ``[B, 1, end - begin, S_k]``: for these the whole is not made."""
+        self._look_for_changes()
+        if end - begin == self.queries or _MASK in self._masks:
+            return self.mask()[:, :, begin:end]
+        return self._make(begin, end)
+
+    def part(self, begin: int, end: int) -> MaskDescription | None:
+        """Describe some queries among the keys up to that of the last one; None where they may see others."""
+        self._look_for_changes()
+        pattern, keys = self.pattern, self.keys - self.queries + end
+        if pattern is None or pattern.chunk is not None or pattern.band.right != 0 or pattern.band.from_start:
+            return None
+        padding = None if self._padding is None else self._padding.tensor[:, :keys]
+        make = lambda first, last: self.of_queries(begin + first, begin + last)[..., :keys]  # noqa: E731
+        return MaskDescription(end - begin, keys, pattern, padding, make)
+
     def left_out(self, device: torch.device) -> Tensor:
         """Return the mask the other way around, as the operators want it. It is made once a device."""
         return self._kept(True, device)
@@ -168,7 +153,7 @@ class MaskDescription:
     def _computed(self, left_out: bool, device: torch.device | None) -> Tensor:
         if left_out:
             return self.mask(device).logical_not()
-        return self._make() if device is None else self.mask().to(device)
+        return self._make(0, self.queries) if device is None else self.mask().to(device)
 
     def _choose(self, batch: int) -> Band | Packing | None:
         pattern = self.pattern
@@ -189,8 +174,8 @@ class MaskDescription:
         return self._padded(band) if self._padding else self._packed(batch, band)
 
     def _chunks(self, batch: int, band: Band, chunk: int) -> Packing | None:
-        """Return the chunks as sequences; beside windows and packed sequences there has to be a mask."""
-        if self._ids or band != CAUSAL:
+        """Return the chunks as sequences; beside windows there has to be a mask."""
+        if band != CAUSAL:
             return None
         within = [*range(chunk, self.keys, chunk), self.keys]
         return self._packing([row * self.keys + end for row in range(batch) for end in within])
@@ -268,16 +253,7 @@ def _of_the_mask(name: str) -> Callable:
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul")
-_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-for _name in (
-    *_ARITHMETIC,
-    *(f"r{name}" for name in _ARITHMETIC),
-    *_COMPARED,
-    "neg",
-    "invert",
-    "len",
-    "iter",
-    "contains",
-):
+_OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "len", "iter", "contains")
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_OTHERS):
     setattr(MaskDescription, f"__{_name}__", _of_the_mask(f"__{_name}__"))
 MaskDescription.__hash__ = object.__hash__  # as a tensor's, whose == is no comparison of objects either

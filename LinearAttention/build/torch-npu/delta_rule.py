@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,24 +35,25 @@ def delta_rule(
         without gradients, and empty where it is not wanted.
     """
     if is_transformed():  # torch.func has rules for all that is in it
-        out, states, _ = _forward(tokens, state, numbers, options, keep=wants_all)
+        out, states, _ = _forward(tokens, state, numbers, options, needed=False, keep=wants_all)
         return out, states[-1].last, _all_of(states, wants_all)
     return _DeltaRule.apply(*tokens, state, numbers, options, wants_all)
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Keeps the tokens as they were given, the states between chunks, and what chunks know without a state."""
+    """Keeps the tokens without their values, the states between chunks, and of each segment what is in ``_Kept``."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, state, numbers, options, wants_all = arguments
         tokens = Tokens(*tensors)
         needed = any(ctx.needs_input_grad)
-        out, states, inners = _forward(tokens, state, numbers, options, keep=needed or wants_all)
+        out, states, kept = _forward(tokens, state, numbers, options, needed, keep=needed or wants_all)
         if needed:
-            kept = [tensor for found in inners for tensor in found]
-            ctx.save_for_backward(*tensors, state, numbers, *(around.before for around in states), *kept)
-            ctx.options, ctx.segments = options, len(states)
+            query, key, value, g, beta = tokens
+            flat = [tensor for part in kept for group in part for tensor in group]
+            ctx.save_for_backward(query, key, g, beta, state, numbers, *(around.before for around in states), *flat)
+            ctx.options, ctx.segments, ctx.shape, ctx.dtype = options, len(states), value.shape, value.dtype
         everywhere = _all_of(states, wants_all)
         ctx.mark_non_differentiable(everywhere)
         ctx.set_materialize_grads(False)
@@ -61,44 +62,60 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        query, key, value, g, beta, state, numbers, *rest = ctx.saved_tensors
-        tokens, options = Tokens(query, key, value, g, beta), ctx.options
-        states, kept = rest[: ctx.segments], rest[ctx.segments :]
-        size = len(kept) // ctx.segments
+        query, key, g, beta, state, numbers, *rest = ctx.saved_tensors
+        states, flat = rest[: ctx.segments], rest[ctx.segments :]
+        size = len(flat) // ctx.segments
+        if grad is None:
+            grad = torch.zeros(ctx.shape, dtype=torch.float32, device=key.device)
         found: list[tuple[Tensor, ...]] = []
-        parts = list(_segments(tokens, numbers))
+        parts = list(_segments(Tokens(query, key, grad, g, beta), numbers))  # a gradient in the place of each value
         for n in range(ctx.segments - 1, -1, -1):
             part, limits = parts[n]
-            chunks = segment.chunks_of(part, options, limits)
-            inner = segment.Inner(*kept[n * size : (n + 1) * size])
-            if grad is None:
-                in_chunks = torch.zeros_like(chunks.value)
-            else:
-                start = sum(other.value.shape[1] for other, _ in parts[:n])
-                in_chunks = to_chunks(grad[:, start : start + part.value.shape[1]])
-            *grads, grad_state = segment.backward(chunks, inner, states[n], in_chunks, grad_state)
-            found.append(segment.token_gradients(chunks, part, options, tuple(grads)))
+            factors, inner, used = _Kept.of(flat[n * size : (n + 1) * size])
+            chunks = segment.chunks_of(part, factors, limits)
+            in_chunks = to_chunks(part.value)
+            *grads, grad_state = segment.backward(chunks, inner, used, states[n], in_chunks, grad_state)
+            found.append(segment.token_gradients(chunks, part, ctx.options, factors, tuple(grads), ctx.dtype))
         tensors = [_joined(list(one)[::-1]) for one in zip(*found)]
         return *tensors, None if state is None else grad_state, None, None, None
 
 
+class _Kept(NamedTuple):
+    """Holds what a backward needs of a segment beside its tokens and states."""
+
+    factors: segment.Factors
+    inner: segment.Inner
+    used: segment.Used
+
+    @classmethod
+    def of(cls, flat: Sequence[Tensor]) -> _Kept:
+        """Make it of all tensors in it."""
+        factors, inner = len(segment.Factors._fields), len(segment.Inner._fields)
+        return cls(
+            segment.Factors(*flat[:factors]),
+            segment.Inner(*flat[factors : factors + inner]),
+            segment.Used(*flat[factors + inner :]),
+        )
+
+
 def _forward(
-    tokens: Tokens, state: Tensor | None, numbers: Tensor | None, options: RuleOptions, keep: bool
-) -> tuple[Tensor, list[States], list[segment.Inner]]:
-    """Compute the results, the states of every segment or of the last one, and what each chunk knows without them."""
-    results, states, inners = [], [], []
+    tokens: Tokens, state: Tensor | None, numbers: Tensor | None, options: RuleOptions, needed: bool, keep: bool
+) -> tuple[Tensor, list[States], list[_Kept]]:
+    """Compute the results, and the states of every segment or of the last one; what a backward needs where it is."""
+    results, states, kept = [], [], []
     for part, limits in _segments(tokens, numbers):
-        chunks = segment.chunks_of(part, options, limits)
-        inner = segment.inner(chunks)
-        out, around = segment.forward(chunks, inner, state)
+        factors = segment.factors_of(part, options)
+        chunks = segment.chunks_of(part, factors, limits)
+        inner, led = segment.inner(chunks)
+        out, around, used = segment.forward(chunks, inner, led, to_chunks(part.value), state, needed)
         results.append(from_chunks(out, *part.value.shape[:2], tokens.query.dtype))
         state = around.last
-        if keep:
-            inners.append(inner)
-        else:
+        if used is not None:
+            kept.append(_Kept(factors, inner, used))
+        if not keep:
             states.clear()
         states.append(around)
-    return _joined(results), states, inners
+    return _joined(results), states, kept
 
 
 def _segments(tokens: Tokens, numbers: Tensor | None) -> Iterator[tuple[Tokens, Bounds | None]]:

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from . import channel_gates, scalar_gates
 from .chunks import from_chunks, to_chunks
-from .gates import Decays, Gates, decays, dots, gates_of, summed_back
+from .gates import Gates, Led, OfLed, OfProducts, decays, dots, summed_back
 from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
-from .unit import inverse_rms, unit_gradient, weight_of
+from .unit import unit_factor, unit_gradient
 
 
 class Tokens(NamedTuple):
@@ -50,35 +50,29 @@ class RuleOptions(NamedTuple):
     normalised: bool
 
 
-class Inner(NamedTuple):
-    """Holds what a chunk knows without a state, ``[M, C, C]`` each: ``KKᵀ⊙Γ``, ``QKᵀ⊙Γ`` and X."""
+class Factors(NamedTuple):
+    """Holds what queries and keys are multiplied with on their way into chunks, ``[B, T, G, 1]`` in float32."""
 
-    keys: Tensor
-    queries: Tensor
-    inverse: Tensor
+    query: Tensor
+    key: Tensor
 
 
 @dataclass
 class Chunks:
-    """Holds tokens in chunks, in float32, with their decays.
+    """Holds all of tokens but their values in chunks, in float32.
 
     Attributes:
-        query, key, value: ``[M, C, K]`` or ``[M, C, V]``, normalised and scaled; M counts chunks, rows and heads.
+        query, key: normalised and scaled, ``[M, C, K]``; M counts chunks, rows and heads.
         beta: ``[M, C, 1]``.
         gates: with G of 1 or K.
-        decays: that follow from them.
         rows: rows times heads.
-        inverses: of the root mean squares of query and key, ``[B, T, G, 1]``; empty where they keep their lengths.
     """
 
     query: Tensor
     key: Tensor
-    value: Tensor
     beta: Tensor
     gates: Gates
-    decays: Decays
     rows: int
-    inverses: tuple[Tensor, ...]
 
     @property
     def kind(self) -> ModuleType:
@@ -86,74 +80,96 @@ class Chunks:
         return scalar_gates if self.gates.each.shape[-1] == 1 else channel_gates
 
 
-def chunks_of(tokens: Tokens, options: RuleOptions, bounds: Bounds | None) -> Chunks:
-    """Bring tokens into chunks."""
+class Inner(NamedTuple):
+    """Holds what a chunk knows without a state, ``[M, C, C]`` each: Γ, ``KKᵀ⊙Γ``, ``QKᵀ⊙Γ`` and X.
+
+    With gates of channels Γ is no matrix, and empty here.
+    """
+
+    between: Tensor
+    keys: Tensor
+    queries: Tensor
+    inverse: Tensor
+
+
+class Used(NamedTuple):
+    """Holds more that a backward needs again: eQ - P W, ``[M, C, K]``, and V', ``[M, C, V]``."""
+
+    read: Tensor
+    value: Tensor
+
+
+def factors_of(tokens: Tokens, options: RuleOptions) -> Factors:
+    """Compute what queries and keys are multiplied with."""
+    if options.normalised:
+        return Factors(unit_factor(tokens.query, options.scale), unit_factor(tokens.key, 1.0))
+    shape, device = (*tokens.key.shape[:3], 1), tokens.key.device
+    return Factors(*(torch.full(shape, scale, dtype=torch.float32, device=device) for scale in (options.scale, 1.0)))
+
+
+def chunks_of(tokens: Tokens, factors: Factors, bounds: Bounds | None) -> Chunks:
+    """Bring all but the values of tokens into chunks."""
     heads = tokens.value.shape[2]
     groups = heads // tokens.key.shape[2]
-    inverses: tuple[Tensor, ...] = ()
-    if options.normalised:
-        inverses = of_query, of_key = inverse_rms(tokens.query), inverse_rms(tokens.key)
-        query = to_chunks(tokens.query, groups, of_query * weight_of(tokens.query, options.scale))
-        key = to_chunks(tokens.key, groups, of_key * weight_of(tokens.key, 1.0))
-    else:
-        query, key = to_chunks(tokens.query, groups) * options.scale, to_chunks(tokens.key, groups)
-    gates, value, beta = gates_of(tokens.g, bounds), to_chunks(tokens.value), to_chunks(tokens.beta.unsqueeze(-1))
-    return Chunks(query, key, value, beta, gates, decays(gates), heads * len(tokens.value), inverses)
+    query, key = to_chunks(tokens.query, groups, factors.query), to_chunks(tokens.key, groups, factors.key)
+    gates, beta = Gates(to_chunks(tokens.g), bounds), to_chunks(tokens.beta.unsqueeze(-1))
+    return Chunks(query, key, beta, gates, heads * len(tokens.value))
 
 
-def inner(chunks: Chunks) -> Inner:
+def inner(chunks: Chunks) -> tuple[Inner, Led]:
     """Compute what chunks know without a state."""
-    keys, queries = chunks.kind.products(chunks.query, chunks.key, chunks.gates)
-    return Inner(keys, queries, inverse(keys * chunks.beta.transpose(-1, -2)))
+    between, keys, queries, led = chunks.kind.products(chunks)
+    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led
 
 
 class _Parts(NamedTuple):
-    """Holds more of the equations: eQ, βlK, P, U, W, and what a state loses over a chunk, ``[N, rows, K, K]``."""
+    """Holds more of the equations: P, W, and what a state loses over a chunk, ``[N, rows, K, K]``."""
 
-    led_query: Tensor
-    trailed_key: Tensor
     weighted: Tensor
-    new: Tensor
     read: Tensor
     removed: Tensor
 
 
-def _equations(chunks: Chunks, found: Inner) -> _Parts:
-    lead, trail, whole = chunks.decays
-    weighted = found.queries * chunks.beta.transpose(-1, -2)
-    led_query, trailed_key = chunks.query * lead, chunks.key * (trail * chunks.beta)
-    new, read = torch.bmm(found.inverse, chunks.value), chunks.kind.read(found.inverse, chunks.key, lead)
-    removed = torch.bmm(trailed_key.transpose(-1, -2), read)
-    removed.diagonal(dim1=-2, dim2=-1).sub_(whole)
-    return _Parts(led_query, trailed_key, weighted, new, read, removed.unflatten(0, (-1, chunks.rows)))
+def _equations(chunks: Chunks, found: Inner, led: Led) -> _Parts:
+    weighted, read = found.queries * chunks.beta.transpose(-1, -2), led.read(found.inverse)
+    removed = torch.bmm(led.trailed.transpose(-1, -2), read)
+    removed.diagonal(dim1=-2, dim2=-1).sub_(led.whole)
+    return _Parts(weighted, read, removed.unflatten(0, (-1, chunks.rows)))
 
 
-def forward(chunks: Chunks, found: Inner, state: Tensor | None) -> tuple[Tensor, States]:
+def forward(
+    chunks: Chunks, found: Inner, led: Led, value: Tensor, state: Tensor | None, keep: bool
+) -> tuple[Tensor, States, Used | None]:
     """Compute the results of chunks, and the states around them.
 
     Args:
         chunks: the tokens.
         found: what they know without a state.
+        led: keys and queries with their decays.
+        value: of the tokens, ``[M, C, V]``.
         state: the one before them, ``[rows, K, V]``; None for zeros.
+        keep: whether a backward follows.
 
     Returns:
-        ``[M, C, V]``, and the states.
+        ``[M, C, V]``, the states, and what the backward takes of it.
     """
-    parts = _equations(chunks, found)
-    added = torch.bmm(parts.trailed_key.transpose(-1, -2), parts.new)
+    parts = _equations(chunks, found, led)
+    new = torch.bmm(found.inverse, value)  # U
+    added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
-    read = torch.baddbmm(parts.led_query, parts.weighted, parts.read, alpha=-1)
-    out = torch.baddbmm(torch.bmm(parts.weighted, parts.new), read, states.before.flatten(0, 1))
-    return out, states
+    read = torch.baddbmm(led.query, parts.weighted, parts.read, alpha=-1)
+    before = states.before.flatten(0, 1)
+    out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)
+    return out, states, Used(read, torch.baddbmm(new, parts.read, before, alpha=-1)) if keep else None
 
 
-def last_state(chunks: Chunks, state: Tensor) -> Tensor:
+def last_state(chunks: Chunks, value: Tensor, state: Tensor) -> Tensor:
     """Compute the state behind the chunks of rows of one, from that before them, ``[rows, K, V]``."""
-    return forward(chunks, inner(chunks), state)[1].last
+    return forward(chunks, *inner(chunks), value, state, keep=False)[1].last
 
 
 def backward(
-    chunks: Chunks, found: Inner, states: Tensor, grad: Tensor, grad_state: Tensor | None
+    chunks: Chunks, found: Inner, used: Used, states: Tensor, grad: Tensor, grad_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of the tokens in chunks, and of the state before them.
 
@@ -163,6 +179,7 @@ def backward(
     Args:
         chunks: the tokens.
         found: what they know without a state.
+        used: what the forward has made of it.
         states: before each chunk, ``[N, rows, K, V]``.
         grad: the gradient of the results, ``[M, C, V]``.
         grad_state: that of the last state, ``[rows, K, V]``; None for zeros.
@@ -170,37 +187,31 @@ def backward(
     Returns:
         The gradients of query, key, value, beta and the sums of gates, and of the first state.
     """
-    parts, kind, beta = _equations(chunks, found), chunks.kind, chunks.beta
-    read = torch.baddbmm(parts.led_query, parts.weighted, parts.read, alpha=-1)
-    added = torch.bmm(read.transpose(-1, -2), grad).unflatten(0, (-1, chunks.rows))
+    kind, edges = chunks.kind, decays(chunks.gates)
+    led = kind.led(chunks, edges)
+    parts = _equations(chunks, found, led)
+    added = torch.bmm(used.read.transpose(-1, -2), grad).unflatten(0, (-1, chunks.rows))
     grads = scan(parts.removed.transpose(-1, -2), added, grad_state, backwards=True)
     before, behind = states.flatten(0, 1), grads.before.flatten(0, 1)
 
-    value = torch.baddbmm(parts.new, parts.read, before, alpha=-1)  # V'
     grad_value = torch.bmm(parts.weighted.transpose(-1, -2), grad)
-    grad_value = torch.baddbmm(grad_value, parts.trailed_key, behind)
+    grad_value = torch.baddbmm(grad_value, led.trailed, behind)
     grad_new = torch.bmm(found.inverse.transpose(-1, -2), grad_value)
-    across = value.transpose(-1, -2)
+    across = used.value.transpose(-1, -2)
     grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β
     turned = before.transpose(-1, -2)
-    of_states = torch.bmm(grad, turned), torch.bmm(grad_new, turned), torch.bmm(value, behind.transpose(-1, -2))
+    of_led = OfLed(
+        torch.bmm(grad, turned), torch.bmm(grad_new, turned), torch.bmm(used.value, behind.transpose(-1, -2))
+    )
 
     pairs = grad_queries * found.queries
     alone = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
-    pairs = torch.addcmul(pairs, grad_keys, found.keys, value=-1)
-    pairs.diagonal(dim1=-2, dim2=-1).zero_()
+    pairs.addcmul_(grad_keys, found.keys, value=-1).diagonal(dim1=-2, dim2=-1).zero_()
     given = pairs.sum(-2).unsqueeze(-1)
-    query, key, sums = kind.product_gradients(chunks.query, chunks.key, chunks.gates, beta, grad_keys, grad_queries)
-    if sums is None:
-        sums = torch.bmm(pairs, beta) - beta * given
-    inside = query, key, sums
-    query, key, sums, kept = kind.decay_gradients(chunks.query, chunks.key, beta, chunks.decays, inside, of_states)
-    grad_beta = given + alone + kept.sum(-1, keepdim=True)
-    kept = kept * beta
-    sums = sums - kept
-    of_whole = chunks.decays.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
-    sums[:, -1:] += kept.sum(1, keepdim=True) + of_whole
-    return query, key, grad_new, grad_beta, sums, grads.last
+    of_products = OfProducts(grad_keys, grad_queries, pairs, given)
+    query, key, sums, kept, passed = kind.gradients(chunks, edges, of_products, found.between, of_led)
+    sums[:, -1:] += passed + led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
+    return query, key, grad_new, given + alone + kept, sums, grads.last
 
 
 def _shared(before: Tensor, behind: Tensor, size: int) -> Tensor:
@@ -211,22 +222,23 @@ def _shared(before: Tensor, behind: Tensor, size: int) -> Tensor:
 
 
 def token_gradients(
-    chunks: Chunks, tokens: Tokens, options: RuleOptions, grads: tuple[Tensor, ...]
+    chunks: Chunks,
+    tokens: Tokens,
+    options: RuleOptions,
+    factors: Factors,
+    grads: tuple[Tensor, ...],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """Bring the gradients of chunks into the shapes and dtypes of the tokens."""
+    """Bring the gradients of chunks into the shapes and dtypes of the tokens; that of the values is of ``dtype``."""
     query, key, value, beta, sums = grads
     batch, length, heads = tokens.value.shape[:3]
     groups = heads // tokens.key.shape[2]
     if options.normalised:
-        of_query, of_key = (to_chunks(each, groups) for each in chunks.inverses)
-        query = unit_gradient(query, to_chunks(tokens.query, groups), of_query, options.scale)
-        key = unit_gradient(key, to_chunks(tokens.key, groups), of_key, 1.0)
-    else:
-        query = query * options.scale
+        query, key = unit_gradient(query, chunks.query, options.scale), unit_gradient(key, chunks.key, 1.0)
     return (
-        from_chunks(query, batch, length, tokens.query.dtype, groups),
-        from_chunks(key, batch, length, tokens.key.dtype, groups),
-        from_chunks(value, batch, length, tokens.value.dtype),
+        from_chunks(query, batch, length, tokens.query.dtype, groups, factors.query),
+        from_chunks(key, batch, length, tokens.key.dtype, groups, factors.key),
+        from_chunks(value, batch, length, dtype),
         summed_back(sums, chunks.gates.bounds, batch, length).to(tokens.g.dtype),
         from_chunks(beta, batch, length, tokens.beta.dtype).squeeze(-1),
     )

@@ -10,14 +10,20 @@ which each keeps its own pairs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .chunks import CHUNK
-from .gates import Decays, Gates, dots
+from .gates import Decays, Gates, Gradients, Led, OfLed, OfProducts, dots
 from .transforms import is_transformed
+
+if TYPE_CHECKING:
+    from .segment import Chunks
+
+
+_TILE = 16  # rows and columns of which the device makes its products
 
 
 class _Halving(NamedTuple):
@@ -49,49 +55,57 @@ class _Halving(NamedTuple):
         return x.unflatten(2, (-1, 2, self.size)).unflatten(1, (-1, 2, self.size))[:, :, 1, :, :, 0]
 
 
-def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i, and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i; both ``[M, C, C]``."""
-    of_keys, of_queries = (key.new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
+    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, ``[M, C, C]``, behind no Γ.
+
+    Keys and queries take in the decays of one halving after the other, until they have those of the whole chunk.
+    """
+    query, key = chunks.query, chunks.key
+    of_keys, of_queries = (key[:, 0, 0].new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
     of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
-    for halving in _halvings(gates):
-        near = _flat_pairs(halving.first(key) * halving.earlier).transpose(-1, -2)
-        for x, found in ((key, of_keys), (query, of_queries)):
-            product = torch.bmm(_flat_pairs(halving.second(x) * halving.later), near).view(halving.between(found).shape)
-            _own(halving.between(found)).copy_(_own(product))
-    return of_keys, of_queries
+    whole = _first_decays(chunks.gates)  # of halves, and of tokens at first
+    later_key, later_query, earlier = key * whole, query * whole, key.clone()
+    size = 1
+    while size < CHUNK:
+        for x, found in ((later_key, of_keys), (later_query, of_queries)):
+            _own_pairs(found, size).copy_(_products_of_halves(x, earlier, size))
+        first, second = whole.unflatten(1, (-1, 2)).unbind(2)
+        later_key, later_query = (_decayed(x, 1, first) for x in (later_key, later_query))
+        earlier, whole = _decayed(earlier, 0, second), first * second
+        size *= 2
+    return key.new_empty(0), of_keys, of_queries, Led(later_query, later_key, None, earlier * chunks.beta, whole[:, 0])
 
 
-def product_gradients(
-    query: Tensor,
-    key: Tensor,
-    gates: Gates,
-    beta: Tensor,
-    grad_keys: Tensor,
-    grad_queries: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`products` times βⱼ for query, key and sums.
+def led(chunks: Chunks, decays: Decays) -> Led:
+    """Give keys and queries the decays to the bounds of their chunk."""
+    lead, trail, whole = decays
+    return Led(chunks.query * lead, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
 
-    A sum enters as that of the later token of a pair, or as that of the earlier one, so that its gradient is what the
-    gradients of later tokens make with them, less what those of earlier ones do.
+
+def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:
+    """Compute the gradients of queries, keys and sums of gates.
+
+    A sum enters as that of a later token, or as that of an earlier one, so that its gradient is what the gradients of
+    later tokens make with them, less what those of earlier ones do.
 
     Args:
-        query: ``[M, C, K]``.
-        key: ``[M, C, K]``.
-        gates: of tokens.
-        beta: ``[M, C, 1]``.
-        grad_keys: that of the first product, the sign changed; only what is below the diagonal counts.
-        grad_queries: of the second product.
+        chunks: the tokens.
+        decays: of them.
+        of_products: the gradients of products.
+        of_led: those of keys and queries with their decays; they are written over.
     """
-    grad_keys, grad_queries = grad_keys * -beta.transpose(-1, -2), grad_queries * beta.transpose(-1, -2)
-    grad_query, later, earlier = (torch.zeros_like(key) for _ in range(3))
-    for halving in _halvings(gates):
+    query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
+    grad_keys, grad_queries = (grad * beta.transpose(-1, -2) for grad in (of_products.keys, of_products.queries))
+    grad_query, later = of_led.query.mul_(lead), of_led.key.mul_(lead)  # the latter, of keys, with its sign changed
+    earlier = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
+    for halving in _halvings(chunks.gates):
         of_keys, of_queries = (
             (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
         )
         near = _flat_pairs(halving.first(key) * halving.earlier)
-        of_near = torch.bmm(of_keys.transpose(-1, -2), _flat_pairs(halving.second(key) * halving.later))
+        of_near = torch.bmm(of_queries.transpose(-1, -2), _flat_pairs(halving.second(query) * halving.later))
         of_near = torch.baddbmm(
-            of_near, of_queries.transpose(-1, -2), _flat_pairs(halving.second(query) * halving.later)
+            of_near, of_keys.transpose(-1, -2), _flat_pairs(halving.second(key) * halving.later), alpha=-1
         )
         for found, grad, decay in (
             (halving.second(grad_query), torch.bmm(of_queries, near), halving.later),
@@ -99,46 +113,15 @@ def product_gradients(
             (halving.first(earlier), of_near, halving.earlier),
         ):
             found.addcmul_(grad.view(found.shape), decay)
-    grad_sums = torch.addcmul(query * grad_query, key, later - earlier)
+    sums = torch.addcmul(query * grad_query, key, later + earlier, value=-1)
     alone = grad_queries.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself, whose gate has no part in it
-    grad_key = torch.addcmul(later.add_(earlier), query, alone)
-    return torch.addcmul(grad_query, key, alone), grad_key, grad_sums
-
-
-def read(inverse: Tensor, key: Tensor, lead: Tensor) -> Tensor:
-    """Compute ``X (eK)``, ``[M, C, K]``."""
-    return torch.bmm(inverse, key * lead)
-
-
-def decay_gradients(
-    query: Tensor,
-    key: Tensor,
-    beta: Tensor,
-    decays: Decays,
-    grads: tuple[Tensor, Tensor, Tensor],
-    of_states: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add to gradients what comes from the state before a chunk, and from that behind it.
-
-    Args:
-        query: ``[M, C, K]``.
-        key: ``[M, C, K]``.
-        beta: ``[M, C, 1]``.
-        decays: of the chunks.
-        grads: the gradients of query, key and sums of gates so far.
-        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, K]``.
-
-    Returns:
-        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
-        ``[M, C, K]``.
-    """
-    lead, trail, _ = decays
-    of_query, of_key, of_trailed = of_states
-    carried = torch.addcmul(of_query * query, of_key, key, value=-1)
-    trailed = of_trailed * trail
-    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), trailed, beta)
-    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
-    return grad_query, grad_key, grad_sums, trailed.mul_(key)
+    trailed = of_led.trailed.mul_(trail)
+    grad_key = earlier.sub_(later).addcmul_(query, alone).addcmul_(trailed, beta)
+    kept = trailed.mul_(key)
+    passed = kept * beta  # subtracted as it is added to the chunk's end: nothing is left of what goes through no gate
+    sums.sub_(passed)
+    of_beta = kept.sum(-1, keepdim=True)
+    return Gradients(grad_query.addcmul_(key, alone), grad_key, sums, of_beta, passed.sum(1, keepdim=True))
 
 
 def _halvings(gates: Gates) -> Iterator[_Halving]:
@@ -147,29 +130,61 @@ def _halvings(gates: Gates) -> Iterator[_Halving]:
     The decays to the ends of a pair are those to the ends of its halves, times what the other half decays by. Nothing
     is left of what comes before a sequence.
     """
-    lead = gates.each.exp()  # from the start of the half
-    if gates.bounds is not None:
-        same = gates.bounds.same
-        first = nn.functional.pad(~same.diagonal(-1, dim1=-2, dim2=-1), (1, 0))[:, :, None, :, None]
-        lead = lead.unflatten(0, (*same.shape[:2], -1)).masked_fill(first, 0).flatten(0, 2)
+    lead = _first_decays(gates)  # from the start of the half
     trail = torch.ones_like(lead)  # to the end of the half
     size = 1
     while size < CHUNK:
-        (one, later), (earlier, other) = (x.unflatten(1, (-1, 2, size)).unbind(2) for x in (lead, trail))
+        (one, later), (earlier, _) = (x.unflatten(1, (-1, 2, size)).unbind(2) for x in (lead, trail))
         pairs = torch.eye(CHUNK // 2 // size, dtype=lead.dtype, device=lead.device)[:, None, :, None]
         yield _Halving(size, earlier, later, pairs)
-        if is_transformed():  # torch.func may need what would be written over
-            trail = torch.stack([earlier * later[:, :, -1:], other], 2).flatten(1, 3)
-            lead = torch.stack([one, later * one[:, :, -1:]], 2).flatten(1, 3)
-        else:
-            earlier.mul_(later[:, :, -1:])
-            later.mul_(one[:, :, -1:])
+        earlier.mul_(later[:, :, -1:])
+        later.mul_(one[:, :, -1:])
         size *= 2
 
 
-def _own(x: Tensor) -> Tensor:
-    """View what second halves have with the first halves before them in ``[M, P, b, P, b]``: ``[M, b, b, P]``."""
-    return x.diagonal(dim1=1, dim2=3)
+def _first_decays(gates: Gates) -> Tensor:
+    """Compute the decays of single tokens, ``[M, C, K]``; nothing is left of what comes before a sequence."""
+    each = gates.each.exp()
+    if gates.bounds is None:
+        return each
+    same, carried, _ = gates.bounds
+    behind = same.diagonal(-1, dim1=-2, dim2=-1)[:, :, None, :, None]  # whether a token belongs to that before it
+    first = ~torch.cat([carried[..., :1, :], behind], 3)
+    return each.unflatten(0, (*same.shape[:2], -1)).masked_fill(first, 0).flatten(0, 2)
+
+
+def _decayed(x: Tensor, half: int, factor: Tensor) -> Tensor:
+    """Multiply the first or the second halves in ``[M, C, K]`` with ``[M, P, K]``, in place where that may be."""
+    halves = x.unflatten(1, (factor.shape[1], 2, -1))
+    if not is_transformed():
+        halves[:, :, half].mul_(factor.unsqueeze(2))
+        return x
+    parts = list(halves.unbind(2))  # torch.func may need what would be written over
+    parts[half] = parts[half] * factor.unsqueeze(2)
+    return torch.stack(parts, 2).flatten(1, 3)
+
+
+def _products_of_halves(later: Tensor, earlier: Tensor, size: int) -> Tensor:
+    """Multiply the second halves of b tokens each in one tensor with the first halves before them in another one.
+
+    Halves of less than a tile are multiplied with all of the tile, and what is not theirs is left.
+
+    Returns:
+        ``[M, b, b, P]``.
+    """
+    if size < _TILE:
+        tiles = [x.unflatten(1, (-1, _TILE)).flatten(0, 1) for x in (later, earlier)]
+        product = torch.bmm(tiles[0], tiles[1].transpose(-1, -2)).unflatten(0, (len(later), -1))
+        own = product.unflatten(3, (-1, 2, size)).unflatten(2, (-1, 2, size))[:, :, :, 1, :, :, 0]
+        return own.diagonal(dim1=2, dim2=4).permute(0, 2, 3, 1, 4).flatten(3)
+    halves = (x.unflatten(1, (-1, 2, size))[:, :, half].flatten(0, 1) for half, x in ((1, later), (0, earlier)))
+    left, right = halves
+    return torch.bmm(left, right.transpose(-1, -2)).unflatten(0, (len(later), -1)).permute(0, 2, 3, 1)
+
+
+def _own_pairs(x: Tensor, size: int) -> Tensor:
+    """View what second halves have with the first halves before them in ``[M, C, C]``: ``[M, b, b, P]``."""
+    return x.unflatten(2, (-1, 2, size)).unflatten(1, (-1, 2, size))[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)
 
 
 def _flat_pairs(x: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK
-from .segment import RuleOptions, Tokens, chunks_of, last_state
+from .chunks import CHUNK, to_chunks
+from .segment import RuleOptions, Tokens, chunks_of, factors_of, last_state
 
 
 def final_states(tokens: Tokens, between: Tensor, cu_seqlens: Tensor, options: RuleOptions) -> Tensor:
@@ -32,7 +32,8 @@ def final_states(tokens: Tokens, between: Tensor, cu_seqlens: Tensor, options: R
         for tensor in tokens:
             part = tensor.squeeze(0).index_select(0, index).unflatten(0, places.shape)
             parts.append(part * mine.view(*mine.shape, *[1] * (part.dim() - 2)).to(part.dtype))
-        chunks = chunks_of(Tokens(*parts), options, None)
+        chosen = Tokens(*parts)
+        chunks = chunks_of(chosen, factors_of(chosen, options), None)
         state = between.index_select(0, chunk)
         state = state * (begins < chunk * CHUNK).view(-1, 1, 1, 1).to(state.dtype)
-        return last_state(chunks, state.flatten(0, 1)).unflatten(0, state.shape[:2])
+        return last_state(chunks, to_chunks(chosen.value), state.flatten(0, 1)).unflatten(0, state.shape[:2])

@@ -25,18 +25,19 @@ def inverse(lower: Tensor) -> Tensor:
     Returns:
         ``[M, 64, 64]``.
     """
-    found, size = torch.zeros_like(lower), _BLOCK
+    found, size = lower[:, 0, 0].new_zeros(lower.shape), _BLOCK
     inverted = _of_blocks(_on_diagonal(lower, size).neg().flatten(0, 1))
     _on_diagonal(found, size).copy_(inverted.view(len(lower), -1, size, size))
     while size < lower.shape[-1]:
         blocks, joined = _on_diagonal(lower, 2 * size), _on_diagonal(found, 2 * size)
         corner, last = (blocks[..., size:, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
         first, second = (joined[..., n : n + size, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
+        last.diagonal(dim1=-2, dim2=-1).fill_(1)
         wanted = torch.bmm(corner, first)
         between = torch.bmm(second, wanted)
-        rest = torch.baddbmm(wanted - between, last, between, alpha=-1)
-        between = torch.baddbmm(between, second, rest)
-        joined[..., size:, :size].copy_(between.neg_().unflatten(0, joined.shape[:2]))
+        rest = torch.baddbmm(wanted, last, between, alpha=-1)
+        between = torch.baddbmm(between, second, rest, beta=-1, alpha=-1)
+        joined[..., size:, :size].copy_(between.unflatten(0, joined.shape[:2]))
         size *= 2
     return found
 
@@ -48,7 +49,7 @@ def _of_blocks(negative: Tensor) -> Tensor:
     for _ in range(_BLOCK.bit_length() - 2):
         power = torch.bmm(power, power)
         found = torch.baddbmm(found, found, power)
-    return torch.baddbmm(found, found, torch.baddbmm(eye - found, negative, found))
+    return torch.baddbmm(found, found, torch.baddbmm(eye, negative - eye, found))
 
 
 def _on_diagonal(x: Tensor, size: int) -> Tensor:

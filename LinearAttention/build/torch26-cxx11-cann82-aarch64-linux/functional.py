@@ -31,8 +31,8 @@ def chunk_gated_delta_rule(
     """Compute the gated delta rule in chunks: ``S⁺ = e^g S + k ⊗ β (v - kᵀ e^g S)``, ``o = scale · qᵀS⁺``.
 
     It is torch_chunk_gated_delta_rule of transformers, models/qwen3_next/modeling_qwen3_next.py, in matrix products of
-    float32. Differentiable once, as one node that keeps its arguments, the states between chunks, and 64 values a token
-    and head. Under torch.func it is differentiable as often as torch's own operators are.
+    float32. Differentiable once, as one node that keeps its arguments but the values, the states between chunks, and
+    what it reads again. Under torch.func it is differentiable as often as torch's own operators are.
 
     Args:
         q: ``[B, T, H, K]``, of a floating dtype; of fewer heads than v where these divide them.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK, number, to_chunks
+from .chunks import CHUNK, number
 from .sequences import Bounds
 
 
@@ -16,12 +16,10 @@ class Gates(NamedTuple):
 
     Attributes:
         each: logarithms of decays, ``[M, C, G]`` in float32.
-        sums: of these from the start of the chunk, or of a sequence in it.
         bounds: of packed sequences, None where rows are one sequence.
     """
 
     each: Tensor
-    sums: Tensor
     bounds: Bounds | None
 
 
@@ -39,17 +37,80 @@ class Decays(NamedTuple):
     whole: Tensor
 
 
-def gates_of(g: Tensor, bounds: Bounds | None) -> Gates:
-    """Bring gates ``[B, T, H, G]`` into chunks, and sum them.
+class Led(NamedTuple):
+    """Holds keys and queries with the decays between them and the bounds of their chunk.
+
+    Attributes:
+        query: eQ, ``[M, C, K]``.
+        key: eK, or K if ``lead`` is e by itself, ``[M, C, 1]``.
+        lead: None with gates of channels.
+        trailed: βlK, ``[M, C, K]``.
+        whole: w, ``[M, G]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    lead: Tensor | None
+    trailed: Tensor
+    whole: Tensor
+
+    def read(self, inverse: Tensor) -> Tensor:
+        """Compute ``X (eK)``, ``[M, C, K]``."""
+        return torch.bmm(inverse if self.lead is None else inverse * self.lead.transpose(-1, -2), self.key)
+
+
+class OfProducts(NamedTuple):
+    """Holds the gradients of products, ``[M, C, C]``, which β weighs behind them.
+
+    Attributes:
+        keys: of ``-KKᵀ⊙Γ``, of which only what is below the diagonal counts.
+        queries: of ``QKᵀ⊙Γ``.
+        pairs: of logarithms of Γ, zero on the diagonal.
+        given: the sums of these over later tokens, ``[M, C, 1]``.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    pairs: Tensor
+    given: Tensor
+
+
+class OfLed(NamedTuple):
+    """Holds the gradients of eQ, of -eK and of βlK, ``[M, C, K]``."""
+
+    query: Tensor
+    key: Tensor
+    trailed: Tensor
+
+
+class Gradients(NamedTuple):
+    """Holds the gradients of tokens in chunks.
+
+    Attributes:
+        query, key: ``[M, C, K]``.
+        sums: of sums of gates, ``[M, C, G]``, without what passes on to the end of the chunk.
+        kept: of β, as far as keys are added to the state behind the chunk, ``[M, C, 1]``.
+        passed: what tokens of the chunk pass on to its end, ``[M, 1, G]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    sums: Tensor
+    kept: Tensor
+    passed: Tensor
+
+
+def sums_of(gates: Gates) -> Tensor:
+    """Sum gates from the start of the chunk, or of a sequence in it, ``[M, C, G]``.
 
     In packed rows the sums start again with a sequence: differences of sums over others would lose digits.
     """
-    each = to_chunks(g)
+    each, bounds = gates
     if bounds is None:
-        return Gates(each, each.cumsum(1), None)
+        return each.cumsum(1)
     by_row = each.unflatten(0, (*bounds.same.shape[:2], -1)).transpose(2, 3)
     sums = torch.bmm(bounds.same.flatten(0, 1).float(), by_row.flatten(3).flatten(0, 1)).view(by_row.shape)
-    return Gates(each, sums.transpose(2, 3).flatten(0, 2), bounds)
+    return sums.transpose(2, 3).flatten(0, 2)
 
 
 def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) -> Tensor:
@@ -57,7 +118,7 @@ def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) ->
     grad = grad.unflatten(0, (number(length), batch, -1)).transpose(2, 3)
     flat = grad.flatten(3).flatten(0, 1)
     if bounds is None:
-        behind = flat.new_ones(CHUNK, CHUNK).triu().expand(flat.shape[0], -1, -1)
+        behind = torch.ones(CHUNK, CHUNK, dtype=flat.dtype, device=flat.device).triu().expand(flat.shape[0], -1, -1)
     else:
         behind = bounds.same.flatten(0, 1).float().transpose(-1, -2)
     return torch.bmm(behind, flat).view(grad.shape).transpose(0, 1).flatten(1, 2)[:, :length]
@@ -65,7 +126,7 @@ def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) ->
 
 def decays(gates: Gates) -> Decays:
     """Compute the decays that sums of gates amount to."""
-    _, sums, bounds = gates
+    sums, bounds = sums_of(gates), gates.bounds
     lead, trail = sums, sums[:, -1:] - sums
     if bounds is not None:
         lead, trail = (_cut_off(x, ~there) for x, there in ((lead, bounds.carried), (trail, bounds.kept)))

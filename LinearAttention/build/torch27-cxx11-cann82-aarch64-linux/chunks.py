@@ -30,7 +30,9 @@ def to_chunks(x: Tensor, groups: int = 1, factor: Tensor | None = None) -> Tenso
     return torch.mul(x, factor, out=factor.new_empty(x.shape)).flatten(0, -3)
 
 
-def from_chunks(y: Tensor, batch: int, length: int, dtype: torch.dtype, groups: int = 1) -> Tensor:
+def from_chunks(
+    y: Tensor, batch: int, length: int, dtype: torch.dtype, groups: int = 1, factor: Tensor | None = None
+) -> Tensor:
     """Copy chunks back; what the heads of a group give is summed.
 
     Args:
@@ -39,14 +41,20 @@ def from_chunks(y: Tensor, batch: int, length: int, dtype: torch.dtype, groups: 
         length: T, without what the last chunk was filled up with.
         dtype: of the result.
         groups: how many times each head was copied.
+        factor: what they are multiplied with on the way, ``[B, T, H, 1]`` in float32.
 
     Returns:
         ``[B, T, H, D]``.
     """
     y = y.unflatten(0, (number(length), batch, -1, groups))
-    y = y.sum(3) if groups > 1 else y.squeeze(3)
-    y = y.permute(1, 0, 3, 2, 4).to(dtype, memory_format=torch.contiguous_format).contiguous().flatten(1, 2)
-    return y[:, :length].contiguous()
+    y = (y.sum(3) if groups > 1 else y.squeeze(3)).permute(1, 0, 3, 2, 4)
+    if factor is None:
+        y = y.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    elif torch.compiler.is_compiling():
+        y = (y * filled_up(factor).unflatten(1, (-1, CHUNK))).to(dtype)
+    else:
+        y = torch.mul(y, filled_up(factor).unflatten(1, (-1, CHUNK)), out=y.new_empty(y.shape, dtype=dtype))
+    return y.flatten(1, 2)[:, :length].contiguous()
 
 
 def filled_up(x: Tensor) -> Tensor:

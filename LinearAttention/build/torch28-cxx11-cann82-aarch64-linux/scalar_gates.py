@@ -2,84 +2,60 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from .gates import Decays, Gates, dots
+from .gates import Decays, Gates, Gradients, Led, OfLed, OfProducts, decays, dots, sums_of
+
+if TYPE_CHECKING:
+    from .segment import Chunks
 
 
-def products(query: Tensor, key: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """Compute ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ`` for j ≤ i, with ``Γᵢⱼ = exp(sumᵢ - sumⱼ)``: ``[M, C, C]``."""
-    between, turned = _between(gates), key.transpose(-1, -2)
-    of_keys = torch.bmm(key, turned) * between
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
+    """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``: ``[M, C, C]`` each."""
+    between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
+    of_keys = torch.bmm(chunks.key, turned) * between
     of_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    return of_keys, torch.bmm(query, turned) * between
+    return between, of_keys, torch.bmm(chunks.query, turned) * between, led(chunks, decays(chunks.gates))
 
 
-def product_gradients(
-    query: Tensor,
-    key: Tensor,
-    gates: Gates,
-    beta: Tensor,
-    grad_keys: Tensor,
-    grad_queries: Tensor,
-) -> tuple[Tensor, Tensor, None]:
-    """Compute the gradients of :func:`products` times βⱼ for query and key; that of the sums follows from the pairs.
+def led(chunks: Chunks, decays: Decays) -> Led:
+    """Give keys and queries the decays to the bounds of their chunk."""
+    lead, trail, whole = decays
+    return Led(chunks.query * lead, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
+
+
+def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, between: Tensor, of_led: OfLed) -> Gradients:
+    """Compute the gradients of queries, keys and sums of gates.
 
     Args:
-        query: ``[M, C, D]``.
-        key: ``[M, C, D]``.
-        gates: of tokens.
-        beta: ``[M, C, 1]``.
-        grad_keys: that of the first product, the sign changed; only what is below the diagonal counts.
-        grad_queries: of the second product.
+        chunks: the tokens.
+        decays: of them.
+        of_products: the gradients of products.
+        between: Γ.
+        of_led: those of keys and queries with their decays.
     """
-    between = _between(gates) * beta.transpose(-1, -2)
-    grad_keys, grad_queries = grad_keys * between, grad_queries * between
+    query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
+    between = between * beta.transpose(-1, -2)
+    grad_keys, grad_queries = (grad * between for grad in (of_products.keys, of_products.queries))
     grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
     grad_key = torch.bmm(grad_queries.transpose(-1, -2), query)
     grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
-    return torch.bmm(grad_queries, key), grad_key, None
+    grad_key.addcmul_(of_led.key, lead, value=-1).addcmul_(of_led.trailed, trail * beta)
+    grad_query = torch.bmm(grad_queries, key).addcmul_(of_led.query, lead)
 
-
-def read(inverse: Tensor, key: Tensor, lead: Tensor) -> Tensor:
-    """Compute ``X (eK)``, ``[M, C, D]``."""
-    return torch.bmm(inverse * lead.transpose(-1, -2), key)
-
-
-def decay_gradients(
-    query: Tensor,
-    key: Tensor,
-    beta: Tensor,
-    decays: Decays,
-    grads: tuple[Tensor, Tensor, Tensor],
-    of_states: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add to gradients what comes from the state before a chunk, and from that behind it.
-
-    Args:
-        query: ``[M, C, D]``.
-        key: ``[M, C, D]``.
-        beta: ``[M, C, 1]``.
-        decays: of the chunks.
-        grads: the gradients of query, key and sums of gates so far.
-        of_states: the gradients of eQ, of -eK and of βlK, ``[M, C, D]``.
-
-    Returns:
-        The gradients of query, key and sums, without that of the sums behind tokens; that one divided by -β,
-        ``[M, C, 1]``.
-    """
-    lead, trail, _ = decays
-    of_query, of_key, of_trailed = of_states
-    carried = dots(of_query, query) - dots(of_key, key)
-    grad_key = torch.addcmul(torch.addcmul(grads[1], of_key, lead, value=-1), of_trailed, trail * beta)
-    grad_query, grad_sums = torch.addcmul(grads[0], of_query, lead), torch.addcmul(grads[2], carried, lead)
-    return grad_query, grad_key, grad_sums, trail * dots(of_trailed, key)
+    carried = lead * (dots(of_led.query, query) - dots(of_led.key, key))
+    kept = trail * dots(of_led.trailed, key)
+    passed = kept * beta
+    sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried - passed
+    return Gradients(grad_query, grad_key, sums, kept, passed.sum(1, keepdim=True))
 
 
 def _between(gates: Gates) -> Tensor:
     """Compute Γ, zero above the diagonal and over the bounds of sequences."""
-    _, sums, bounds = gates
+    sums, bounds = sums_of(gates), gates.bounds
     exponents = sums - sums.transpose(-1, -2)
     if bounds is None:
         later = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=sums.device).triu(1)

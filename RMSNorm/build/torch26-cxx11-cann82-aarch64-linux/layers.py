@@ -5,8 +5,6 @@ Each returns the dtype that transformers' own forward returns. ``eps`` is ``vari
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from .functional import norm, zero_centered_norm
+from .gated import GATES, Gate, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
@@ -26,7 +25,6 @@ from .layer_norm import add_layer_norm, layer_norm
 _CALL = nn.Module._wrapped_call_impl
 _NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
 _EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
-_ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
 class _Layer(nn.Module):
@@ -123,26 +121,31 @@ class RMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        activation = None if gate is None else _activation(self)
-        if gate is not None and activation is None:
+        if gate is None:
+            return norm(hidden_states.float(), _weight(self).float(), eps_of(self)).to(hidden_states.dtype)
+        kind = _kind_of_gate(self)
+        if kind is None:
             return type(self).forward(self, hidden_states, gate)
-        normed = norm(hidden_states.float(), _weight(self).float(), eps_of(self))
-        if activation is not None:
-            normed = normed * activation(gate.float())  # type: ignore[union-attr]
-        return normed.to(hidden_states.dtype)
+        return gated_norm(hidden_states, gate, _weight(self), eps_of(self), kind)
 
 
 class MambaRMSNormGated(_Layer):
     """Computes ``weight * norm(x * silu(gate))`` in float32, as Mamba 2 does.
 
-    That is the gate, which may be None, then the norm. Reads ``weight`` and eps.
+    That is the gate, which may be None, then the norm. Reads ``weight``, eps, and ``group_size`` if there is one: how
+    many values in a row are normed together.
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x, weight = hidden_states.float(), _weight(self)
         if gate is not None:
             x = x * F.silu(gate.float())
-        return norm(x, weight.float(), eps_of(self)).to(torch.promote_types(hidden_states.dtype, weight.dtype))
+        size = self.group_size if _has(self, "group_size") else x.shape[-1]
+        if size == x.shape[-1]:
+            normed = norm(x, weight.float(), eps_of(self))
+        else:  # the operator takes no weight for each group
+            normed = norm(x.unflatten(-1, (-1, size)), None, eps_of(self)).flatten(-2) * weight.float()
+        return normed.to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
 class HyperConnection(_Layer):
@@ -200,14 +203,14 @@ def eps_of(module: nn.Module) -> float:
     return module.variance_epsilon if named else module.eps
 
 
-def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _kind_of_gate(module: nn.Module) -> Gate | None:
     """Return what a gate goes through: SiLU, unless the norm names another function; None if that is to be called."""
     name = module.activation if _has(module, "activation") else "silu"
     if type(module).forward is RMSNormGated.forward:  # it replaces nothing
-        if name not in _ACTIVATIONS:
+        if name not in GATES:
             raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
     elif (
-        name not in _ACTIVATIONS
+        name not in GATES
         or nn.Module.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
@@ -215,7 +218,7 @@ def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         or _global_backward_pre_hooks
     ):
         return None
-    return _ACTIVATIONS[name]
+    return GATES[name]
 
 
 def _is_plain(norm: nn.Module) -> bool:

@@ -153,11 +153,11 @@ class VisionRotaryPosEmb(Layer):
 
 
 class VisionRotaryPosEmbPartial(Layer):
-    """Rotates ``[B, S, N, D]`` by ``[S, R]``, as much of a head as cos is wide, as MiniMax-M3-VL does."""
+    """Rotates ``[S, N, D]`` or ``[B, S, N, D]`` by ``[S, R]``, as much of a head as cos is wide, as MiniMax-M3-VL."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         check(cos, sin, partial=True, q=q, k=k)
-        cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
 
 

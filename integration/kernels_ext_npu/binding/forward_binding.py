@@ -1,12 +1,12 @@
 """Puts a forward of ours on a module, below what other libraries have put over its own, and takes it out again.
 
-A wrapper calls what was there before it, and holds it in one of three ways. accelerate leaves
+A wrapper calls what was there before it, and holds it in one of four ways. accelerate leaves
 
     module._old_forward = module.forward           # a method of the module: what is looked for
     module.forward = partial(new_forward, module)  # new_forward calls module._old_forward
 
-so that the name of the attribute stands in the code of the wrapper; transformers' tensor and expert parallelism, and
-most others, leave a closure
+so that the name of the attribute stands in the code of the wrapper; transformers' tensor parallelism, and most others,
+leave a closure
 
     def wrapped(original):
         def forward(*args): return original(*args)
@@ -14,9 +14,10 @@ most others, leave a closure
     module.forward = wrapped(module.forward)
 
 whose cell ``original`` holds the method: ``cell.cell_contents = other`` exchanges it; a default ``original=original``
-behind ``*args`` does the same. `kernels` would replace the wrapper, and with it what that did: gradients that nobody
-sums any more, or weights that nobody loads. A module whose wrapper holds its forward in any other way keeps what it
-has, and is reported as wrapped.
+behind ``*args`` does the same. The expert parallelism of transformers 5.23 has an object in the closure that is called
+and that has the method as an attribute. `kernels` would replace the wrapper, and with it what that did: gradients that
+nobody sums any more, or weights that nobody loads. A module whose wrapper holds its forward in any other way keeps what
+it has, and is reported as wrapped.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
 
 _EMPTY = CellType()
+_NO_HOLDERS = (nn.Module, type, FunctionType, MethodType, functools.partial)  # whose attributes are not what they call
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
@@ -223,6 +225,9 @@ def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[Met
     defaults = getattr(function, "__kwdefaults__", None) or {}
     for name, default in defaults.items():
         yield default, functools.partial(defaults.__setitem__, name)
+    if not isinstance(value, _NO_HOLDERS):
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            yield attribute, functools.partial(setattr, value, name)
     read = {*getattr(getattr(function, "__code__", None), "co_names", ())} & vars(module).keys() - {"forward"}
     for name in read:
         yield vars(module)[name], functools.partial(setattr, module, name)

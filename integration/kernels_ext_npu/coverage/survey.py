@@ -25,7 +25,7 @@ from torch import nn
 from transformers.models.auto import AutoConfig, modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, ROTARY, Kind, Repository
+from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, INDEXERS, ROTARY, Kind, Repository
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import original_function
@@ -162,8 +162,9 @@ def entries(module: ModuleType) -> Iterator[Entry]:
     file = module.__name__.rpartition("modeling_")[2]
     for cls in classes_of(module):
         kind, reference = classification.of_class(cls), find_pattern(cls)
-        if kind is ATTENTION:
-            refusal = classification.attention_refusal(cls)
+        if kind in (ATTENTION, INDEXERS):
+            refuse = classification.attention_refusal if kind is ATTENTION else classification.indexer_refusal
+            refusal = refuse(cls)
             yield Entry(kind.name, cls.__name__, file, None if refusal else IMPLEMENTATION, refusal)
         elif kind is not None:
             layer = " or ".join(reference.layers) if reference else None

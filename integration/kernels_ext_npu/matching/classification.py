@@ -22,6 +22,7 @@ from kernels_ext_npu import catalogue as kinds
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
+from kernels_ext_npu.matching.indexer_scan import chooser
 from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
@@ -157,6 +158,11 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
             own = getattr(importlib.import_module(f"transformers.models.{file}.modeling_{file}"), listed, None)
             return reason if own is not None and (owner is own or computes_as(owner, own)) else None
     return None
+
+
+def indexer_refusal(cls: type[nn.Module]) -> Reason | None:
+    """Return why keys are not chosen in parts where an indexer of a class chooses them; None where they are."""
+    return None if chooser(cls) is not None else reason(kinds.INDEXERS, cls.__name__)
 
 
 def of_function(name: str, function: object) -> Kind | None:

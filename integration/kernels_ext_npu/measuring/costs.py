@@ -21,6 +21,10 @@ from softnpu.counting import STREAM_SYNCS
 
 # allocations, and a note to the allocator
 NO_LAUNCHES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"}
+# whose result is as many elements of the first argument as it has
+PICKING = {"embedding", "gather", "index", "index_select"}
+# of a shape that a tensor has, or of the dtype of one
+LIKE = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
 # of operators that read a value on the host, or whose result has as many elements as values say
 READING = frozenset(
     f"aten::{name}"
@@ -49,7 +53,7 @@ class Cost(TorchDispatchMode):
         if not moves or not (given or _writes(operator)):
             return None
         read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
-        moved = bytes_of((args, read, result)) - _unread(name, args, given)
+        moved = bytes_of((args, read, result)) - _unread(name, args, kwargs, given)
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
@@ -60,12 +64,31 @@ def bytes_of(values: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(values))
 
 
-def _unread(name: str, args: tuple, given: list[torch.Tensor]) -> int:
-    """Return the bytes of weights that no row is multiplied with: of experts without a token, in products by groups.
+def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> int:
+    """Return the bytes of tensors that an operator takes or gives, and leaves where they are.
 
-    Tokens are taken to be routed to one expert after the other. The loop of products that runs in the place of
-    ``_grouped_mm`` has one without rows for each of these experts.
+    It picks some elements of a tensor, such as the rows of an embedding, puts some into it, or takes its shape alone:
+    ``aclnnInplaceScatter`` copies nothing but these elements where the dimension is the last (CANN's ops-nn,
+    index/scatter_elements_v2/op_api/aclnn_scatter.cpp). In products by groups no row is multiplied with the weights
+    of experts without a token. Tokens are taken to be routed to one expert after the other. The loop of products that
+    runs in the place of ``_grouped_mm`` has one without rows for each of these experts. Of sparse attention these
+    are the keys that no query chose, less those that are read for several.
     """
+    if name == "npu_sparse_flash_attention":
+        every = args[1], args[2], kwargs["key_rope"]
+        rows = args[3].numel()
+        read = {id(tensor): rows * tensor.shape[-1] * tensor.element_size() for tensor in every}
+        return bytes_of(every) - sum(read.values())
+    if name in PICKING:
+        return max(0, bytes_of(args[:1]) - bytes_of(given[:1]))
+    if name == "scatter_":
+        return 2 * bytes_of(args[:1]) - args[2].numel() * args[0].element_size()
+    if name == "nll_loss_forward":
+        return bytes_of(args[:1]) - args[1].numel() * args[0].element_size()
+    if name == "nll_loss_backward":
+        return bytes_of(args[1:2])
+    if name in LIKE:
+        return bytes_of(args)
     if name == "mm" and not given[0].numel():
         return bytes_of(args)
     if name != "npu_grouped_matmul" or len(args[1]) > 1 or args[1][0].dim() < 3:

@@ -23,6 +23,7 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
 from kernels_ext_npu.matching.classification import has_gated_projections, of_module
+from kernels_ext_npu.matching.indexer_scan import chooser
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
@@ -142,7 +143,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
         kind = of_module(module) or KIND_OF_LAYER.get(forward_binding.layer_of(module) or "")
-        if kind not in (None, kinds.ATTENTION):
+        if kind not in (None, kinds.ATTENTION) and not (kind is kinds.INDEXERS and chooser(type(module))):
             yield _row(path, module, kind)
 
 

@@ -1,6 +1,7 @@
 """`kernels-ext-npu benchmark`: what it compares, counts and refuses, with small configs in place of the models' own."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,14 @@ from click.testing import Result
 from kernels_ext_npu.benchmarking import providers
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
-from tests.support.benchmark_runs import EXPERTS, HIDDEN, TOKENS, rows, run, write_config
+from tests.support.benchmark_runs import EXPERTS, HIDDEN, SMALL, TOKENS, rows, run, write_config
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run of everything there is in a small mixture of experts."""
     path = write_config(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", **EXPERTS)
-    return run("--model", path, "--dtype", "bf16", "--tokens", TOKENS, "--shrink", 1, "--json")
+    return run("--model", path, *SMALL, "--json")
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +55,11 @@ def test_counts_are_those_of_the_operator(report) -> None:
 
 
 def test_there_are_no_times_on_the_software_device(mixture, report) -> None:
-    def keys(value) -> set[str]:
-        if isinstance(value, dict):
-            return set(value).union(*map(keys, value.values()))
-        return set().union(*map(keys, value)) if isinstance(value, list) else set()
-
-    assert not [key for key in keys(report) if any(part in key for part in ("ms", "time", "quartile", "second"))]
+    keys = set(re.findall('"([^"]+)":', mixture.stdout))
+    assert not [key for key in keys if any(part in key for part in ("ms", "time", "quartile", "second"))]
     assert "The software device computes on the host" in report["note"]
-    shown = mixture.stderr
-    assert "measures no times" in shown
-    assert "launches" in shown
-    assert "median" not in shown
+    assert "measures no times" in mixture.stderr
+    assert "median" not in mixture.stderr
 
 
 def test_it_says_where_figures_come_from(report) -> None:
@@ -98,11 +93,8 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
     assert any("fp16: transformers / kernels-ext-npu" in line for line in lines)
     mlp = [line for line in lines if "LlamaMLP" in line]
     assert [line.split()[2] for line in mlp] == ["forward", "forward", "forward", "backward", "both"]
-    assert mlp[0].split()[3:6] == [
-        "5",
-        "/",
-        "3",
-    ]  # two products, silu, mul, a product; a product, npu_swiglu, a product
+    # two products, silu, mul, a product; a product, npu_swiglu, a product
+    assert mlp[0].split()[3:6] == ["5", "/", "3"]
 
 
 # --- a wrong kernel
@@ -114,6 +106,9 @@ def change(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     names = layer.forward.__globals__
     right = names["norm"]
     monkeypatch.setitem(names, "norm", lambda *arguments: wrong(right(*arguments)))
+
+
+PHASES = {"prefill", "decode", "training"}
 
 
 class WrongGradient(torch.autograd.Function):
@@ -139,20 +134,17 @@ def fail(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("wrong", "said", "phases"),
     [
-        (lambda y: y * 1.03, "output 0 is 3.0e-02 away from float32", {"prefill", "decode", "training"}),
-        pytest.param(lose_a_row, "output 0 is", {"prefill", "decode", "training"}, marks=pytest.mark.long),
-        pytest.param(
-            lambda y: y * float("nan"), "output 0 is nan", {"prefill", "decode", "training"}, marks=pytest.mark.long
-        ),
-        pytest.param(lambda y: y[..., :-1], "shape", {"prefill", "decode", "training"}, marks=pytest.mark.long),
+        (lambda y: y * 1.03, "output 0 is 3.0e-02 away from float32", PHASES),
+        pytest.param(lose_a_row, "output 0 is", PHASES, marks=pytest.mark.long),
+        pytest.param(lambda y: y * float("nan"), "output 0 is nan", PHASES, marks=pytest.mark.long),
+        pytest.param(lambda y: y[..., :-1], "shape", PHASES, marks=pytest.mark.long),
         (WrongGradient.apply, "gradient of input 0 is 3.", {"training"}),
-        (fail, "raised RuntimeError: error 561002", {"prefill", "decode", "training"}),
+        (fail, "raised RuntimeError: error 561002", PHASES),
     ],
 )
 def test_a_wrong_kernel_has_no_figures(monkeypatch, tmp_path: Path, wrong, said, phases) -> None:
     change(monkeypatch, wrong)
-    options = ["--dtype", "bf16", "--tokens", TOKENS, "--shrink", 1, "--kernel", "RMSNorm", "--json"]
-    result = run("--model", write_config(tmp_path, "llama"), *options)
+    result = run("--model", write_config(tmp_path, "llama"), *SMALL, "--kernel", "RMSNorm", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     refused = [row for row in report["results"] if "refused" in row]

@@ -1,9 +1,6 @@
-"""How `kernels-ext-npu benchmark` takes times: by a clock of the test, and by the events of torch_npu."""
-
-from __future__ import annotations
+"""How `kernels-ext-npu benchmark` takes times: by the events of torch_npu."""
 
 import time
-from functools import partial
 from itertools import pairwise
 
 import numpy
@@ -12,52 +9,6 @@ import torch
 
 import softnpu
 from kernels_ext_npu.benchmarking import call_costs
-
-
-class WrittenDevice:
-    """A device whose runs take what the test says, and which has done its work when it is waited for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *runs: float) -> None:
-        self.runs = iter(runs)
-        self.now, self.waits, self.passed = 0.0, 0, False
-        monkeypatch.setattr(softnpu, "is_software", lambda: False)
-        monkeypatch.setattr("torch_npu.npu.synchronize", self.wait)
-        monkeypatch.setattr("torch_npu.npu.Event", partial(WrittenEvent, self))
-
-    def wait(self) -> None:
-        self.waits += 1
-        self.passed = True
-
-    def prepare(self) -> str:
-        self.now += 1000
-        return "prepared"
-
-    def run(self, prepared: str) -> None:
-        assert prepared == "prepared"
-        self.now += next(self.runs)
-
-
-class WrittenEvent:
-    """An event of such a device."""
-
-    def __init__(self, device: WrittenDevice, enable_timing: bool) -> None:
-        assert enable_timing
-        self.device = device
-
-    def record(self) -> None:
-        self.device.passed = False
-        self.at = self.device.now
-
-    def elapsed_time(self, end: WrittenEvent) -> float:
-        assert self.device.passed, "the device may not be there yet"
-        return end.at - self.at
-
-
-def test_each_run_has_its_time_and_what_comes_before_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = WrittenDevice(monkeypatch, 900, 800, 3, 1, 2, 5, 4)
-    assert call_costs.times(device.prepare, device.run, warm_up=2, repeats=5) == [3, 1, 2, 5, 4]
-    assert device.waits == 2
-    assert next(device.runs, None) is None
 
 
 def test_events_enclose_each_run_and_nothing_else() -> None:

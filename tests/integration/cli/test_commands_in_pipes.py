@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kernels_ext_npu.cli import app
+from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "integration/kernels_ext_npu/model_configs/tiny/Qwen3.json"
@@ -26,7 +25,7 @@ each_command = pytest.mark.parametrize("name", COMMANDS)
 
 def ran(name: str, *more: str, charset: str = "utf-8", columns: int = 80) -> str:
     """Run a command, and return what it writes to standard output."""
-    result = CliRunner(charset=charset).invoke(app, [*COMMANDS[name], *more], env={"COLUMNS": str(columns)})
+    result = run(*COMMANDS[name], *more, charset=charset, columns=columns)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -33,9 +33,8 @@ def test_a_home_that_cannot_be_written_leaves_no_software_device(run_python, com
     assert refused(run_python, 2, *command, **HOME).endswith(SOFTNPU)
 
 
-def test_a_cache_that_cannot_be_written_gets_no_bundle(run_python, tmp_path: Path) -> None:
-    bundles.write(tmp_path / "kernels.zip")
-    line = refused(run_python, 1, "bundle", "--install", str(tmp_path / "kernels.zip"), HF_HOME="/proc/huggingface")
+def test_a_cache_that_cannot_be_written_gets_no_bundle(run_python, archive: Path) -> None:
+    line = refused(run_python, 1, "bundle", "--install", str(archive), HF_HOME="/proc/huggingface")
     assert "/proc/huggingface/hub cannot be written: " in line
     assert "Set HF_HOME to a folder that you may write to" in line
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import continuous_api, utils
+from transformers.generation.continuous_batching import continuous_api
 
 import kernels_ext_npu
 import softnpu
@@ -116,11 +116,3 @@ def test_a_model_that_waits_is_refused_with_its_place() -> None:
         assert "continuous batching cannot capture this model: test_continuous_batching.py, line" in output.error
         assert "the host waits for the device" in output.error
         assert "Leave out use_cuda_graph" in output.error
-
-
-def test_transformers_knows_no_graphs_of_npus_afterwards() -> None:
-    assert utils.get_accelerator_graph_name() == "NPUGraph"
-    kernels_ext_npu.unregister()
-    assert utils.get_accelerator_graph_name() is None
-    assert continuous_api.resolve_continuous_batching_config.__module__.startswith("transformers")
-    assert not hasattr(continuous_api.resolve_continuous_batching_config, "__wrapped__")

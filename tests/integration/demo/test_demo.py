@@ -10,17 +10,13 @@ import torch
 import transformers
 from build import ROOT, build
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import kernels_ext_npu
-from kernels_ext_npu import cli, model_configs
+from kernels_ext_npu import model_configs
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import model_comparison
 from kernels_ext_npu.distribution import sources
-
-
-def invoke(*arguments: str):
-    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80"})
+from tests.support.commands import refusal, run
 
 
 def tables(output: str) -> list[dict[str, list[str]]]:
@@ -33,7 +29,7 @@ def tables(output: str) -> list[dict[str, list[str]]]:
 
 
 def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
-    result = invoke("demo")
+    result = run("demo")
     assert result.exit_code == 0, result.output
     assert "software device, as Ascend910" in result.output
     swapped, calls, agreement = tables(result.output)
@@ -62,13 +58,13 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
 
 
 def test_a_checkpoint_of_ones_own_is_shown(checkpoint) -> None:
-    result = invoke("demo", "--model", str(checkpoint("gemma2")))
+    result = run("demo", "--model", checkpoint("gemma2"))
     assert result.exit_code == 0, result.output
     assert [values[-1] for values in tables(result.output)[-1].values()] == ["yes"]
 
 
 @pytest.mark.software
-def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path: Path) -> None:
+def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, checkpoint, tmp_path: Path) -> None:
     """The same repository with a norm that forgets its epsilon and a part in a thousand of its result."""
     shutil.copytree(ROOT / "RMSNorm", tmp_path / "RMSNorm", ignore=shutil.ignore_patterns("build"))
     for repository in set(REPOSITORIES) - {"RMSNorm"}:
@@ -80,9 +76,9 @@ def test_a_kernel_that_computes_something_else_ends_with_1(monkeypatch, tmp_path
     shutil.copy(ROOT / "variants.toml", tmp_path)
     build(tmp_path / "RMSNorm", tmp_path)
     monkeypatch.setattr(sources, "root", lambda source: tmp_path)
-    result = invoke("demo")
+    result = run("demo", "--model", checkpoint("gemma2"))
     assert result.exit_code == 1
-    assert [values[-1] for values in tables(result.output)[-1].values()] == ["no"] * 10
+    assert [values[-1] for values in tables(result.output)[-1].values()] == ["no"]
 
 
 @pytest.mark.parametrize(
@@ -112,24 +108,13 @@ def test_what_is_not_shown_to_agree_disagrees(change) -> None:
     assert not model_comparison.Result(**(agreeing | change)).agrees()
 
 
-def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    result = invoke("demo", "--model", str(tmp_path / "nowhere"))
-    assert result.exit_code == 2
-    assert "is no checkpoint: a folder with config.json and weights is expected" in result.output
-
-
-def test_a_checkpoint_without_weights_is_named(checkpoint, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_of_a_model_for_text_is_named(checkpoint, tmp_path: Path) -> None:
+    said = refusal("demo", "--model", tmp_path / "nowhere")
+    assert "is no checkpoint: a folder with config.json and weights is expected" in said
     shutil.copy(checkpoint("llama") / "config.json", tmp_path)
-    result = invoke("demo", "--model", str(tmp_path))
-    assert result.exit_code == 2
-    assert f"{tmp_path} could not be loaded" in result.output
-
-
-def test_a_model_that_is_no_causal_language_model_is_named(tmp_path: Path) -> None:
+    assert f"{tmp_path} could not be loaded" in refusal("demo", "--model", tmp_path)
     transformers.ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    result = invoke("demo", "--model", str(tmp_path))
-    assert result.exit_code == 2
-    assert "holds a vit: the demo runs models that generate text" in result.output
+    assert "holds a vit: the demo runs models that generate text" in refusal("demo", "--model", tmp_path)
 
 
 def test_a_machine_that_cannot_run_it_is_explained(run_python, tmp_path: Path) -> None:
@@ -148,6 +133,6 @@ def test_norms_of_the_saved_models_are_not_all_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ()])
 def test_help_shows_the_commands(arguments) -> None:
-    output = invoke(*arguments).output
+    output = run(*arguments).output
     assert "Usage" in output
     assert "demo" in output

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import zipfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -25,17 +26,18 @@ ON_DISK = settings(deadline=None, suppress_health_check=[HealthCheck.function_sc
 Members = list[tuple[str | zipfile.ZipInfo, bytes]]
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
-    bundles.write(path)
-    return path.read_bytes()
-
-
 def read(data: bytes, folder: Path) -> list[KernelRepository]:
     path = folder / "bundle.zip"
     path.write_bytes(data)
     return bundle_archive.unpack(path)
+
+
+def refusal(data: bytes, folder: Path) -> str:
+    """Return what is said to an archive that is no bundle."""
+    with pytest.raises(BundleError) as refused:
+        read(data, folder)
+    assert str(refused.value).startswith(f"{folder}/bundle.zip: ")
+    return str(refused.value)
 
 
 def members(data: bytes) -> Members:
@@ -82,7 +84,8 @@ def test_the_format_does_not_drift() -> None:
     assert hashlib.sha256(PACKED).hexdigest() == "34e63acd58eb4f171c38cb2910c6ef3324b235a454378e3b0d2f2e5b47e68e2e"
 
 
-def test_each_content_is_there_once(bundle: bytes) -> None:
+def test_each_content_is_there_once(archive: Path) -> None:
+    bundle = archive.read_bytes()
     contents = [data for name, data in members(bundle) if name != MANIFEST]
     assert len(set(contents)) == len(contents)
     assert len(bundle) < 2 * 2**20
@@ -90,14 +93,11 @@ def test_each_content_is_there_once(bundle: bytes) -> None:
     assert len(files) > 3 * len({entry["sha256"] for entry in files.values()})
 
 
-def test_equal_content_gives_equal_bytes_whatever_the_order_and_the_time(tmp_path: Path, bundle: bytes) -> None:
-    shuffled = [
-        KernelRepository(each.name, each.version, dict(reversed(each.files.items())), each.hub_commit)
-        for each in reversed(SMALL)
-    ]
+def test_equal_content_gives_equal_bytes_whatever_the_order_and_the_time(tmp_path: Path, archive: Path) -> None:
+    shuffled = [replace(each, files=dict(reversed(each.files.items()))) for each in reversed(SMALL)]
     assert bundle_archive.pack(shuffled) == PACKED
     bundles.write(tmp_path / "again.zip")
-    assert (tmp_path / "again.zip").read_bytes() == bundle
+    assert (tmp_path / "again.zip").read_bytes() == archive.read_bytes()
 
 
 def test_a_commit_follows_from_name_version_and_content() -> None:
@@ -117,8 +117,7 @@ def test_a_commit_follows_from_name_version_and_content() -> None:
 def test_a_small_bundle_is_refused_wherever_it_is_cut_and_whichever_byte_changes(tmp_path) -> None:
     for position in range(len(PACKED)):
         for damaged in (PACKED[:position], changed(PACKED, position, 1 + position % 255)):
-            with pytest.raises(BundleError, match=r"bundle\.zip: "):
-                read(damaged, tmp_path)
+            assert refusal(damaged, tmp_path)
 
 
 def changed(data: bytes, position: int, mask: int) -> bytes:
@@ -132,8 +131,7 @@ def test_an_edit_is_refused(tmp_path: Path, start: int, removed: int, added: byt
     if edited == PACKED:
         assert read(edited, tmp_path) == SMALL
     else:
-        with pytest.raises(BundleError):
-            read(edited, tmp_path)
+        assert refusal(edited, tmp_path)
 
 
 FIRST = "A/build/torch-npu/__init__.py"
@@ -155,23 +153,14 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_name_that_does_not_belong_is_refused(tmp_path: Path, name: str) -> None:
-    forged = [*members(PACKED), (FIRST, b""), (name, b"import os")]
-    with pytest.raises(BundleError) as refusal:
-        read(zipped(forged), tmp_path)
-    assert FORGED[name] in str(refusal.value)
-    assert str(refusal.value).startswith(f"{tmp_path}/bundle.zip: ")
-
-
-@pytest.mark.parametrize("name", [name for name, said in FORGED.items() if "not in the manifest" not in said])
-def test_a_manifest_with_a_name_that_does_not_belong_is_refused(tmp_path: Path, name: str) -> None:
-    """The archive holds no paths; the manifest does."""
-    forged = promised(
-        {f"{each.name}/{path}": data for each in SMALL for path, data in each.files.items()} | {name: b""}
-    )
-    with pytest.raises(BundleError) as refusal:
-        read(zipped(forged), tmp_path)
-    assert any(words in str(refusal.value) for words in (FORGED[name], "a repository cannot be called"))
-    assert str(refusal.value).startswith(f"{tmp_path}/bundle.zip: ")
+    """In the archive, which holds no paths, and in the manifest, which does."""
+    forged = [[*members(PACKED), (FIRST, b""), (name, b"import os")]]
+    if "not in the manifest" not in FORGED[name]:
+        small = {f"{each.name}/{path}": data for each in SMALL for path, data in each.files.items()}
+        forged.append(promised(small | {name: b""}))
+    for content in forged:
+        said = refusal(zipped(content), tmp_path)
+        assert any(words in said for words in (FORGED[name], "a repository cannot be called"))
 
 
 def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
@@ -180,8 +169,7 @@ def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
     archive = zipped(promised(many))
     assert len(archive) < 2**16
     monkeypatch.setattr(bundle_archive, "LARGEST", 2**16)
-    with pytest.raises(BundleError, match="its files would have 819200 bytes"):
-        read(archive, tmp_path)
+    assert "its files would have 819200 bytes" in refusal(archive, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +177,13 @@ def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
 )
 def test_what_is_not_a_file_is_refused(tmp_path: Path, mode: int) -> None:
     forged = [*members(PACKED), (special("A/build/link", mode), b"/etc/passwd")]
-    with pytest.raises(BundleError, match="'A/build/link' is a link, a folder or a device"):
-        read(zipped(forged), tmp_path)
+    assert "'A/build/link' is a link, a folder or a device" in refusal(zipped(forged), tmp_path)
 
 
 def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Duplicate"):
         twice = zipped([*members(PACKED), *[(FIRST, b"import os")] * 2])
-    with pytest.raises(BundleError, match=f"'{FIRST}' is in it 2 times"):
-        read(twice, tmp_path)
+    assert f"'{FIRST}' is in it 2 times" in refusal(twice, tmp_path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -205,8 +191,7 @@ def test_a_decompression_bomb_is_refused_unopened(tmp_path: Path, method: int, m
     bomb = zipped([(FIRST, bytes(10 * 2**20))], compression=method)
     assert len(bomb) < 2**15
     monkeypatch.setattr(zipfile.ZipFile, "open", None)
-    with pytest.raises(BundleError, match=f"'{FIRST}' is compressed"):
-        read(bomb, tmp_path)
+    assert f"'{FIRST}' is compressed" in refusal(bomb, tmp_path)
 
 
 def test_files_that_share_bytes_of_the_archive_are_refused(tmp_path: Path) -> None:
@@ -220,8 +205,7 @@ def test_files_that_share_bytes_of_the_archive_are_refused(tmp_path: Path) -> No
         data[end + 20 : end + 28] = size * 2
         data[end + 42 : end + 46] = bytes(4)
         end += 46 + name_length
-    with pytest.raises(BundleError, match="larger than the archive"):
-        read(bytes(data), tmp_path)
+    assert "larger than the archive" in refusal(bytes(data), tmp_path)
 
 
 def test_what_is_too_large_is_refused_unread(tmp_path: Path, monkeypatch) -> None:
@@ -236,19 +220,11 @@ def test_what_is_too_large_is_refused_unread(tmp_path: Path, monkeypatch) -> Non
         bundle_archive.pack(SMALL)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.zip", tmp_path, Path("/dev/zero")):
-        with pytest.raises(BundleError, match=f"{path}: there is no such file"):
-            bundle_archive.unpack(path)
-
-
 def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:
     first, gone = SMALL[0].files["build/torch-npu/__init__.py"], SMALL[1].files["README.md"]
     content = [(name, data) for name, data in members(PACKED) if data != gone]
     forged = [(name, b"import os" if data == first else data) for name, data in content]
-    with pytest.raises(BundleError) as refusal:
-        read(zipped(forged), tmp_path)
-    changed, missing = str(refusal.value).splitlines()
+    changed, missing = refusal(zipped(forged), tmp_path).splitlines()
     digest = hashlib.sha256(b"import os").hexdigest()
     assert changed == f"{tmp_path}/bundle.zip: {FIRST} is not what the manifest says: its sha256 is {digest}"
     assert missing == f"{tmp_path}/bundle.zip: B/README.md is missing"
@@ -277,21 +253,10 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, change, words: str) -> None
     change(manifest)
     written = (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
     forged = [(name, written if name == MANIFEST else data) for name, data in members(PACKED)]
-    with pytest.raises(BundleError) as refusal:
-        read(zipped(forged), tmp_path)
-    assert words in str(refusal.value)
+    assert words in refusal(zipped(forged), tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 100_000, b'{"format": 1e999}', None])
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes | None) -> None:
     forged = [(name, content if name == MANIFEST else data) for name, data in members(PACKED)]
-    with pytest.raises(BundleError):
-        read(zipped([(name, data) for name, data in forged if data is not None]), tmp_path)
-
-
-@pytest.mark.parametrize("where", ["before", "after", "comment"])
-def test_bytes_around_the_archive_are_refused(tmp_path: Path, where: str) -> None:
-    comment = PACKED[:-2] + (2).to_bytes(2, "little") + b"hi"
-    data = {"before": b"#!/bin/sh\n" + PACKED, "after": PACKED + b"\0", "comment": comment}[where]
-    with pytest.raises(BundleError, match=r"bytes were added or changed|not a bundle"):
-        read(data, tmp_path)
+    assert refusal(zipped([(name, data) for name, data in forged if data is not None]), tmp_path)

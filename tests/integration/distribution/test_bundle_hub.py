@@ -14,25 +14,6 @@ COMMAND = "from kernels_ext_npu.cli import app; app()"
 NOBODY = "http://127.0.0.1:9"  # refuses every connection
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
 
-PUBLISH = """
-import sys
-from pathlib import Path
-from huggingface_hub import CommitOperationAdd, HfApi
-api = HfApi()
-for name in {names!r}:
-    repository = "kernels-ext-npu/" + name
-    api.create_repo(repository, repo_type="kernel", exist_ok=True)
-    api.create_branch(repository, repo_type="kernel", branch="v1", exist_ok=True)
-    root = Path({root!r}) / name
-    files = {{str(path.relative_to(root)): path.read_bytes() for path in (root / "build").rglob("*") if path.is_file()}}
-    files = {{path: content for path, content in files.items() if "__pycache__" not in path}}
-    files |= {{"README.md": b"# {card}", "benchmarks/large.bin": bytes(2**20)}}
-    files |= {changes!r}
-    operations = [CommitOperationAdd(path, content) for path, content in files.items()]
-    made = api.create_commit(repository, operations, commit_message="x", repo_type="kernel", revision="v1")
-    print(made.oid)
-"""
-
 LOAD = """
 import softnpu, torch, kernels
 kernel = kernels.get_kernel("kernels-ext-npu/RMSNorm", version=1, trust_remote_code=["kernels-ext-npu/RMSNorm"])
@@ -54,16 +35,22 @@ print(kernels_ext_npu.report(model))
 """
 
 
-@pytest.fixture
-def publish(run_forked, localhub: LocalHub, tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Publishes all repositories, or those named; gives the commits of their versions."""
+def publish(
+    hub: LocalHub,
+    card: str,
+    names: Sequence[str] = catalogue.REPOSITORIES,
+    variants: str = "torch-npu",
+    **changes: bytes,
+) -> dict[str, str]:
+    """Publish all repositories, or those named, with some variants; return the commits of their versions."""
+    others = {"README.md": f"# {card}".encode(), "benchmarks/large.bin": bytes(2**20)} | changes
+    return {name: hub.publish(f"kernels-ext-npu/{name}", built(name, variants) | others) for name in names}
 
-    def run(card: str, names: Sequence[str] = catalogue.REPOSITORIES, **changes: bytes) -> dict[str, str]:
-        code = PUBLISH.format(names=names, root=str(sources.root("bundled")), card=card, changes=changes)
-        environment = localhub.environment(tmp_path / "publisher") | {"HF_HUB_DISABLE_XET": "1"}
-        return dict(zip(names, run_forked(code, **environment).stdout.split()))
 
-    return run
+def built(name: str, variants: str) -> dict[str, bytes]:
+    root = sources.root("bundled") / name
+    paths = [path for path in (root / "build").glob(f"{variants}/**/*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
 @pytest.fixture
@@ -86,8 +73,8 @@ def at(home: Path) -> dict[str, str]:
     return {"HF_HOME": str(home), **OFFLINE}
 
 
-def test_from_the_hub_to_a_machine_without_a_network(run_forked, publish, bundle, tmp_path: Path) -> None:
-    published = publish("first")
+def test_from_the_hub_to_a_machine_without_a_network(run_forked, localhub: LocalHub, bundle, tmp_path: Path) -> None:
+    published = publish(localhub, "first")
     archive, home = tmp_path / "kernels.zip", tmp_path / "cluster"
     assert bundle().returncode == 0
     assert commits(archive) == published
@@ -98,7 +85,7 @@ def test_from_the_hub_to_a_machine_without_a_network(run_forked, publish, bundle
     file = run_forked(LOAD, **at(home)).stdout.strip()
     assert file == f"{folder}/snapshots/{published['RMSNorm']}/build/torch-npu/__init__.py"
 
-    before, after = published["RMSNorm"], publish("second", ["RMSNorm"])["RMSNorm"]
+    before, after = published["RMSNorm"], publish(localhub, "second", ["RMSNorm"])["RMSNorm"]
     assert bundle().returncode == 0
     output = run_forked(COMMAND, "bundle", "--install", str(archive), **at(home)).stdout
     assert f"RMSNorm v1, commit {after}: in place of {before}, whose files stay in the cache\n" in output
@@ -109,10 +96,10 @@ def test_from_the_hub_to_a_machine_without_a_network(run_forked, publish, bundle
 
 @pytest.mark.long
 def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation(
-    run_forked, localhub: LocalHub, publish, bundle, tmp_path: Path
+    run_forked, localhub: LocalHub, bundle, tmp_path: Path
 ) -> None:
     """A mirror needs HF_ENDPOINT and nothing else. What kernels downloads from it cannot be found offline."""
-    published, home = publish("card"), tmp_path / "home"
+    published, home = publish(localhub, "card"), tmp_path / "home"
     mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
     output = " ".join(run_forked(REGISTER, **mirror).stdout.split())
     swapped = (
@@ -126,13 +113,13 @@ def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation
     assert published["RMSNorm"] in run_forked(LOAD, **at(home)).stdout
 
 
-def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, publish, bundle, tmp_path: Path) -> None:
-    publish("card", **{"build/torch-npu/layers.py": b"import os"})
+def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, bundle, tmp_path: Path) -> None:
+    publish(localhub, "card", **{"build/torch-npu/layers.py": b"import os"})
     changed = bundle()
     assert "RMSNorm/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr
     assert "SwiGLU/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr  # all, not the first
     first = f"kernels-ext-npu/{catalogue.REPOSITORIES[0]}"
-    localhub.store.get("kernels", first).delete_ref("branches", "v1")
+    localhub.store.get("kernels", first).delete_branch("v1")
     without_a_branch = bundle()
     assert f"{first} has no version 1" in without_a_branch.stderr
     localhub.store.delete("kernels", first)

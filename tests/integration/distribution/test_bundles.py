@@ -51,18 +51,12 @@ for options in ({}, {"trust_remote_code": ["kernels-ext-npu/RMSNorm"]}):
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
-    bundles.write(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Path:
     """HF_HOME, with a bundle installed."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERNELS_CACHE", str(folder / "hub"))
+        patch.setattr("os.fsync", lambda file: None)
         bundles.install(archive)
     return folder
 

@@ -17,7 +17,7 @@ from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.doctor.observations import run
 from kernels_ext_npu.doctor.probes import copies_and_cache
-from tests.integration.distribution.test_bundle_hub import PUBLISH
+from tests.integration.distribution.test_bundle_hub import publish
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 
@@ -97,12 +97,10 @@ def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) ->
     assert report["register()"]["summary"].startswith("everything else works on the software device")
 
 
-def test_the_kernels_of_a_hub_take_effect(doctor, run_python, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:
+def test_the_kernels_of_a_hub_take_effect(doctor, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:
     localhub.settings.trusted.add("kernels-ext-npu")
-    code = PUBLISH.format(names=catalogue.REPOSITORIES, root=str(ROOT), card="x", changes={})
-    hub = localhub.environment(tmp_path / "publisher")
-    run_python(code, **hub, HF_HUB_DISABLE_XET="1")
-    hub |= localhub.environment(tmp_path / "user")
+    publish(localhub, "card", variants="*")
+    hub = localhub.environment(tmp_path / "user")
     report = doctor("--source", "hub", TORCH_DEVICE_BACKEND_AUTOLOAD="0", **hub)
     assert (report.exit_code, report.problems()) == (0, set())
     assert report["publisher"]["summary"] == "kernels-ext-npu is trusted by the Hub"

@@ -30,8 +30,7 @@ def ask(monkeypatch, **environment: str) -> list[Finding]:
 
 def publish_heads(hub: LocalHub) -> None:
     for name in REPOSITORIES:
-        hub.store.create("kernels", f"kernels-ext-npu/{name}", private=False)
-        hub.store.get("kernels", f"kernels-ext-npu/{name}").create_branch("v1", "main")
+        hub.publish(f"kernels-ext-npu/{name}", {})
 
 
 def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> None:

@@ -10,27 +10,14 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 from transformers import AutoConfig
-from typer.testing import CliRunner, Result
 
-from kernels_ext_npu import cli
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import inspecting, printing, subject
 from kernels_ext_npu.measuring import roofline
-from tests.support.kernelizing import QWEN3_235B_A22B
+from tests.support.commands import refusal, report, run, said
+from tests.support.sizes import sizes
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-}
-
-
-def inspect(*arguments: object, columns: int = 80) -> Result:
-    return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], env={"COLUMNS": str(columns)})
+SIZES = sizes(64, 128, heads=4, keys=2, width=16, layers=4, words=100)
 
 
 @pytest.fixture
@@ -40,8 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_without_weights(folder: Path) -> None:
-    result = inspect(folder, "--tokens", 32)
-    assert result.exit_code == 0, result.output
+    result = run("inspect", folder, "--tokens", 32)
     output = " ".join(result.output.split())
     assert "Qwen3ForCausalLM" in output
     assert (
@@ -53,17 +39,9 @@ def test_a_checkpoint_without_weights(folder: Path) -> None:
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(folder) not in line)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--decode"]], ids=["step", "decode"])
-def test_labels_are_whole_in_a_narrow_terminal(folder: Path, arguments: list[str]) -> None:
-    lines = inspect(folder, "--tokens", 32, *arguments, columns=60).output.splitlines()
-    assert all(len(line) <= 60 for line in lines if str(folder) not in line)
-    for label in ("original", "with kernels", "of the original", "of products", "Qwen3DecoderLayer"):
-        assert any(line.strip().startswith(label) for line in lines), label
-
-
 def test_the_estimate_is_compared_with_products_and_attention_alone(folder: Path) -> None:
     """Those of the original or of ours, whichever take less."""
-    before, after = json.loads(inspect(folder, "--json").stdout)["variants"]
+    before, after = report("inspect", folder)["variants"]
     for phase in ("forward", "step"):
         products = [variant[phase]["products_seconds"] for variant in (before, after)]
         for variant in (before, after):
@@ -84,16 +62,16 @@ def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_forked,
         "import sys; from kernels_ext_npu.cli import app; sys.argv = ['x', 'inspect', 'somebody/tiny', '--json']; app()"
     )
     by_id = run_forked(code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1").stdout
-    reports = [json.loads(inspect(name, "--json").stdout) for name in (folder, folder / "config.json")]
+    reports = [report("inspect", name) for name in (folder, folder / "config.json")]
     reports.append(json.loads(by_id))  # nothing else is on standard output
-    names = [report.pop("model") for report in reports]
+    names = [each.pop("model") for each in reports]
     assert names == [str(folder), str(folder / "config.json"), "somebody/tiny"]
     assert reports[0] == reports[1] == reports[2]
 
 
 def test_each_kernel_alone_and_all_together(folder: Path) -> None:
-    report = json.loads(inspect(folder, "--tokens", 32, "--compare", "--json").stdout)
-    variants = {variant["name"]: variant for variant in report["variants"]}
+    found = report("inspect", folder, "--tokens", 32, "--compare")
+    variants = {variant["name"]: variant for variant in found["variants"]}
     assert list(variants) == ["original", *(f"{name} alone" for name in REPOSITORIES), "with kernels"]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
     saved = {name: launches["original"] - launches[f"{name} alone"] for name in REPOSITORIES}
@@ -106,14 +84,14 @@ def test_each_kernel_alone_and_all_together(folder: Path) -> None:
             counts = variant[phase]
             assert counts["launches"] == sum(entry["launches"] for entry in counts["operators"].values())
             assert counts["bytes"] == sum(entry["bytes"] for entry in counts["operators"].values())
-    assert {row["kernel"] for row in report["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
-    assert "not a measurement" in report["estimate"]["what"]
+    assert {row["kernel"] for row in found["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
+    assert "not a measurement" in found["estimate"]["what"]
 
 
 def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
     """Of a layer of Qwen3.5 without kernels: two, and two more in its backward."""
-    sizes = SIZES | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-    AutoConfig.for_model("qwen3_5_text", **sizes).save_pretrained(tmp_path)
+    layers = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    AutoConfig.for_model("qwen3_5_text", **SIZES | layers).save_pretrained(tmp_path)
     found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
     console = Console(record=True, width=80, file=io.StringIO())
     printing.show(found, console)
@@ -151,14 +129,13 @@ def test_whole_models_with_linear_attention_stay_below_these_figures(name, launc
 
 
 @pytest.mark.long
-def test_few_of_the_layers_of_a_235b_model_run(layers_that_run: list[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B_A22B))
-    report = json.loads(inspect(tmp_path, "--json").stdout)
+def test_few_of_the_layers_of_a_235b_model_run(layers_that_run: list[str]) -> None:
+    found = report("inspect", "Qwen3-235B-A22B")
     # without and with kernels, a forward and a step: once the first and the last layer, once the second one too
     assert len(layers_that_run) == 2 * 2 * (2 + 3)
-    assert report["parameters"] == 235_093_634_560  # what the checkpoint on the Hub has
-    assert sum(row["swapped"] for row in report["modules"]) == len(report["modules"])
-    before, after = report["variants"][0]["step"], report["variants"][-1]["step"]
+    assert found["parameters"] == 235_093_634_560  # what the checkpoint on the Hub has
+    assert sum(row["swapped"] for row in found["modules"]) == len(found["modules"])
+    before, after = found["variants"][0]["step"], found["variants"][-1]["step"]
     assert after["host_waits"] <= 1 < before["host_waits"]
     assert after["launches"] < before["launches"] / 10
 
@@ -166,8 +143,7 @@ def test_few_of_the_layers_of_a_235b_model_run(layers_that_run: list[str], tmp_p
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
     plot = tmp_path / f"plot{suffix}"
-    result = inspect(folder, "--tokens", 32, "--plot", plot)
-    assert result.exit_code == 0, result.output
+    said("inspect", folder, "--tokens", 32, "--plot", plot)
     if suffix == ".png":
         height, width, _ = image.imread(plot).shape
         assert (width, height) == (1920, 1080)
@@ -179,14 +155,14 @@ def test_what_the_inputs_do_not_reach_is_said(tmp_path: Path) -> None:
     vision = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "depth": 3, "out_hidden_size": 64}
     text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
     AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision).save_pretrained(tmp_path)
-    output = " ".join(inspect(tmp_path, "--tokens", 32).output.split())
+    output = said("inspect", tmp_path, "--tokens", 32)
     assert "not counted, since these inputs do not reach it: model.visual" in output
 
 
 def test_more_tokens_than_places_are_not_asked_for(tmp_path: Path) -> None:
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 48, "vocab_size": 100}
-    AutoConfig.for_model("gpt2", **sizes).save_pretrained(tmp_path)
-    output = " ".join(inspect(tmp_path, "--tokens", 64).output.split())
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=3, n_head=2, n_positions=48, vocab_size=100)
+    config.save_pretrained(tmp_path)
+    output = said("inspect", tmp_path, "--tokens", 64)
     assert "48 tokens in place of 64: the model has no more places" in output
     assert "1 × 48 tokens" in output
 
@@ -206,10 +182,7 @@ def test_more_tokens_than_places_are_not_asked_for(tmp_path: Path) -> None:
 )
 def test_a_config_that_is_none_is_refused_in_a_sentence(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
-    result = inspect(tmp_path)
-    assert result.exit_code == 2
-    assert words in result.output
-    assert "Traceback" not in result.output
+    assert words in refusal("inspect", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -229,28 +202,23 @@ def test_a_config_that_is_none_is_refused_in_a_sentence(tmp_path: Path, content:
 )
 def test_wrong_arguments_are_refused_in_a_sentence(arguments: list[str], words: str, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    result = inspect(*arguments, columns=300)
-    assert result.exit_code == 2
-    assert words in result.output
-    assert "Traceback" not in result.output
+    assert words in refusal("inspect", *arguments)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = inspect("qwen3", "--plot", "plot.png")
-    assert result.exit_code == 2
-    assert "pip install 'kernels-ext-npu[plot]'" in result.stderr
+    assert "pip install 'kernels-ext-npu[plot]'" in refusal("inspect", "qwen3", "--plot", "plot.png")
 
 
 def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
     """Adapters are trained alone: their gradients are clipped, and their optimiser steps, in lists of launches."""
-    report = json.loads(inspect(folder, "--tokens", 32, "--lora", 4, "--update", "--json").stdout)
-    assert report["inputs"] == "1 × 32 tokens, with adapters of rank 4"
-    kernels = {row["path"].rpartition(".")[2]: row["kernel"] for row in report["projections"]}
+    found = report("inspect", folder, "--tokens", 32, "--lora", 4, "--update")
+    assert found["inputs"] == "1 × 32 tokens, with adapters of rank 4"
+    kernels = {row["path"].rpartition(".")[2]: row["kernel"] for row in found["projections"]}
     assert kernels.pop("lm_head", None) is None
     assert set(kernels.values()) == {"lora_linear"}
-    before, after = report["variants"][0], report["variants"][-1]
+    before, after = found["variants"][0], found["variants"][-1]
     assert after["step"]["launches"] < 0.7 * before["step"]["launches"]
     for phase in ("clipping", "optimizer"):
         assert before[phase]["launches"] == after[phase]["launches"] > 0
@@ -268,7 +236,7 @@ def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
         assert variant["whole_step"]["peak_activation_bytes"] == max(
             *peaks, variant["optimizer"]["peak_activation_bytes"]
         )
-    plain = json.loads(inspect(folder, "--tokens", 32, "--json").stdout)
+    plain = report("inspect", folder, "--tokens", 32)
     assert not {"optimizer", "backward", "whole_step"} & plain["variants"][0].keys()
 
 
@@ -276,7 +244,7 @@ def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
 def test_a_whole_step_is_shown_by_its_phases(folder: Path) -> None:
     """Layers that are computed again are a part of the backward."""
     arguments = folder, "--tokens", 32, "--lora", 4, "--update"
-    shown = inspect(*arguments, "--checkpointing", columns=80).stdout
+    shown = run("inspect", *arguments, "--checkpointing").stdout
     table = [line.split() for line in shown[shown.index("a whole step") :].splitlines()]
     with_kernels = {  # the first figure of the row below that of the original
         before[0]: int(after[1].replace(",", ""))
@@ -284,6 +252,6 @@ def test_a_whole_step_is_shown_by_its_phases(folder: Path) -> None:
         if before and after and after[0] == "→"
     }
     assert set(with_kernels) >= {"forward", "backward", "all"}
-    plain = json.loads(inspect(*arguments, "--json").stdout)["variants"][-1]
+    plain = report("inspect", *arguments)["variants"][-1]
     assert with_kernels["forward"] == plain["training_forward"]["launches"]
     assert with_kernels["backward"] > plain["backward"]["launches"]

@@ -1,6 +1,5 @@
 """``kernels-ext-npu inspect --decode`` counts of a token what happens on the software device."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,22 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, DynamicCache, Qwen3ForCausalLM, StaticCache
-from typer.testing import CliRunner
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu import cli
 from kernels_ext_npu.inspection.counting import phases, repetition
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.subject import Subject, build, make_inputs
 from kernels_ext_npu.measuring import roofline
 from tests.support import zoo
+from tests.support.commands import refusal, report
 from tests.support.launches import computing
+from tests.support.sizes import sizes
 
 SOC = roofline.SOCS["910b"]
 BATCH, TOKENS = 2, 12
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-    "vocab_size": 64,
-}  # fmt: skip
+SIZES = sizes(64, 96, heads=2, keys=1, width=64, layers=2, words=64)
 
 
 def counted(config: object, model_class: type, phase: str, unlike: bool = False, hook: Any = None) -> Counts:
@@ -77,7 +73,7 @@ def test_launches_and_waits_are_those_of_the_device(registered: None, name: str,
 
 @pytest.mark.parametrize("phase", [phases.STATIC, pytest.param(phases.GROWING, marks=pytest.mark.long)])
 def test_a_few_layers_tell_what_all_cost(registered: None, phase: str) -> None:
-    config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **SIZES)
+    config = AutoConfig.for_model("qwen3", **SIZES | {"num_hidden_layers": 6})
     few, whole = (counted(config, Qwen3ForCausalLM, phase, unlike) for unlike in (False, True))
     assert +few.launches == whole.launches
     assert few.launches["npu_add_rms_norm"] == 11
@@ -91,24 +87,17 @@ def test_a_step_that_waits_or_copies_numbers_of_the_host_is_no_replay(registered
             return output * float(torch.arange(3, device="npu").sum().item())
         return output * torch.tensor([2.0], device="npu")
 
-    config = AutoConfig.for_model("qwen3", num_hidden_layers=2, **SIZES)
+    config = AutoConfig.for_model("qwen3", **SIZES)
     found = counted(config, Qwen3ForCausalLM, phases.STATIC, hook=hook)
     assert (found.waits, found.copies_in) == ((1, 0) if reads else (0, 1))
     assert phases.replays(phases.STATIC, found) == 0
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["inspect", *arguments], env={"COLUMNS": "300"})
-    return result.exit_code, result.output
-
-
 def test_the_command_shows_both_caches_and_replays(tmp_path: Path) -> None:
-    AutoConfig.for_model("qwen3", num_hidden_layers=4, **SIZES).save_pretrained(tmp_path)
-    code, output = run(str(tmp_path), "--decode", "--tokens", "32", "--batch", "3", "--json")
-    assert code == 0, output
-    report = json.loads(output)
-    assert report["inputs"] == "3 × 32 tokens, and one more a row"
-    before, after = report["variants"]
+    AutoConfig.for_model("qwen3", **SIZES | {"num_hidden_layers": 4}).save_pretrained(tmp_path)
+    found = report("inspect", tmp_path, "--decode", "--tokens", 32, "--batch", 3)
+    assert found["inputs"] == "3 × 32 tokens, and one more a row"
+    before, after = found["variants"]
     for phase in phases.DECODING:
         assert after[phase]["launches"] < before[phase]["launches"]
         assert after[phase]["host_waits"] == 0
@@ -123,7 +112,5 @@ def test_the_command_shows_both_caches_and_replays(tmp_path: Path) -> None:
     (("qwen3", "--decode", "--checkpointing"), "has no backward"),
     (("qwen3", "--decode", "--update"), "no update"),
 ])  # fmt: skip
-def test_what_is_no_decoding_is_refused(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    code, output = run(*arguments)
-    assert code == 2
-    assert words in " ".join(output.split())
+def test_what_is_no_decoding_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refusal("inspect", *arguments)

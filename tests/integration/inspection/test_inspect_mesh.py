@@ -1,34 +1,20 @@
 """``kernels-ext-npu inspect --tp N --ep N --fsdp N`` as a stranger runs it, and what its figures follow from."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from transformers import AutoConfig
-from typer.testing import CliRunner, Result
 
-from kernels_ext_npu import cli
 from kernels_ext_npu.inspection import inspecting, mesh, subject
 from kernels_ext_npu.measuring import roofline
-from tests.support.kernelizing import QWEN3_235B_A22B
+from tests.support.commands import refusal, report, run, said
+from tests.support.sizes import sizes
 
 LAYERS, HIDDEN, HEADS, KEYS, WIDTH, EXPERTS, ROUTED, INNER, VOCABULARY = 5, 64, 8, 4, 16, 16, 2, 32, 128
-SIZES = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEYS,
-    "head_dim": WIDTH,
-    "vocab_size": VOCABULARY,
-}
+SIZES = sizes(HIDDEN, 96, heads=HEADS, keys=KEYS, width=WIDTH, layers=LAYERS, words=VOCABULARY)
 EXPERT_SIZES = {"num_experts": EXPERTS, "num_experts_per_tok": ROUTED, "moe_intermediate_size": INNER}
 TOKENS = 64
-
-
-def inspect(*arguments: object, columns: int = 80) -> Result:
-    return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], env={"COLUMNS": str(columns)})
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +33,17 @@ def sent(counts: dict) -> dict[tuple[str, str, int], tuple[int, int]]:
 
 def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
     """Worked out by hand: FSDP2 gathers what a layer has besides its experts, experts exchange each routed token."""
-    report = json.loads(inspect(moe, "--ep", 4, "--tokens", TOKENS, "--json").stdout)
-    assert report["mesh"] == {"ranks": 4, "tp": 1, "ep": 4, "fsdp": 4, "cp": 1}  # as many as the experts need
+    found = report("inspect", moe, "--ep", 4, "--tokens", TOKENS)
+    assert found["mesh"] == {"ranks": 4, "tp": 1, "ep": 4, "fsdp": 4, "cp": 1}  # as many as the experts need
     attention = HIDDEN * WIDTH * (2 * HEADS + 2 * KEYS) + 2 * WIDTH
     layer = 2 * (attention + 2 * HIDDEN + HIDDEN * EXPERTS)  # two bytes a number; two norms and a router
     ends = 2 * (2 * VOCABULARY * HIDDEN + HIDDEN)  # embedding, head and norm
     experts = 2 * EXPERTS * 3 * HIDDEN * INNER
-    assert report["parameters"] == (LAYERS * (layer + experts) + ends) // 2
-    assert report["weight_bytes"] == (LAYERS * (layer + experts) + ends) // 4
+    assert found["parameters"] == (LAYERS * (layer + experts) + ends) // 2
+    assert found["weight_bytes"] == (LAYERS * (layer + experts) + ends) // 4
     exchanged = 2 * TOKENS * ROUTED * HIDDEN
     lengths = 8 * EXPERTS
-    for variant in report["variants"]:
+    for variant in found["variants"]:
         assert sent(variant["forward"]) == {
             ("all_gather", "fsdp", 4): (LAYERS + 2, LAYERS * layer + ends),
             ("all_to_all", "ep", 4): (3 * LAYERS, LAYERS * (lengths + 2 * exchanged)),
@@ -74,32 +60,43 @@ def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
             ("all_gather", "fsdp", 4): (1, layer),
             ("all_to_all", "ep", 4): (3, lengths + 2 * exchanged),
         }
-    before, after = report["variants"]
+    before, after = found["variants"]
     for phase in inspecting.PHASES:
         assert after[phase]["host_waits"] < before[phase]["host_waits"]
         assert after[phase]["launches"] < before[phase]["launches"]
 
 
-@pytest.mark.parametrize(("window", "sent_tokens"), [(None, TOKENS), (5, 4 * 2 * 4)])
-def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients(
-    tmp_path: Path, window: int | None, sent_tokens: int
+@pytest.mark.parametrize(
+    ("keys", "window", "sent_tokens"), [(KEYS // 2, None, TOKENS), (KEYS, 5, 4 * 2 * 4), (KEYS, None, 0)]
+)
+def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients_or_exchange_heads(
+    tmp_path: Path, keys: int, window: int | None, sent_tokens: int
 ) -> None:
-    """Keys and values of whole rows, or of each of two blocks of four ranks what a window in the next one sees."""
-    AutoConfig.for_model("mistral", **SIZES, sliding_window=window).save_pretrained(tmp_path)
-    report = json.loads(inspect(tmp_path, "--cp", 4, "--tokens", TOKENS, "--json").stdout)
-    assert report["mesh"]["ranks"] == report["mesh"]["fsdp"] == 4
-    phases = {phase: sent(report["variants"][-1][phase]) for phase in ("forward", "step")}
-    found = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
-    gathered = 2 * LAYERS, 2 * LAYERS * 2 * sent_tokens * KEYS * WIDTH
-    assert found == {"forward": {"all_gather": gathered}, "step": {"all_gather": gathered, "reduce_scatter": gathered}}
+    """Keys and values of whole rows; of each of two blocks of four ranks what a window in the next one sees; or heads.
+
+    Queries, keys, values and results of a part, and as many bytes for their gradients.
+    """
+    sizes = SIZES | {"num_key_value_heads": keys}
+    AutoConfig.for_model("mistral", **sizes, sliding_window=window).save_pretrained(tmp_path)
+    found = report("inspect", tmp_path, "--cp", 4, "--tokens", TOKENS)
+    assert found["mesh"]["ranks"] == found["mesh"]["fsdp"] == 4
+    phases = {phase: sent(found["variants"][-1][phase]) for phase in ("forward", "step")}
+    of_cp = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
+    if sent_tokens:
+        gathered = 2 * LAYERS, 2 * LAYERS * 2 * sent_tokens * keys * WIDTH
+        expected = {"all_gather": gathered}, {"all_gather": gathered, "reduce_scatter": gathered}
+    else:
+        number, size = 4 * LAYERS, LAYERS * 2 * TOKENS // 4 * 2 * (HEADS + keys) * WIDTH
+        expected = {"all_to_all": (number, size)}, {"all_to_all": (2 * number, 2 * size)}
+    assert (of_cp["forward"], of_cp["step"]) == expected
 
 
 def test_packed_attention_multiplies_within_sequences(moe: Path) -> None:
     """A part of rows in two blocks has the products of its share of a row, whichever keys its blocks see."""
     flops = {}
     for ranks in (1, 4):
-        report = json.loads(inspect(moe, "--cp", ranks, "--tokens", TOKENS, "--json").stdout)
-        operators = report["variants"][-1]["step"]["operators"]
+        found = report("inspect", moe, "--cp", ranks, "--tokens", TOKENS)
+        operators = found["variants"][-1]["step"]["operators"]
         flops[ranks] = sum(cost["flops"] for name, cost in operators.items() if "fusion_attention" in name)
     pairs = TOKENS * (TOKENS + 1) / 2
     assert flops[1] == LAYERS * HEADS * pairs * 14 * WIDTH
@@ -108,8 +105,7 @@ def test_packed_attention_multiplies_within_sequences(moe: Path) -> None:
 
 
 def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
-    result = inspect(moe, "--tp", 2, "--ep", 4, "--fsdp", 8, "--tokens", TOKENS)
-    assert result.exit_code == 0, result.output
+    result = run("inspect", moe, "--tp", 2, "--ep", 4, "--fsdp", 8, "--tokens", TOKENS)
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(moe) not in line)
     output = " ".join(result.output.split())
     for words in (
@@ -174,30 +170,24 @@ def test_sizes_that_do_not_go_together_are_refused_in_a_sentence(
     if model != "moe":
         folder = tmp_path
         AutoConfig.for_model(model, **SIZES).save_pretrained(folder)
-    result = inspect(folder, *arguments, columns=300)
-    assert result.exit_code == 2
-    assert words in result.output
-    assert "Traceback" not in result.output
+    assert words in refusal("inspect", folder, *arguments)
     assert not dist.is_initialized()
 
 
 def test_a_plan_that_reaches_little_is_remarked(tmp_path: Path) -> None:
     """transformers 5.22 shards the head of gpt-oss, and nothing else."""
     AutoConfig.for_model("gpt_oss", **SIZES, num_local_experts=4).save_pretrained(tmp_path)
-    output = " ".join(inspect(tmp_path, "--tp", 2, "--tokens", TOKENS).output.split())
+    output = said("inspect", tmp_path, "--tp", 2, "--tokens", TOKENS)
     assert "plan of tensor parallelism shards" in output
     assert "lm_head" in output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", [["--tp", "4"], ["--tp", "4", "--ep", "8", "--fsdp", "16"]], ids=" ".join)
-def test_few_of_the_layers_of_a_235b_model_run(
-    layers_that_run: list[str], tmp_path: Path, arguments: list[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B_A22B))
-    report = json.loads(inspect(tmp_path, "--json", *arguments).stdout)  # nothing else is there
+def test_few_of_the_layers_of_a_235b_model_run(layers_that_run: list[str], arguments: list[str]) -> None:
+    found = report("inspect", "Qwen3-235B-A22B", *arguments)
     # without and with kernels, a forward and a step: once the first and the last layer, once the second one too
     assert len(layers_that_run) == 2 * 2 * (2 + 3)
-    assert report["parameters"] == 235_093_634_560
-    before, after = (sent(variant["step"]) for variant in report["variants"])
+    assert found["parameters"] == 235_093_634_560
+    before, after = (sent(variant["step"]) for variant in found["variants"])
     assert before == after

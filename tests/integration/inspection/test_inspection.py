@@ -21,9 +21,14 @@ from kernels_ext_npu.inspection.counting.phases import count
 from kernels_ext_npu.measuring import roofline
 from tests.support import memory, zoo
 from tests.support.launches import computing
+from tests.support.sizes import sizes
 
 SOC = roofline.SOCS["910b"]
 BATCH, TOKENS, TOKEN = 2, 16, 5
+
+
+swapped_or_not = pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
+in_training_or_not = pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
 
 
 class Fake:
@@ -66,8 +71,8 @@ def run(model: PreTrainedModel, ids: torch.Tensor, training: bool) -> None:
             model(input_ids=ids, use_cache=False)
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
-@pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
+@swapped_or_not
+@in_training_or_not
 @pytest.mark.parametrize(
     "name", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen2_5_vl", "deepseek_v3", "mamba2"]
 )
@@ -89,37 +94,40 @@ def test_launches_and_waits_are_those_of_the_device(name: str, training: bool, s
     assert computing(counted.launches) == computing(happened)
 
 
-TINY = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+def config(model_type: str, layers: int, **others: object) -> object:
+    tiny = sizes(64, 256, heads=4, keys=2, width=16, layers=layers, words=32)
+    return AutoConfig.for_model(model_type, **tiny | others)
 
 
-def config(model_type: str, layers: int, **sizes: object) -> object:
-    return AutoConfig.for_model(model_type, num_hidden_layers=layers, vocab_size=32, **TINY | sizes)
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "first_k_dense_replace": 3,
+}
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
+@swapped_or_not
 @pytest.mark.parametrize(
-    ("model_type", "sizes", "kinds"),
+    ("model_type", "own", "kinds"),
     [
         ("llama", {}, [7]),
         ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 2}, [5]),
-        (
-            "deepseek_v3",
-            {
-                "n_routed_experts": 8,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "moe_intermediate_size": 32,
-            }
-            | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-            | {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 3},
-            [3, 4],
-        ),
+        ("deepseek_v3", DEEPSEEK, [3, 4]),
     ],
 )
-def test_a_few_layers_tell_what_all_cost(model_type: str, sizes: dict, kinds: list[int], swapped: bool) -> None:
+def test_a_few_layers_tell_what_all_cost(model_type: str, own: dict, kinds: list[int], swapped: bool) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        described = config(model_type, 7, **sizes)
+        described = config(model_type, 7, **own)
         fake = Fake(zoo_class(described), described, torch.bfloat16)
         with kernels(fake.model, swapped):
             assert [len(kind.layers) for kind in repetition.find_kinds(fake.model)] == kinds
@@ -143,8 +151,8 @@ def zoo_class(described: object) -> type[PreTrainedModel]:
     return AutoModelForCausalLM._model_mapping[type(described)]
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
-@pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
+@swapped_or_not
+@in_training_or_not
 def test_the_predicted_peak_is_that_of_the_allocator(training: bool, swapped: bool) -> None:
     described = config("llama", 5)
     real = zoo_class(described)(described).to("npu")
@@ -204,6 +212,11 @@ def test_a_layer_that_gives_something_else_is_not_left_out() -> None:
         assert fake.count(training=False).launches["mul"] == before + 4
 
 
+def fused(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
+    options = {"split_item": 2, "group_type": 0, "group_list_type": 1}
+    torch.ops.npu.npu_grouped_matmul([x], [weight], group_list=counts.long(), **options)
+
+
 class TestRoofline:
     """Products of a known number of operations, and copies of a known number of bytes."""
 
@@ -227,21 +240,11 @@ class TestRoofline:
         assert self.seconds(torch.add, (4096, 4096), (4096, 4096)) == pytest.approx(3 * 2 * 4096**2 / SOC.bandwidth)
 
     def test_grouped_products_count_each_row_once(self) -> None:
-        def product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
-            torch.ops.npu.npu_grouped_matmul(
-                [x], [weight], group_list=counts.long(), split_item=2, group_type=0, group_list_type=1
-            )
-
         expected = 2 * 65536 * 1024 * 1024 / 294.9e12
-        assert self.seconds(product, (65536, 1024), (8, 1024, 1024), (8,)) == pytest.approx(expected, rel=1e-6)
+        assert self.seconds(fused, (65536, 1024), (8, 1024, 1024), (8,)) == pytest.approx(expected, rel=1e-6)
 
     def test_products_by_groups_read_the_experts_that_have_tokens(self) -> None:
         """Of 128, three: a token of a mixture reads no others, whatever multiplies them."""
-
-        def fused(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
-            torch.ops.npu.npu_grouped_matmul(
-                [x], [weight], group_list=counts.long(), split_item=2, group_type=0, group_list_type=1
-            )
 
         def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
             torch._grouped_mm(x, weight, offs=ends)

@@ -56,41 +56,41 @@ def test_a_version_of_cann_that_kernels_cannot_read_is_explained(run_forked, tmp
         assert "During handling" not in result.stderr, version
 
 
-def test_torch_npu_that_is_not_installed_is_explained(run_python) -> None:
-    code = "import sys; sys.modules['torch_npu'] = None; import kernels_ext_npu; kernels_ext_npu.register()"
-    result = run_python(code, check=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert "torch_npu is not installed" in result.stderr
-    assert "pip install --no-deps torch_npu" in result.stderr
-
-
-@pytest.mark.parametrize("autoload", ["0", "1"])
-def test_torch_npu_without_cann_and_without_softnpu_is_explained(run_python, autoload) -> None:
-    code = "import kernels_ext_npu; kernels_ext_npu.register()"
-    result = run_python(code, check=False, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
-    assert "torch_npu cannot be imported: libhccl.so" in result.stderr
-    assert "set_env.sh" in result.stderr
-    assert "import softnpu" in result.stderr
-
-
-def test_a_pair_of_transformers_and_kernels_that_do_not_fit_is_explained(run_forked) -> None:
-    code = """
+REGISTER = "import kernels_ext_npu; kernels_ext_npu.register()"
+OTHER_KERNELS = """
 import softnpu
 from transformers.utils import import_utils
 import_utils.is_kernels_available = lambda: False
 import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION = "0.18.2", "0.19.0"
-import kernels_ext_npu
-kernels_ext_npu.register()
 """
-    result = run_forked(code, check=False)
-    assert "takes kernels >= 0.18.2, < 0.19.0 and ignores the installed 0.17" in result.stderr
-    assert "pip install 'kernels>=0.18.2,<0.19.0'" in result.stderr
+NO_CANN = ["torch_npu cannot be imported: libhccl.so", "set_env.sh", "import softnpu"]
+# whether in a fresh process, without the software device; what is done there, with which variables, and what is said
+MACHINES: dict[str, tuple[bool, str, dict[str, str], list[str]]] = {
+    "no torch_npu": (
+        True,
+        "import sys; sys.modules['torch_npu'] = None\n",
+        {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        ["torch_npu is not installed", "pip install --no-deps torch_npu"],
+    ),
+    "no CANN": (True, "", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, NO_CANN),
+    "no CANN, which torch looks for": (True, "", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, NO_CANN),
+    "kernels that do not fit": (
+        False,
+        OTHER_KERNELS,
+        {},
+        ["takes kernels >= 0.18.2, < 0.19.0 and ignores the installed 0.17", "pip install 'kernels>=0.18.2,<0.19.0'"],
+    ),
+    "kernels switched off": (False, "import softnpu\n", {"USE_HUB_KERNELS": "NO"}, ["USE_HUB_KERNELS"]),
+}
 
 
-def test_kernels_switched_off_by_the_environment_are_explained(run_forked) -> None:
-    result = run_forked(
-        "import softnpu, kernels_ext_npu; kernels_ext_npu.register()", check=False, USE_HUB_KERNELS="NO"
-    )
-    assert "USE_HUB_KERNELS" in result.stderr
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_missing_is_explained(run_python, run_forked, machine: str) -> None:
+    is_fresh, code, variables, words = MACHINES[machine]
+    run = run_python if is_fresh else run_forked
+    result = run(code + REGISTER, check=False, **variables)
+    for word in words:
+        assert word in result.stderr
 
 
 @pytest.mark.parametrize(("package", "found"), [("transformers", "5.23.0"), ("kernels", "0.16.2")])

@@ -89,17 +89,6 @@ def test_mlps_say_that_they_wait_and_are_packed_by_the_next_kernelize() -> None:
     assert_equal_logits("qwen3", model)
 
 
-def test_trains_as_if_it_had_been_loaded_first() -> None:
-    model, reference = kernels_ext_npu.kernelize(on_meta("qwen3_moe")), zoo.build("qwen3_moe")
-    load(model, reference)
-    for module, device in ((model, "npu"), (reference, "cpu")):
-        ids = zoo.inputs("qwen3_moe", reference)["input_ids"].to(device)
-        module.train()(ids, labels=ids).loss.backward()
-    whole = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
-    for (name, found), expected in zip(model.named_parameters(), reference.parameters()):
-        assert (found.grad.cpu() - expected.grad).norm() <= 1e-5 * whole, name
-
-
 def test_a_change_of_mode_keeps_the_kernels_and_warns_of_nothing() -> None:
     model = kernels_ext_npu.kernelize(on_meta("gemma3_text"))
     for change in (model.train, model.eval):
@@ -138,13 +127,6 @@ def test_who_loads_it_on_the_cpu_gets_the_original() -> None:
     for buffer, expected in zip(model.buffers(), reference.buffers()):
         buffer.copy_(expected)
     assert_equal_logits("qwen3_moe", model)
-
-
-def test_restore_takes_them_out_again() -> None:
-    model = kernels_ext_npu.restore(kernels_ext_npu.kernelize(on_meta("qwen3_moe")))
-    found = kernels_ext_npu.report(model)
-    assert not any(row.swapped for row in found)
-    assert all("kernelize(model)" in row.reason for row in found)
 
 
 def test_one_module_on_meta_in_a_model_on_the_npu_keeps_its_forward() -> None:

@@ -12,16 +12,10 @@ import softnpu
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import zoo
 from tests.support.costs import costs
+from tests.support.sizes import sizes
 
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,  # in place of 151936: the embedding is nobody's kernel
-}
+# the embedding is nobody's kernel: 1,024 words in place of 151,936
+QWEN3_8B = sizes(4096, 12288, heads=32, keys=8, width=128, layers=2, words=1024)
 
 
 def gigabytes(cost: Cost) -> float:
@@ -61,6 +55,31 @@ def test_where_a_result_is_put_is_written_and_not_read() -> None:
     with Cost() as put:
         torch.exp(x, out=out)
     assert made.bytes.total() == put.bytes.total() == 2 * 8 * 4 * 4
+
+
+def test_what_an_operator_picks_or_puts_is_moved_and_not_what_it_leaves() -> None:
+    """Of a table of 1,000 x 64 floats in 256,000 bytes, by 8 numbers of 8 bytes."""
+    table, rows = torch.ones(1000, 64, device="npu"), torch.arange(8, device="npu")
+    columns = rows.unsqueeze(-1)
+    picked, loss = 8 * 64 * 4, torch.ones((), device="npu")
+    cases = {
+        "embedding": (lambda: F.embedding(rows, table), 2 * picked + 64),
+        "index_select": (lambda: table.index_select(0, rows), 2 * picked + 64),
+        "index": (lambda: table[rows], 2 * picked + 64),
+        "gather": (lambda: table.gather(1, columns), 2 * 8 * 4 + 64),
+        "scatter_": (lambda: table.scatter_(1, columns, 0.5), 8 * 4 + 64),
+        "nll_loss_forward": (lambda: F.nll_loss(table[:8], rows), 8 * 4 + 64 + 2 * 4),
+        "nll_loss_backward": (
+            lambda: torch.ops.aten.nll_loss_backward(loss, table[:8], rows, None, 1, -100, loss),
+            picked + 64 + 2 * 4,
+        ),
+        "zeros_like": (lambda: torch.zeros_like(table), 256_000),
+        "new_ones": (lambda: table.new_ones(8, 64), picked),
+    }
+    for name, (call, expected) in cases.items():
+        with Cost() as cost:
+            call()
+        assert cost.bytes == {name: expected}, name
 
 
 def test_a_decoder_layer_launches_what_it_must(registered) -> None:

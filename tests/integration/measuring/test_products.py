@@ -23,16 +23,9 @@ from kernels_ext_npu.measuring import products
 from kernels_ext_npu.measuring.products import flops, is_unknown, multiplies, visible
 from kernels_ext_npu.measuring.roofline import SOCS
 from softnpu.formulas import FORMULAS
+from tests.support.sizes import sizes
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-}
+SIZES = sizes(64, 128, heads=4, keys=2, width=16, layers=2, words=128)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DELTA = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4))}
 DELTA |= {f"linear_{name}_head_dim": 16 for name in ("key", "value")}

@@ -11,7 +11,6 @@ import softnpu
 from kernels_ext_npu.catalogue import ACTIVATIONS
 from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support import zoo
-from tests.support.agreement import assert_agrees
 from tests.support.counted import counted
 from tests.support.swapped import assert_no_further, results, swapped
 from tests.support.transformers_files import classes
@@ -87,17 +86,6 @@ def test_another_constant_keeps_its_forward() -> None:
     (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
     assert not row.swapped
     assert row.reason == "its factor is 0.75, that of the kernel is the root of 2 / pi"
-
-
-def test_clip_with_the_kernel_is_clip() -> None:
-    model = kernels_ext_npu.kernelize(zoo.build("clip").to("npu"))
-    rows = [row for row in kernels_ext_npu.report(model) if row.kind == ACTIVATIONS.name]
-    assert rows
-    assert all(row.swapped for row in rows)
-    softnpu.reset_counters()
-    assert_agrees("clip", model)
-    calls = softnpu.counters()
-    assert calls["npu_fast_gelu"] == calls["npu_fast_gelu_backward"] == len(rows)
 
 
 def test_restored_and_left_out_activations_are_transformers_own() -> None:

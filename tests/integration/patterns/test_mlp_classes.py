@@ -75,15 +75,6 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(subtests) -> None
             swapping.assert_no_further(results(device, x.npu()), results(original, x), truth)
 
 
-@pytest.mark.parametrize("activation", ["relu", "quick_gelu", "tanh"])
-def test_other_activations_keep_their_forward(activation) -> None:
-    model = nn.ModuleDict({"mlp": instance(named("LlamaMLP"), activation)}).to("npu")
-    row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    assert not row.swapped
-    assert row.reason.startswith("its activation is ")
-    assert row.reason.endswith("the kernels have silu and gelu")
-
-
 @pytest.mark.parametrize(
     ("name", "activation"),
     [("T5DenseGatedActDense", "gelu_new"), ("ModernBertMLP", "gelu"), ("T5GemmaMLP", "silu"), ("SeedOssMLP", "silu")],
@@ -125,19 +116,23 @@ def test_falcon_h1_is_one_launch_between_its_products_where_nothing_is_trained()
     assert (found.cpu() - expected).norm() <= 2e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["DeepseekV4MLP", "Glm5NextTextMLP", "FalconH1MLP"])
-def test_clamped_and_scaled_gates_are_of_silu_only(name: str) -> None:
-    model = nn.ModuleDict({"mlp": instance(named(name), "gelu")}).to("npu")
-    row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    assert not row.swapped
-    assert row.reason.startswith("its activation is not silu")
+NOT_SILU = "its activation is not silu"
+# class, activation, members that are changed, and how the reason begins
+KEPT: list[tuple[str, str, dict[str, float], str]] = [
+    *(("LlamaMLP", activation, {}, "its activation is ") for activation in ("relu", "quick_gelu", "tanh")),
+    *((name, "gelu", {}, NOT_SILU) for name in ("DeepseekV4MLP", "Glm5NextTextMLP", "FalconH1MLP")),
+    ("Step3p7MLP", "silu", {"limit": 16.0}, "it clamps what its activation gives (limit is 16.0), which no operator"),
+]
 
 
-def test_a_limit_of_what_the_activation_gives_keeps_the_forward() -> None:
-    mlp = instance(named("Step3p7MLP"))
-    mlp.limit = 16.0
+@pytest.mark.parametrize(("name", "activation", "members", "reason"), KEPT)
+def test_what_no_kernel_computes_keeps_its_forward_and_says_why(name, activation, members, reason) -> None:
+    mlp = instance(named(name), activation)
+    for member, value in members.items():
+        setattr(mlp, member, value)
     row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(nn.ModuleDict({"mlp": mlp}).to("npu")))
-    assert row.reason == "it clamps what its activation gives (limit is 16.0), which no operator does"
+    assert not row.swapped
+    assert row.reason.startswith(reason)
 
 
 def test_a_gradient_that_torch_computes_is_in_the_report() -> None:
@@ -158,29 +153,24 @@ def test_a_gradient_that_torch_computes_is_in_the_report() -> None:
 def test_an_activation_that_changes_in_a_swapped_mlp_is_the_one_that_computes(name: str) -> None:
     original = instance(named(name), "silu")
     (device,), x = swapping.swapped(original), inputs(original)
-    for activation in ("gelu", "relu", "gelu_new"):
+    formulas = [nn.GELU(approximate=formula) for formula in ("none", "tanh", "none")]  # which are of one class
+    for activation in (*(ACT2FN[name] for name in ("gelu", "relu", "gelu_new")), *formulas):
         for module in (original, device):
             member = next(n for n in ("act", "act_fn", "activation_fn") if hasattr(module, n))
-            setattr(module, member, ACT2FN[activation])
+            setattr(module, member, activation)
         for a, b in zip(results(device, x.npu()), results(original, x)):
             assert (a.cpu() - b).norm() <= 2e-6 * b.norm()
 
 
-@pytest.mark.parametrize("activation", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast"])
-def test_an_activation_is_told_by_its_values(activation) -> None:
-    model = nn.ModuleDict({"mlp": instance(named("LlamaMLP"), activation)}).to("npu")
-    row, *_ = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    assert row.kernel == ("SwiGLUMLP" if activation in ("silu", "swish") else "GeGLUMLP")
-    assert row.swapped
-
-
-def test_one_class_with_two_activations_in_one_model() -> None:
+def test_activations_of_one_class_are_told_by_their_values() -> None:
     llama = named("LlamaMLP")
-    names = ["silu", "gelu_pytorch_tanh", "relu", "silu"]
+    names = ["silu", "gelu_pytorch_tanh", "relu", "swish", "gelu_new", "gelu_fast"]
     originals = nn.ModuleList(instance(llama, name) for name in names)
     model = kernels_ext_npu.kernelize(copy.deepcopy(originals).to("npu"))
-    assert [row.kernel for row in kernels_ext_npu.report(model)] == ["SwiGLUMLP", "GeGLUMLP", "SwiGLUMLP", "SwiGLUMLP"]
-    assert [row.swapped for row in kernels_ext_npu.report(model)] == [True, True, False, True]
+    units = ["SwiGLUMLP", "GeGLUMLP", "SwiGLUMLP", "SwiGLUMLP", "GeGLUMLP", "GeGLUMLP"]
+    rows = [row for row in kernels_ext_npu.report(model) if row.kind == MLPS.name]
+    assert [row.kernel for row in rows] == units
+    assert [row.swapped for row in rows] == [name != "relu" for name in names]
     x = inputs(originals[0])
     for a, b in zip(model, originals):
         assert torch.allclose(a(x.npu()).cpu(), b(x), rtol=1e-5, atol=1e-5)

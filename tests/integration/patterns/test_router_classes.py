@@ -16,6 +16,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.matching.lookup import find_pattern
+from tests.support import swapped as swapping
 from tests.support import transformers_files
 from tests.support.expert_modules import EXPERTS, HIDDEN
 from tests.support.router_classes import by_expert, call, instance
@@ -38,12 +39,8 @@ def served() -> list[type[nn.Module]]:
 
 
 def swapped(router: nn.Module) -> nn.Module:
-    model = nn.ModuleDict({"router": copy.deepcopy(router)}).to("npu")
-    model.train(router.training)
-    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    assert row.kernel in catalogue.ROUTERS.layers
-    assert row.swapped, row.reason
-    return model["router"]
+    (device,) = swapping.swapped(router)
+    return device
 
 
 def row_of(router: nn.Module):
@@ -179,17 +176,6 @@ def test_instances_that_compute_something_else_keep_their_forward(cls, options, 
     assert row.reason.startswith(reason)
 
 
-def test_a_router_that_comes_to_compute_something_else_computes_it() -> None:
-    """AXK2's groups, set after the kernel was swapped in: the layer hands over to the class's own forward."""
-    original = instance(AXK2TopkRouter)
-    router = swapped(original)
-    for each in (original, router):
-        each.num_group, each.topk_group = 2, 1
-    x = torch.randn(9, HIDDEN)
-    with torch.no_grad():
-        assert torch.equal(router(x.npu())[2].cpu().sort().values, original(x)[2].sort().values)
-
-
 def test_a_router_that_is_decorated_and_computes_something_else_keeps_its_forward() -> None:
     """transformers decorates Laguna's for the same layer as Qwen3.5's; a class derived from it may do anything."""
 
@@ -199,9 +185,9 @@ def test_a_router_that_is_decorated_and_computes_something_else_keeps_its_forwar
             return logits, 2 * weights, experts
 
     assert Other.kernel_layer_name == "SoftmaxTopKRouter"
-    model = nn.ModuleDict({"router": instance(Other)}).to("npu")
-    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    router = instance(Other)
+    row = row_of(router)
     assert (row.swapped, row.reason) == (False, "no kernel computes what its forward computes")
     softnpu.reset_counters()
-    model["router"](torch.randn(4, HIDDEN, device="npu"))
+    router(torch.randn(4, HIDDEN, device="npu"))
     assert not ONE_LAUNCH & softnpu.counters().keys()

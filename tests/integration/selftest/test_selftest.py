@@ -48,11 +48,9 @@ def seen(fault: Fault, folder: Path) -> list[str]:
     copied(folder, fault, repositories=[fault.repository])
     kernel = sources.load_package(folder, fault.repository)
     cases = [case for case in (*functions.FUNCTIONS, *CASES) if case.repository == fault.repository]
-    dtypes = torch.float32, torch.float16  # what one per cent is more than is allowed in
     for case in sorted(cases, key=lambda case: (case.at != "", isinstance(case, Layer))):
-        for dtype in dtypes:
-            tolerance = comparing.TOLERANCE[dtype]
-            if not case.compare(kernel, dtype).largest <= tolerance:
+        for dtype in (torch.float32, torch.float16):  # what one per cent is more than is allowed in
+            if not case.compare(kernel, dtype).largest <= comparing.TOLERANCE[dtype]:
                 return [case.title]
     return []
 
@@ -76,17 +74,10 @@ def test_a_fault_of_one_per_cent_is_seen(tmp_path, fault: Fault) -> None:
     assert seen(fault, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "larger"),
-    [
-        (torch.tensor([1.0, 1.02]), True),
-        (torch.tensor([1.0, math.nan]), True),
-        (torch.tensor([1.0, 1.0 + 1e-7]), False),
-    ],
-)
-def test_differences_are_relative_and_a_nan_is_one(wrong, larger) -> None:
+@pytest.mark.parametrize(("value", "larger"), [(1.02, True), (math.nan, True), (1.0 + 1e-7, False)])
+def test_differences_are_relative_and_a_nan_is_one(value: float, larger: bool) -> None:
     exact = [torch.ones(2, dtype=torch.float64)]
-    difference = comparing.difference(comparing.Results([wrong], []), comparing.Results(exact, []))
+    difference = comparing.difference(comparing.Results([torch.tensor([1.0, value])], []), comparing.Results(exact, []))
     assert (difference.largest > comparing.TOLERANCE[torch.float32]) == larger
 
 
@@ -150,23 +141,16 @@ def test_the_table_says_what_its_numbers_are_and_of_which_machine() -> None:
 
 
 @pytest.mark.long
-def test_nothing_to_test_is_said() -> None:
-    with pytest.raises(RefusedError, match="there is no test whose name has flux in it"):
-        runner.run(quick=True, only=["flux"])
-
-
-@pytest.mark.long
-def test_a_hub_that_cannot_be_asked_is_said_once(monkeypatch) -> None:
+@pytest.mark.parametrize(("source", "only", "said"), [
+    ("bundled", "flux", "there is no test whose name has flux in it"),
+    ("hub", "RMSNorm, ", r"the kernels cannot be loaded from the Hub: .*Connection refused"),
+    ("bundle", "RMSNorm, ", 'did you mean "bundled"'),
+])  # fmt: skip
+def test_what_cannot_be_tested_is_said_once(monkeypatch, source: str, only: str, said: str) -> None:
     for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RefusedError, match=r"the kernels cannot be loaded from the Hub: .*Connection refused"):
-        runner.run("hub", quick=True, only=["RMSNorm, "])
-
-
-@pytest.mark.long
-def test_a_source_that_is_none_is_said_once() -> None:
-    with pytest.raises(RefusedError, match='did you mean "bundled"'):
-        runner.run("bundle", quick=True, only=["RMSNorm, "])
+    with pytest.raises(RefusedError, match=said):
+        runner.run(source, quick=True, only=[only])
 
 
 def test_a_report_has_no_path_name_or_token(monkeypatch) -> None:
@@ -201,12 +185,8 @@ HARDWARE = (ROOT / "docs" / "hardware.md").read_text("utf-8")
 
 def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     table = HARDWARE.partition("Of the selftest")[2].partition("Of the benchmark")[0]
-    named = [
-        line
-        for row in table.splitlines()
-        if row.startswith("|")
-        for line in re.findall("`([^`]+)`", row.rpartition(" | ")[2])
-    ]
+    rows = [row.rpartition(" | ")[2] for row in table.splitlines() if row.startswith("|")]
+    named = [line for row in rows for line in re.findall("`([^`]+)`", row)]
     known = {identity.replace(" | ", ", ") for identity in pieces.pieces(quick=False)}
     assert len(named) > 20
     assert set(named) <= known

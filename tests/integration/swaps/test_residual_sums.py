@@ -55,7 +55,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("rows", "padding", "static", "most"), [
-    (1, 0, False, 560), (2, 4, False, 560), (1, 0, True, 680), (2, 4, True, 680),
+    (1, 0, False, 560), (2, 4, True, 680),
 ])  # fmt: skip
 def test_a_step_of_36_layers(rows: int, padding: int, static: bool, most: int) -> None:
     model = kernels_ext_npu.kernelize(qwen3(LAYERS).to(torch.bfloat16).to("npu"))
@@ -113,15 +113,6 @@ def test_it_is_reported_and_undone() -> None:
     assert LAUNCH not in step(model)[1]
 
 
-def test_layers_that_checkpoint_still_do() -> None:
-    model = kernels_ext_npu.kernelize(qwen3().to("npu")).train()
-    model.gradient_checkpointing_enable()
-    softnpu.reset_counters()
-    model(torch.ones(1, 3, dtype=torch.long, device="npu")).logits.sum().backward()
-    counted = softnpu.counters()
-    assert counted["npu_rms_norm"] > counted["npu_rms_norm_backward"]  # those of layers are computed twice
-
-
 def test_hooks_on_a_norm_and_on_a_layer_see_what_they_saw() -> None:
     model = qwen3()
     seen: list[Tensor] = []
@@ -133,8 +124,7 @@ def test_hooks_on_a_norm_and_on_a_layer_see_what_they_saw() -> None:
             layers.register_forward_pre_hook(lambda module, args: seen.append(args[0].cpu())),
         ]
 
-    for hook in (hooks := watch(model)):
-        assert hook
+    hooks = watch(model)
     step(model)
     expected, seen[:] = list(seen), []
     for hook in hooks:
@@ -147,21 +137,6 @@ def test_hooks_on_a_norm_and_on_a_layer_see_what_they_saw() -> None:
         assert_equal(found, other)
 
 
-def test_a_layer_that_changes_its_input_is_not_given_an_old_norm() -> None:
-    """As a model does that adds what it has seen between two layers: a factor alone would not change a norm."""
-    model = qwen3()
-    ours = kernels_ext_npu.kernelize(qwen3().to("npu"))
-    for one in (model, ours):
-        first = one.model.layers[0]
-        inner = first.forward
-
-        def changed(*args: Any, _inner: Any = inner, **kwargs: Any) -> Tensor:
-            return _inner(*args, **kwargs).add_(1.5)
-
-        first.forward = changed
-    assert_equal(step(ours)[0], step(model)[0])
-
-
 def test_training_and_prompts_are_as_they_were() -> None:
     ours = kernels_ext_npu.kernelize(qwen3().to("npu"))
     softnpu.reset_counters()
@@ -171,13 +146,6 @@ def test_training_and_prompts_are_as_they_were() -> None:
     with torch.no_grad():
         ours(torch.ones(2, 5, dtype=torch.long, device="npu"), use_cache=False)
     assert LAUNCH not in softnpu.counters()
-
-
-def test_without_the_kernel_of_norms_nothing_is_exchanged() -> None:
-    kernels_ext_npu.register(kernels=["RoPE", "SwiGLU"])
-    model = kernels_ext_npu.kernelize(qwen3().to("npu"))
-    assert "fused add and norm" not in str(kernels_ext_npu.report(model))
-    assert LAUNCH not in step(model)[1]
 
 
 def through_data(output: Any) -> None:

@@ -18,22 +18,42 @@ from tests.support.programs.program import Program
 from tests.support.programs.registry import ACTS
 from tests.support.programs.variants import VARIANTS
 
+pytestmark = pytest.mark.usefixtures("frozen")
 SEED = int(os.environ.get("SEED", "0"))
 SAVERS = ("save_and_load_by_model", "save_and_load_by_hub", "save_and_load_by_accelerate")
 HOOKS = (
-    "hook_an_activation",
-    "hook_the_gradient_of_an_activation",
-    "hook_all_modules",
-    "hook_before_all_modules",
+    "hook_an_activation", "hook_the_gradient_of_an_activation", "hook_all_modules", "hook_before_all_modules",
     "hook_the_gradients_of_all_modules",
-)
+)  # fmt: skip
 COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
 WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
 CLASSES = ("change_a_class", "change_the_forward_of_a_class")
+# what everybody does, which random programs of a few acts may leave out
+WEIGHTS = (
+    "freeze_a_parameter", "load_the_state_dict", "flatten", "kernelize", "write_through_the_flat_buffer", "restore",
+    "assign_a_part", "train", "cast_to_bfloat16_and_back", "kernelize_in_inference_mode",
+    "restore_in_inference_mode", "kernelize", "move_to_the_cpu", "move_home", "share_an_mlp", "copy_deeply",
+)  # fmt: skip
+CALLS = (
+    "call_with_some_labels", "call_for_the_last_logits", "call_without_labels", "call_with_autocast", "generate",
+    "hook_a_projection", "wrap_a_forward", "change_an_activation", "train", "replace_the_forward_of_an_activation",
+    "kernelize",
+)  # fmt: skip
+NAMES = (
+    "name_our_attention", "restore_a_part", "name_our_attention", "name_another_attention", "unregister", "register",
+    "restore", "kernelize", "unregister",
+)  # fmt: skip
+USUAL = [
+    *((variant, WEIGHTS) for variant in ("dense", "gate and up in one projection")),
+    ("dense", CALLS),
+    ("experts", ("name_an_experts_implementation", *CALLS)),
+    *((variant, NAMES) for variant in ("dense", "linear attention")),
+]
 # what random programs have found, each to its shortest: the model, and the acts with their seeds
 FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *((variant, [(act, 1)]) for act in HOOKS for variant in ("dense", "gate and up in one projection", "experts")),
     *(("linear attention", [(act, 1)]) for act in HOOKS),
+    *((variant, [(act, 1) for act in acts]) for variant, acts in USUAL),
     *(("dense", [(act, 1)]) for act in SAVERS),
     ("dense", [("unregister", 1), ("train", 1)]),
     *(("dense", [(copied, 1), ("unregister", 1), ("train", 1)]) for copied in COPIES),
@@ -73,25 +93,16 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("linear attention", [("replace_a_function_of_linear_attention", 11789), ("copy_deeply", 1), ("kernelize", 1)]),
     (
         "pictures",
-        [
-            ("keep_a_weight_as_a_tensor", 43122),
-            ("register", 17627),
-            ("share_an_activation", 57824),
-            ("change_the_forward_of_a_class", 31708),
-        ],
+        [("keep_a_weight_as_a_tensor", 43122), ("register", 17627), ("share_an_activation", 57824),
+         ("change_the_forward_of_a_class", 31708)],
     ),
     ("linear attention", [("hook_all_modules", 909), ("kernelize_for_training", 43288), ("call_for_a_tuple", 33451)]),
     (
         "tied embeddings",
-        [
-            ("train", 64734),
-            ("parametrize_by_spectral_norm", 19146),
-            ("cast_to_bfloat16_and_back", 22863),
-            ("kernelize_for_training", 48054),
-            ("copy_deeply_and_drop_the_kernels_of_the_first", 17079),
-        ],
+        [("train", 64734), ("parametrize_by_spectral_norm", 19146), ("cast_to_bfloat16_and_back", 22863),
+         ("kernelize_for_training", 48054), ("copy_deeply_and_drop_the_kernels_of_the_first", 17079)],
     ),
-]
+]  # fmt: skip
 
 
 def run(programs: int, acts: int) -> None:

@@ -16,17 +16,14 @@ from tests.localhub.client import TOKEN
 from tests.support import memory
 from tests.support.saving import (  # noqa: F401 each adds its ways
     models,
-    of_accelerate,
-    of_hub,
-    of_peft,
-    of_safetensors,
+    of_files,
+    of_pretrained,
     of_torch,
-    of_transformers,
     public_names,
 )
 from tests.support.saving.ways import WAYS, Loading
 
-pytestmark = [pytest.mark.usefixtures("registered"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("registered", "frozen"), pytest.mark.filterwarnings("ignore")]
 
 OFFLOADS = ("cpu_offload", "cpu_offload_with_hook", "disk_offload")
 APART = (  # what tests of their own try
@@ -41,13 +38,6 @@ APART = (  # what tests of their own try
 # names of classes and functions in a pickle of a whole model: which forward it takes, and where it is
 WITH_CLASSES = {"torch_whole_model", "pickled"}
 NAMES = 1_000  # bytes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> None:
-    """Libraries collect garbage after each file: what is there before is none, and costs a quarter of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[Loading, int, int]:
@@ -68,7 +58,7 @@ def loaded(load: Loading, kind: str, *, kernels: bool) -> dict[str, torch.Tensor
     """Load into a model whose weights are others, with kernels on the NPU or without on the host."""
     fresh = models.make(kind, device="npu" if kernels else "cpu", kernels=kernels, saved=False)
     found = load(fresh)
-    return found if isinstance(found, dict) else models.weights(found)
+    return found if isinstance(found, dict) else models.weights(found if isinstance(found, torch.nn.Module) else fresh)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -219,6 +209,6 @@ def test_every_public_name_is_tried_or_left_out_with_a_reason() -> None:
     names = [name for way in WAYS.values() for name in way.names] + list(APART)
     tried = {id(public_names.resolve(name)) for name in names}
     exported = public_names.exported()
-    left_out = {id(public_names.resolve(name)) for name in public_names.LEFT_OUT}
+    left_out = {id(public_names.resolve(name)) for name in public_names.left_out()}
     assert not tried & left_out
     assert [name for name, value in exported.items() if id(value) not in tried | left_out] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -55,33 +56,31 @@ def computed(side: Side, margin: float) -> Computed:
         found = torch.autograd.grad(result.loss, [p for _, p in named], allow_unused=True)
         gradients = {n: g.detach().cpu().double() for (n, _), g in zip(named, found) if g is not None}
     logits, loss = (tensor.detach().cpu().double() for tensor in (result.logits, result.loss))
-    is_clear = all(m > margin for m in margins.found) and not logits.abs().max() > EXPLODED
+    is_clear = all(m > margin for m in margins) and not logits.abs().max() > EXPLODED
     return Computed(logits, loss, gradients, is_clear)
 
 
-class _margins:  # noqa: N801  a context
-    """Notes by how much routers prefer the experts that they choose."""
+@contextmanager
+def _margins(side: Side) -> Iterator[list[float]]:
+    """Note by how much routers prefer the experts that they choose."""
+    found: list[float] = []
 
-    def __init__(self, side: Side) -> None:
-        self.routers = [m for _, m in side.named("Router")] if side.home == "cpu" else []
-        self.found: list[float] = []
-
-    def __enter__(self) -> _margins:
-        self.handles = [router.register_forward_pre_hook(self._note) for router in self.routers]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _note(self, router: Any, args: tuple[Tensor, ...]) -> None:
+    def note(router: Any, args: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
             bias = getattr(router, "bias", None)
             x = args[0].reshape(-1, args[0].shape[-1]).to(router.weight.dtype)
             logits = nn.functional.linear(x, router.weight, bias).float().sort(-1, descending=True).values
             if router.top_k < logits.shape[-1]:
                 gap = logits[:, router.top_k - 1] - logits[:, router.top_k]
-                self.found.append((gap.min() / logits.abs().max().clamp(min=1e-30)).item())
+                found.append((gap.min() / logits.abs().max().clamp(min=1e-30)).item())
+
+    routers = [m for _, m in side.named("Router")] if side.home == "cpu" else []
+    handles = [router.register_forward_pre_hook(note) for router in routers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

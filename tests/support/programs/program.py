@@ -4,18 +4,14 @@ import copy
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 
 import kernels_ext_npu
 from tests.support.programs import checks, refusals, rows
-from tests.support.programs.acts import kernels
 from tests.support.programs.registry import ACTS
 from tests.support.programs.side import Shown, Side
-
-ONLY_KERNELS = {kernels.__name__}  # whose acts are nothing to the twin
 
 
 class Program:
@@ -52,13 +48,13 @@ class Program:
             AssertionError: something does not hold.
         """
         act = ACTS[name]
-        if act.computes or act.run.__module__ not in ONLY_KERNELS:
+        if act.computes or not act.is_ours:
             self.truth = None
         before = (checks.values(self.model), checks.values(self.twin)) if act.computes else None
         refused: dict[str, Exception | None] = {}
         for side in (self.twin, self.model):
             with nullcontext() if side.has_kernels else side.by_original_functions():
-                refused[side.home] = refusals.raised(partial(act.run, side, Random(seed)))
+                refused[side.home] = refusals.raised(partial(act.do, side, seed))
         if any(refused.values()):
             refusals.judge(self, name, seed, refused)
         self.done.append((name, seed))
@@ -166,7 +162,7 @@ class Program:
                     if key in before:
                         tensor.copy_(before[key])
             with twin.by_original_functions():
-                ACTS[name].run(twin, Random(seed))
+                ACTS[name].do(twin, seed)
             return checks.values(twin), twin.shown
         except Exception:  # of whatever a user has put into it
             return None

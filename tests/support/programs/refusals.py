@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from random import Random
 from typing import TYPE_CHECKING
 
 import kernels_ext_npu
@@ -15,7 +14,7 @@ from tests.support.programs.side import Side
 if TYPE_CHECKING:
     from tests.support.programs.program import Program
 
-DECODING = ("generate", "call_token_by_token", "decode_some_tokens", "decode_a_token_that_is_trained")
+DECODING = ("generate", "call_token_by_token", "decode_some_tokens")
 # what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
 DOCUMENTED: dict[str, str] = {
     "transpose_experts": "transpose_experts: ",
@@ -72,7 +71,7 @@ def on_a_plain_npu(program: Program, what: Callable[[Side], object]) -> Exceptio
     try:
         for done, number in program.done:
             with suppress(Exception):  # a refusal that was accepted
-                ACTS[done].run(side, Random(number))
+                ACTS[done].do(side, number)
         return raised(lambda: what(side))
     finally:
         side.close()
@@ -81,4 +80,4 @@ def on_a_plain_npu(program: Program, what: Callable[[Side], object]) -> Exceptio
 def _repeated(name: str, seed: int) -> Callable[[Side], object]:
     if name == "call":
         return lambda side: side.run().loss.backward()
-    return lambda side: ACTS[name].run(side, Random(seed))
+    return lambda side: ACTS[name].do(side, seed)

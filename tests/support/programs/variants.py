@@ -9,20 +9,14 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-EXPERTS = SIZES | {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+from tests.support.sizes import sizes
+
+SIZES = sizes(
+    32, 64, heads=2, keys=2, width=16, layers=2, words=64, max_position_embeddings=32, pad_token_id=0,
+    eos_token_id=None, tie_word_embeddings=False,
+)  # fmt: skip
+ONE = SIZES | {"num_hidden_layers": 1}
+EXPERTS = ONE | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = SIZES | {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
@@ -33,7 +27,7 @@ LINEAR = SIZES | {
 PICTURE = 61  # the token in whose place a picture is
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
 PICTURES = {
-    "text_config": SIZES | {"num_hidden_layers": 1, "rope_parameters": MROPE},
+    "text_config": ONE | {"rope_parameters": MROPE},
     "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
     "image_token_id": PICTURE,
     "video_token_id": 62,
@@ -49,7 +43,7 @@ T5 = {
     "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
     "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
-BERT = SIZES | {"num_hidden_layers": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = ONE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERTS = {
     "encoder": BERT | {"model_type": "bert"},
     "decoder": BERT | {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
@@ -63,16 +57,13 @@ SOFTCAP = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3ForCausalLM", SIZES),
     "dense with biases": ("GraniteForCausalLM", SIZES | FACTORS | {"mlp_bias": True, "attention_bias": True}),
-    "tied embeddings": ("LlamaForCausalLM", SIZES | {"num_hidden_layers": 1, "tie_word_embeddings": True}),
-    "gate and up in one projection": ("Phi3ForCausalLM", SIZES | {"num_hidden_layers": 1}),
-    "GeGLU, norms around one": ("Gemma2ForCausalLM", SIZES | SOFTCAP | {"num_hidden_layers": 1}),
+    "tied embeddings": ("LlamaForCausalLM", ONE | {"tie_word_embeddings": True}),
+    "gate and up in one projection": ("Phi3ForCausalLM", ONE),
+    "GeGLU, norms around one": ("Gemma2ForCausalLM", ONE | SOFTCAP),
     "experts": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
     "experts with clipped SwiGLU": ("GptOssForCausalLM", EXPERTS | {"num_local_experts": 4, "intermediate_size": 32}),
-    "partial rotation": (
-        "GPTNeoXForCausalLM",
-        SIZES | {"num_hidden_layers": 1, "rotary_pct": 0.5, "hidden_act": "gelu_fast"},
-    ),
-    "interleaved rotation": ("GlmForCausalLM", SIZES | {"num_hidden_layers": 1, "partial_rotary_factor": 0.5}),
+    "partial rotation": ("GPTNeoXForCausalLM", ONE | {"rotary_pct": 0.5, "hidden_act": "gelu_fast"}),
+    "interleaved rotation": ("GlmForCausalLM", ONE | {"partial_rotary_factor": 0.5}),
     "linear attention": ("Qwen3_5ForCausalLM", LINEAR),
     "pictures": ("Qwen2VLForConditionalGeneration", PICTURES),
     "encoder and decoder": ("BartForConditionalGeneration", BART),

@@ -9,17 +9,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import kernels_ext_npu
+from tests.support.sizes import sizes
 
 IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-EXPERTS = SIZES | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+SIZES = sizes(32, 64, heads=4, keys=2, width=8, layers=1, words=64)
+EXPERTS = SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def dense() -> LlamaForCausalLM:

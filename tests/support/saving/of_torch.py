@@ -1,7 +1,6 @@
 """Ways to save and load of torch."""
 
 import copy
-import io
 import pickle
 import warnings
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,59 +19,65 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.package import PackageExporter, PackageImporter
 
-from tests.support.saving.ways import Loading, into, then, way
+from tests.support.saving.ways import Loading, add, add_of_state, into, way
+
+FILE = "state.pt"
+SAVE_AND_LOAD = ("torch.save", "torch.load")
+OF_DCP = "torch.distributed.checkpoint"
 
 
-@way("torch.save", "torch.load", "torch.nn.Module.state_dict", "torch.nn.Module.load_state_dict")
-def torch_state_dict(model: nn.Module, folder: Path) -> Loading:
-    torch.save(model.state_dict(), folder / "state.pt")
-    return lambda fresh: into(fresh, torch.load(folder / "state.pt", map_location="cpu"))
+def saved(state: Any, folder: Path, **options: Any) -> None:
+    torch.save(state, folder / FILE, **options)
 
 
-@way("torch.save", "torch.load")
-def torch_state_dict_onto_the_device(model: nn.Module, folder: Path) -> Loading:
-    """Load where it was saved from, and let the model hold what was loaded."""
-    torch.save(model.state_dict(), folder / "state.pt")
-    return lambda fresh: into(fresh, torch.load(folder / "state.pt", map_location=fresh.device), assign=True)
+def read(folder: Path, **options: Any) -> Any:
+    return torch.load(folder / FILE, **{"map_location": "cpu"} | options)
 
 
-@way("torch.save", "torch.load")
-def torch_mapped(model: nn.Module, folder: Path) -> Loading:
-    torch.save(model.state_dict(), folder / "state.pt")
-    return lambda fresh: into(fresh, torch.load(folder / "state.pt", mmap=True, map_location="cpu"))
-
-
-@way("torch.save", "torch.load")
-def torch_legacy(model: nn.Module, folder: Path) -> Loading:
-    """The format before archives, which writes storages as they are."""
-    torch.save(model.state_dict(), folder / "state.pt", _use_new_zipfile_serialization=False)
-    return lambda fresh: into(fresh, torch.load(folder / "state.pt", map_location="cpu"))
-
-
-@way("torch.serialization.save", "torch.serialization.load")
-def torch_serialized(model: nn.Module, folder: Path) -> Loading:
-    """By the functions for which torch_npu puts its own into torch."""
-    torch.serialization.save(model.state_dict(), folder / "state.pt")
-    return lambda fresh: into(fresh, torch.serialization.load(folder / "state.pt", map_location="cpu"))
-
-
-@way("torch.save", "torch.load")
-def torch_whole_model(model: nn.Module, folder: Path) -> Loading:
-    torch.save(model, folder / "model.pt")
-    return lambda fresh: torch.load(folder / "model.pt", weights_only=False, map_location=fresh.device)
-
-
-@way("torch.save", "torch.load")
-def torch_parameters(model: nn.Module, folder: Path) -> Loading:
-    """Parameters themselves, not what a state dict detaches from them."""
-    torch.save(dict(model.named_parameters()), folder / "parameters.pt")
-    return lambda fresh: into(fresh, torch.load(folder / "parameters.pt", map_location="cpu"), strict=False)
-
-
-@way()
-def pickled(model: nn.Module, folder: Path) -> Loading:
-    (folder / "model.pickle").write_bytes(pickle.dumps(model))
-    return lambda fresh: pickle.loads((folder / "model.pickle").read_bytes())
+add_of_state(
+    "torch_state_dict", saved, read, *SAVE_AND_LOAD, "torch.nn.Module.state_dict", "torch.nn.Module.load_state_dict"
+)
+add_of_state("torch_mapped", saved, lambda folder: read(folder, mmap=True), *SAVE_AND_LOAD)
+# the format before archives, which writes storages as they are
+add_of_state("torch_legacy", lambda *args: saved(*args, _use_new_zipfile_serialization=False), read, *SAVE_AND_LOAD)
+# where it was saved from, and the model holds what was loaded
+add(
+    "torch_state_dict_onto_the_device",
+    lambda model, folder: saved(model.state_dict(), folder),
+    lambda fresh, folder: into(fresh, read(folder, map_location=fresh.device), assign=True),
+    *SAVE_AND_LOAD,
+)
+# functions for which torch_npu puts its own into torch
+add_of_state(
+    "torch_serialized",
+    lambda state, folder: torch.serialization.save(state, folder / FILE),
+    lambda folder: torch.serialization.load(folder / FILE, map_location="cpu"),
+    *("torch.serialization.save", "torch.serialization.load"),
+)
+add(
+    "torch_whole_model",
+    saved,
+    lambda fresh, folder: read(folder, weights_only=False, map_location=fresh.device),
+    *SAVE_AND_LOAD,
+)
+# parameters themselves, not what a state dict detaches from them
+add(
+    "torch_parameters",
+    lambda model, folder: saved(dict(model.named_parameters()), folder),
+    lambda fresh, folder: into(fresh, read(folder), strict=False),
+    *SAVE_AND_LOAD,
+)
+add_of_state(
+    "by_url",
+    saved,
+    lambda folder: torch.hub.load_state_dict_from_url((folder / FILE).as_uri(), str(folder), "cpu", progress=False),
+    "torch.hub.load_state_dict_from_url",
+)
+add(
+    "pickled",
+    lambda model, folder: (folder / FILE).write_bytes(pickle.dumps(model)),
+    lambda fresh, folder: pickle.loads((folder / FILE).read_bytes()),
+)
 
 
 @way()
@@ -87,116 +92,101 @@ def deeply_copied_state_dict(model: nn.Module, folder: Path) -> Loading:
     return lambda fresh: into(fresh, state)
 
 
-@way("torch.package.PackageExporter.save_pickle", "torch.package.PackageImporter.load_pickle")
-def packaged(model: nn.Module, folder: Path) -> Loading:
+def package(state: dict[str, Tensor], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # storages of a type
-        with PackageExporter(folder / "state.package") as exporter:
+        with PackageExporter(folder / FILE) as exporter:
             exporter.extern("**")
-            exporter.save_pickle("model", "state.pkl", model.state_dict())
-
-    def load(fresh: nn.Module) -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importer = PackageImporter(folder / "state.package")
-            return into(fresh, importer.load_pickle("model", "state.pkl", map_location="cpu"))
-
-    return load
+            exporter.save_pickle("model", "state.pkl", state)
 
 
-@way("torch.hub.load_state_dict_from_url")
-def by_url(model: nn.Module, folder: Path) -> Loading:
-    """What a web server would give."""
-    torch.save(model.state_dict(), folder / "state.pt")
-    url, cache = (folder / "state.pt").as_uri(), str(folder / "cache")
-    return lambda fresh: into(fresh, torch.hub.load_state_dict_from_url(url, cache, "cpu", progress=False))
-
-
-def in_place(**options: Any) -> Loading:
-    """Load from a distributed checkpoint into what a fresh model holds."""
-    return then(lambda fresh: dcp.load(fresh.state_dict(), no_dist=True, **options))
-
-
-@way("torch.distributed.checkpoint.save", "torch.distributed.checkpoint.load")
-def dcp_saved(model: nn.Module, folder: Path) -> Loading:
-    dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
-    return in_place(checkpoint_id=folder)
-
-
-@way("torch.distributed.checkpoint.async_save")
-def dcp_saved_meanwhile(model: nn.Module, folder: Path) -> Loading:
-    """Another thread writes what was copied to the host first."""
-    writing = dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True)
-    writing.result()
-    return in_place(checkpoint_id=folder)
-
-
-@way("torch.distributed.checkpoint.save_state_dict", "torch.distributed.checkpoint.load_state_dict")
-def dcp_by_former_names(model: nn.Module, folder: Path) -> Loading:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True)
-
-    def load(fresh: nn.Module) -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True)
-        return fresh
-
-    return load
-
-
-@way()
-def dcp_as_safetensors(model: nn.Module, folder: Path) -> Loading:
-    writer = dcp.HuggingFaceStorageWriter(str(folder))
-    dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-    return in_place(storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-
-
-@way(
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict",
-    "torch.distributed.checkpoint.state_dict.set_model_state_dict",
+add_of_state(
+    "packaged",
+    package,
+    lambda folder: PackageImporter(folder / FILE).load_pickle("model", "state.pkl", map_location="cpu"),
+    *("torch.package.PackageExporter.save_pickle", "torch.package.PackageImporter.load_pickle"),
 )
-def dcp_model_state_dict(model: nn.Module, folder: Path) -> Loading:
-    torch.save(get_model_state_dict(model), folder / "state.pt")
-    return then(lambda fresh: set_model_state_dict(fresh, torch.load(folder / "state.pt", map_location="cpu")))
 
 
-@way(
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict",
-    "torch.distributed.checkpoint.state_dict.set_model_state_dict",
-)
-def dcp_model_state_dict_on_the_host(model: nn.Module, folder: Path) -> Loading:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    torch.save(get_model_state_dict(model, options=options), folder / "state.pt")
-    return then(lambda fresh: set_model_state_dict(fresh, torch.load(folder / "state.pt"), options=options))
-
-
-@way("torch.distributed.checkpoint.state_dict.get_state_dict", "torch.distributed.checkpoint.state_dict.set_state_dict")
-def dcp_state_dicts(model: nn.Module, folder: Path) -> Loading:
-    """With an optimizer beside it."""
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, torch.optim.SGD(model.parameters()))))
+# ---- distributed checkpoints, which are read into what a fresh model holds -------------------------------------------
+def checkpoint(state: dict[str, Any], folder: Path) -> None:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
 
-    def load(fresh: nn.Module) -> nn.Module:
-        optimizer = torch.optim.SGD(fresh.parameters())
-        read = dict(zip(("model", "optimizer"), get_state_dict(fresh, optimizer)))
-        dcp.load(read, checkpoint_id=folder, no_dist=True)
-        set_state_dict(fresh, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
-        return fresh
 
-    return load
+def in_place(fresh: nn.Module, folder: Path) -> None:
+    dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)
 
 
-@way(
-    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
-    "torch.distributed.checkpoint.format_utils.torch_save_to_dcp",
+add(
+    "dcp_saved",
+    lambda model, folder: checkpoint(model.state_dict(), folder),
+    in_place,
+    f"{OF_DCP}.save",
+    f"{OF_DCP}.load",
 )
-def dcp_there_and_back(model: nn.Module, folder: Path) -> Loading:
-    torch.save(model.state_dict(), folder / "first.pt")
+# another thread writes what was copied to the host first
+add(
+    "dcp_saved_meanwhile",
+    lambda model, folder: dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True).result(),
+    in_place,
+    f"{OF_DCP}.async_save",
+)
+add(
+    "dcp_by_former_names",
+    lambda model, folder: dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True),
+    lambda fresh, folder: dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True),
+    *(f"{OF_DCP}.save_state_dict", f"{OF_DCP}.load_state_dict"),
+)
+add(
+    "dcp_as_safetensors",
+    lambda model, folder: dcp.save(
+        model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder)), no_dist=True
+    ),
+    lambda fresh, folder: dcp.load(
+        fresh.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True
+    ),
+)
+ON_THE_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
+for name, options in {"dcp_model_state_dict": None, "dcp_model_state_dict_on_the_host": ON_THE_HOST}.items():
+    add(
+        name,
+        lambda model, folder, options=options: saved(get_model_state_dict(model, options=options), folder),
+        lambda fresh, folder, options=options: set_model_state_dict(fresh, read(folder), options=options),
+        *(f"{OF_DCP}.state_dict.get_model_state_dict", f"{OF_DCP}.state_dict.set_model_state_dict"),
+    )
+
+
+def with_an_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    optimizer = torch.optim.SGD(model.parameters())
+    return optimizer, dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
+def load_both(fresh: nn.Module, folder: Path) -> None:
+    optimizer, state = with_an_optimizer(fresh)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(fresh, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+add(
+    "dcp_state_dicts",
+    lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder),
+    load_both,
+    *(f"{OF_DCP}.state_dict.get_state_dict", f"{OF_DCP}.state_dict.set_state_dict"),
+)
+
+
+def there_and_back(state: dict[str, Tensor], folder: Path) -> None:
+    torch.save(state, folder / "first.pt")
     format_utils.torch_save_to_dcp(folder / "first.pt", folder / "dcp")
-    format_utils.dcp_to_torch_save(folder / "dcp", folder / "second.pt")
-    return lambda fresh: into(fresh, torch.load(folder / "second.pt", map_location="cpu"))
+    format_utils.dcp_to_torch_save(folder / "dcp", folder / FILE)
+
+
+add_of_state(
+    "dcp_there_and_back",
+    there_and_back,
+    read,
+    *(f"{OF_DCP}.format_utils.dcp_to_torch_save", f"{OF_DCP}.format_utils.torch_save_to_dcp"),
+)
 
 
 @way("torch.export.save", "torch.export.load", kinds=("dense",))
@@ -204,14 +194,12 @@ def exported(model: nn.Module, folder: Path) -> Loading:
     """One MLP, whose weights the program holds; the others are there already."""
     mlp = model.model.layers[0].mlp
     others = {name: value for name, value in model.state_dict().items() if ".mlp." not in name}
-    program = torch.export.export(mlp, (torch.ones(1, 3, mlp.hidden_size, device=model.device),))
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer)
-    (folder / "mlp.pt2").write_bytes(buffer.getvalue())
+    torch.export.save(
+        torch.export.export(mlp, (torch.ones(1, 3, mlp.hidden_size, device=model.device),)), folder / "mlp.pt2"
+    )
 
-    def load(fresh: nn.Module) -> nn.Module:
+    def load(fresh: nn.Module) -> None:
         fresh.load_state_dict(others, strict=False)
         fresh.model.layers[0].mlp.load_state_dict(torch.export.load(folder / "mlp.pt2").state_dict)
-        return fresh
 
     return load

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Loading = Callable[[nn.Module], Any]  # a fresh model -> the model that holds what was saved, or its state dict
+# a fresh model -> the model or the state dict that was loaded; anything else where the fresh model holds it
+Loading = Callable[[nn.Module], Any]
 Saving = Callable[[Any, Path], Loading]
 
 WAYS: dict[str, Way] = {}
@@ -41,17 +42,34 @@ def way(*names: str, kinds: tuple[str, ...] = ("dense", "experts")) -> Callable[
     return add
 
 
+def add(
+    name: str, save: Callable[[Any, Path], object], load: Callable[[Any, Path], Any], *names: str, **options: Any
+) -> None:
+    """Add a way of two functions: of a model and a folder, and of a fresh model and the folder."""
+
+    def saving(model: nn.Module, folder: Path) -> Loading:
+        save(model, folder)
+        return lambda fresh: load(fresh, folder)
+
+    saving.__name__ = name
+    way(*names, **options)(saving)
+
+
+def add_of_state(
+    name: str,
+    write: Callable[[dict[str, Tensor], Path], object],
+    read: Callable[[Path], Mapping[str, Tensor]],
+    *names: str,
+) -> None:
+    """Add a way that writes a state dict into a folder, and reads it, whole, from there."""
+    save, load = (
+        lambda model, folder: write(model.state_dict(), folder),
+        lambda fresh, folder: into(fresh, read(folder)),
+    )
+    add(name, save, load, *names)
+
+
 def into(fresh: nn.Module, state: Mapping[str, Tensor], **options: Any) -> nn.Module:
     """Load a state dict into a model, of which nothing may be missing."""
     fresh.load_state_dict(state, **options)
     return fresh
-
-
-def then(load: Callable[[nn.Module], object]) -> Loading:
-    """Load by what changes a fresh model, whatever it returns."""
-
-    def loading(fresh: nn.Module) -> nn.Module:
-        load(fresh)
-        return fresh
-
-    return loading

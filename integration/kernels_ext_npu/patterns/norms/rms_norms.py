@@ -177,8 +177,21 @@ _GATE_FIRST = {
         hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
     variance =""",
 }
+# norms groups of the last dimension
+_IN_GROUPS = {
+    "    variance = hidden_states.": """
+    *prefix_dims, last_dim = hidden_states.shape
+    group_count = last_dim // self.group_size
+    hidden_states_group = hidden_states.view(*prefix_dims, group_count, self.group_size)
+    variance = hidden_states_group.""",
+    "    hidden_states = hidden_states * torch.rsqrt(": "    hidden_states_group = hidden_states_group * torch.rsqrt(",
+    "    return ": """
+    hidden_states = hidden_states_group.view(*prefix_dims, group_count * self.group_size)
+    return """,
+}
 KimiLinearRMSNormGated = variant("KimiLinearRMSNormGated", Qwen3NextRMSNormGated, _GATED_AND_ROUNDED_ONCE)
 MambaRMSNormGated = variant("MambaRMSNormGated", LlamaRMSNorm, _GATE_FIRST)
+Zamba2RMSNormGated = variant("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUPS)
 
 
 def refuse_eps(module: Any) -> str | None:
@@ -234,5 +247,5 @@ PATTERNS = (
     *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
     *alike(("RMSNormGated",), Qwen3NextRMSNormGated, KimiLinearRMSNormGated, limits=_ACTIVATED),
-    Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), refuse_weighted),
+    *alike(("MambaRMSNormGated",), MambaRMSNormGated, Zamba2RMSNormGated, limits=refuse_weighted),
 )

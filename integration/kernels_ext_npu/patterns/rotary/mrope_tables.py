@@ -174,6 +174,15 @@ class Step3p7VisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
         return torch.cat((freq_hw, freq_hw), dim=-1)
 
 
+# columns before rows, since transformers 5.23
+Step3p7VisionTowerRotaryEmbedding = variant(
+    "Step3p7VisionTowerRotaryEmbedding",
+    Step3p7VisionRotaryEmbedding,
+    {"freq.flatten": "freq.flip(1).flatten"},
+    "recomposition_frequencies",
+)
+
+
 _IN_DTYPE_OF_X = {"cos, sin": "cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"}
 MuseSparkVisionRotaryEmbedding = variant("MuseSparkVisionRotaryEmbedding", Qwen2VLVisionRotaryEmbedding, _IN_DTYPE_OF_X)
 
@@ -218,6 +227,7 @@ PATTERNS = (
     Pattern(Sam2VideoVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
     Pattern(Kimi_K25VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
     Pattern(Step3p7VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
+    Pattern(Step3p7VisionTowerRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
     Pattern(MuseSparkVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
     Pattern(PixtralVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
     Pattern(MiniMaxM3VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),

@@ -182,6 +182,7 @@ _NEW_NAMES = {  # where others assign to q_embed and k_embed twice
     "    k_embed = torch.cat([k_embed, k_pass], dim=-1)\n": "",
     "return q_embed, k_embed": "return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)",
 }
+_UNBATCHED = {"[None, :, None, :]": "[:, None, :]"}  # q and k are [S, N, D]
 _LAST_QUERIES = {  # q is of the last positions, and k of all
     "    q_embed = (q * cos)": "    q_len = q.size(-2)\n    q_embed = (q * cos[..., -q_len:, :])",
     "(rotate_half(q) * sin)": "(rotate_half(q) * sin[..., -q_len:, :])",
@@ -236,5 +237,6 @@ PATTERNS = (
     FunctionPattern(qwen4_exp, "RotaryPosEmbPartialOptionalKey"),
     FunctionPattern(qwen2_vl_vision, "VisionRotaryPosEmb"),
     FunctionPattern(minimax_m3_vl_vision, "VisionRotaryPosEmbPartial"),
+    FunctionPattern(variant("minimax_m3_vl_tower", minimax_m3_vl_vision, _UNBATCHED), "VisionRotaryPosEmbPartial"),
     FunctionPattern(dinov3_vit, "RotaryPosEmbPatches"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ from kernels_ext_npu.selftest.cases import Function, at_limits, drawn
 
 SCALE = 0.25
 HEADS = (2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16)
+CHOSEN = (0, 2, 4, 6, 8)  # of 13 keys, of which the first of nine queries sees five
+LATENT_SCALE = 0.04
 # queries, keys and values; limits: heads of up to 768 values, 256 heads, no block of 16 values a head
 CAUSAL = {
     "one token": ((1, 1, 2, 16), (1, 1, 2, 16), (1, 1, 2, 16)),
@@ -107,6 +110,44 @@ def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
+def _causal_mask(f: Callable, queries: Tensor, keys: Tensor) -> Any:
+    """Describe the mask of the last queries among all keys, by the package of one of its functions."""
+    package = sys.modules[f.__module__.rpartition(".")[0]]
+    (batch, count), among = queries.shape[:2], keys.shape[1]
+    return package.attention_mask(batch, count, among, q_offset=among - count, device=queries.device)
+
+
+def _sums_of_chosen(f: Callable, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """Add up the keys that an indexer chooses for each query."""
+    return _sums(f(q, k, w, _causal_mask(f, q, k), len(CHOSEN)), k)
+
+
+def _exact_sums_of_chosen(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    scores = torch.einsum("bqh,bqhk->bqk", w, torch.einsum("bqhd,bkd->bqhk", q, k).relu())
+    return _sums(scores.masked_fill(~_seen(q, k), -torch.inf).topk(len(CHOSEN)).indices, k)
+
+
+def _sums(indices: Tensor, k: Tensor) -> Tensor:
+    chosen = torch.zeros(*indices.shape[:2], k.shape[1], dtype=k.dtype, device=k.device)
+    return chosen.scatter(-1, indices.long(), 1.0) @ k
+
+
+def _seen(q: Tensor, k: Tensor) -> Tensor:
+    return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+
+
+def _to_chosen(f: Callable, q: Tensor, latents: Tensor, rope: Tensor) -> Tensor:
+    indices = torch.tensor(CHOSEN, dtype=torch.int32, device=q.device).expand(*q.shape[:2], -1)
+    return f(q, latents, rope, indices, _causal_mask(f, q, latents), LATENT_SCALE)
+
+
+def _exact_to_chosen(q: Tensor, latents: Tensor, rope: Tensor) -> Tensor:
+    scores = torch.einsum("bqnd,bkd->bqnk", q, torch.cat((latents, rope), -1)) * LATENT_SCALE
+    chosen = torch.zeros(latents.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(CHOSEN), True)
+    scores = scores.masked_fill(~(_seen(q, latents) & chosen).unsqueeze(1), -torch.inf)
+    return torch.einsum("bqnk,bkr->bqnr", scores.softmax(-1), latents)
+
+
 _function = partial(Function, "FlashAttention")
 _causal = partial(attention, scale=SCALE, causal=True)
 _packed = partial(packed, lengths=[5, 7], key_lengths=[5, 7], scale=SCALE, causal=True)
@@ -140,6 +181,8 @@ FUNCTIONS = (
     _function(
         "flash_attn_varlen_func", _in_a_graph, _packed, drawn((12, 4, 16), (12, 2, 16), (12, 2, 16)), "in a graph"
     ),
+    _function("top_k_keys", _sums_of_chosen, _exact_sums_of_chosen, drawn((1, 9, 16, 128), (1, 13, 128), (1, 9, 16))),
+    _function("attend_chosen", _to_chosen, _exact_to_chosen, drawn((1, 9, 4, 576), (1, 13, 512), (1, 13, 64))),
     _function("attention_forward", _of_module, _causal, drawn(*HEADS)),
     _function("attention_mask", _masked, _causal, drawn(*HEADS)),
 )

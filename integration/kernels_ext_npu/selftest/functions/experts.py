@@ -8,8 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.selftest.cases import Arguments, Function, drawn
 from kernels_ext_npu.selftest.functions.norms import gated
@@ -35,6 +33,9 @@ def _experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: T
 
 
 def _of_module(forward: Callable, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+    from transformers import Qwen3MoeConfig  # takes as long as all that is above
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
     config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
     module = Qwen3MoeExperts(config)
     for name, parameter in zip(("gate_up_proj", "down_proj"), parameters):

@@ -50,7 +50,7 @@ def _functions(at: str, words: int) -> list[Function]:
         ),
         function(
             "linear_cross_entropy",
-            lambda f, h, w, b: f(h, w, chosen.to(h.device), b, reduction="none"),
+            lambda f, h, w, b: f(h, w, chosen.to(h.device), b, reduction="none", pieces=2 if at else None),
             of_head,
             head,
         ),

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from kernels_ext_npu.selftest.cases import Function, Shapes, at_limits, drawn
 
@@ -73,6 +72,8 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def clipped_swiglu(x: Tensor) -> Tensor:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # takes as long as all that is above
+
     return GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)  # type: ignore[arg-type]
 
 

@@ -22,7 +22,7 @@ from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
-from kernels_ext_npu.patterns.norms import hyper_connections
+from kernels_ext_npu.patterns.norms import hyper_connections, rms_norms
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
 from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
@@ -48,9 +48,17 @@ def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.
     return module
 
 
-def _norm(layer: str) -> Made:
+def _norm(layer: str, **members: str) -> Made:
     module = _random(_reference(layer)(*[32] * (layer != "RMSNormWeightless")), 0.3, 0.5)
+    vars(module).update(members)
     return module, tuple(torch.randn(4, 6, 32) for _ in range(1 + ("Gated" in layer)))
+
+
+def _grouped_norm() -> Made:
+    _, arguments = _norm("MambaRMSNormGated")
+    grouped: Any = _random(rms_norms.Zamba2RMSNormGated(32), 0.3, 0.5)
+    grouped.group_size = 8
+    return grouped, arguments
 
 
 def _seeded(cls: type[nn.Module], *arguments: Any, inputs: int = 1) -> Made:
@@ -131,6 +139,8 @@ MLPS = {
 # layer -> modules that it serves, each with arguments
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
+    "MambaRMSNormGated": [partial(_norm, "MambaRMSNormGated"), _grouped_norm],
+    "RMSNormGated": [partial(_norm, "RMSNormGated"), partial(_norm, "RMSNormGated", activation="sigmoid")],
     "AddLayerNorm": [partial(_seeded, BertSelfOutput, 32, inputs=2)],
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],

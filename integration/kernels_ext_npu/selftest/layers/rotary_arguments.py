@@ -13,8 +13,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 TABLES = ("cos", "sin", "freqs_cis", "freqs_ci")
 FIXED = (*TABLES, "mrope_section")  # what is not rotated
 B, N, K, S, D = 2, 4, 1, 6, 16  # K heads of keys: one is the hardest to lay out
-_HALF = ("gpt_neox", "glmasr", "phi3", "nemotron", "qwen4_exp", "glm4", "glm4v", "minimax_m3_vl_vision", "gptj")
-PARTS = dict.fromkeys((*_HALF, "gpt_oss", "openai_privacy_filter"), 2) | {"deepseek_v4": 4}  # of a head that is turned
+_HALF = ("gpt_neox", "glmasr", "phi3", "nemotron", "qwen4_exp", "glm4", "glm4v", "gptj")
+_TOWERS = ("minimax_m3_vl_vision", "minimax_m3_vl_tower")
+# of a head that is turned
+PARTS = dict.fromkeys((*_HALF, *_TOWERS, "gpt_oss", "openai_privacy_filter"), 2) | {"deepseek_v4": 4}
 
 
 def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, positions: int = S) -> dict[str, Any]:
@@ -44,8 +46,9 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
         return {"tensor": heads(N).transpose(1, 2)} | tables(B, positions, width)
     if reference == "qwen2_vl_vision":
         return {"q": heads(N)[0].transpose(0, 1), "k": heads(N)[0].transpose(0, 1)} | tables(positions, width)
-    if reference == "minimax_m3_vl_vision":
-        return {"q": heads(N).transpose(1, 2), "k": heads(N).transpose(1, 2)} | tables(positions, width)
+    if reference in _TOWERS:
+        q, k = heads(N).transpose(1, 2), heads(N).transpose(1, 2)
+        return ({"q": q, "k": k} if reference == _TOWERS[0] else {"q": q[0], "k": k[0]}) | tables(positions, width)
     if reference == "dinov3_vit":
         return {"q": heads(N, positions + 2), "k": heads(N, positions + 2)} | tables(positions, width)
     if reference == "sam3":

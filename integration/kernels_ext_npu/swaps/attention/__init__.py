@@ -22,10 +22,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import device_of, is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.catalogue import ATTENTION
+from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, text_of
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.attention import calls, flash_question, latents, names, serving
+from kernels_ext_npu.swaps.attention import calls, flash_question, indexers, latents, names, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
@@ -68,22 +68,27 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             delattr(module, serving.PLAIN)
     if NPU_FLASH_ATTENTION.is_registered():
         latents.answer(swapping.by_class, swapping.registration.patches)
+        indexers.answer(swapping.by_class, swapping.registration.patches)
         registration.try_package(NPU_FLASH_ATTENTION.repository)
 
 
 def revert(model: nn.Module) -> None:
     """Let a model compute its attention without the kernel, and name what it named before."""
     names.take_out(model)
-    for module in filter(serving.calls_by_name, model.modules()):
-        setattr(module, serving.PLAIN, True)
+    for module in model.modules():
+        if serving.calls_by_name(module) or indexers.is_indexer(module):
+            setattr(module, serving.PLAIN, True)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that computes attention."""
+    """Describe every module of a model that computes attention, or chooses keys for it."""
     for path, module in model.named_modules():
+        name, kernel = type(module).__name__, NPU_FLASH_ATTENTION.name
+        if indexers.is_indexer(module):
+            reason = _refusal(module)
+            yield Row(path, name, kernel, reason is None, reason, is_candidate=False, kind=INDEXERS.in_models)
         if not attends(type(module)):
             continue
-        name, kernel = type(module).__name__, NPU_FLASH_ATTENTION.name
         if (reason := _refusal(module)) is not None:
             served = kernel if serving.class_refusal(type(module)) is None else None
             yield Row(path, name, served, False, reason, is_candidate=False, kind=ATTENTION.in_models)
@@ -106,6 +111,8 @@ def _refusal(module: nn.Module) -> str | None:
     """Return why the kernel does not compute the attention of a module; None where it does."""
     if not NPU_FLASH_ATTENTION.is_registered():
         return refusals.left_out(NPU_FLASH_ATTENTION.repository) or refusals.NOT_REGISTERED
+    if indexers.is_indexer(module):
+        return indexers.refusal(module)
     if not serving.calls_by_name(module):
         return UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):

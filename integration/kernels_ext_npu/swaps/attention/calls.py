@@ -24,7 +24,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention import context_parallel, flash_question, latents, serving, split_sequences
+from kernels_ext_npu.swaps.attention import (
+    context_parallel,
+    flash_question,
+    indexers,
+    latents,
+    serving,
+    split_sequences,
+)
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
@@ -57,7 +64,12 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     """Describe the mask of a forward: transformers calls this by the name in the model's config.
 
     The arguments are those of the masks in transformers' ``AttentionMaskInterface``.
+
+    Raises:
+        ValueError: torch's context parallelism splits sequences of which a model sees chunks.
     """
+    if split_sequences.exchanges_keys():
+        kwargs = context_parallel.of_whole(kwargs)
     if serving.is_eager_by_default(type(kwargs.get("config"))):  # its formula knows masks alone, whatever a module says
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
@@ -89,6 +101,9 @@ def stand_in(
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and split_sequences.exchanges_keys():
         split_sequences.refuse_mask(module, attention_mask)
+    if (indices := kwargs.get("indices")) is not None and attention_mask is not None:  # which no original reads
+        attention_mask = indexers.among(attention_mask.mask() if is_described else attention_mask, indices)
+        is_described = False
     if is_sdpa:
         attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
@@ -118,6 +133,9 @@ def mask_standing_in(original: Callable) -> Callable:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
             return given if serving.describes_masks(config) else given.mask()
+        if split_sequences.exchanges_keys():
+            kwargs = context_parallel.of_whole(kwargs)
+            given = kwargs["attention_mask"]
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
             and serving.describes_masks(config)
@@ -151,7 +169,7 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     """
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
-    split_sequences.refuse_recurrences(self)
+    split_sequences.split_recurrences_of(self)
     split_sequences.refuse_unshifted(self, kwargs.get("labels"), kwargs.get("shift_labels"))
     # tokens can be given without their name, and what follows them could be positions
     counts_itself = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
@@ -181,8 +199,8 @@ def preprocess(
         return original(*given, position_ids, *args, **kwargs)
     is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
     packed = None
-    if split_sequences.exchanges_keys() and not is_done:
-        packed, mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask), None
+    if split_sequences.exchanges_keys() and not is_done:  # a mask that is made in both directions asks for no sequences
+        mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
     elif split_sequences.are_split():
         pass  # positions of a part tell nothing of the whole
     elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
@@ -200,7 +218,12 @@ def _attend(
         kwargs |= split_sequences.lengths_of_whole(module, query, kwargs.get("position_ids"))
     if attention_mask is None and serving.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
-    forward = registration.package(NPU_FLASH_ATTENTION.repository).attention_forward
+    kernel = registration.package(NPU_FLASH_ATTENTION.repository)
+    given = query, key, value, attention_mask, kwargs
+    if (chosen := latents.of_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
+        options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
+        return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
+    forward = kernel.attention_forward
     if (few := latents.of_few_queries(query, key, value, kwargs)) is not None:
         return few.attend(lambda *tensors: forward(module, *tensors, attention_mask, *args, **kwargs)[0], query)
     key, value = latents.expanded(key), latents.expanded(value)

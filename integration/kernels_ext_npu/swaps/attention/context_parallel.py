@@ -1,11 +1,14 @@
-"""Attention of sequences that torch's context parallelism splits between devices: each gathers the keys that it sees.
+"""Attention of sequences that torch's context parallelism splits between devices.
 
-Behind one all-gather of the keys, and one of the values, a device has one launch, in which each of its blocks of a
-sequence is one of its own: the last query stands at the last key that it sees. Packed sequences are more of them, and
-of a window only what the next block sees is sent. The gradient sums the keys' gradients where they came from, by a
-reduce-scatter. All of that holds for one layer at a time; a layer that is not checkpointed keeps it.
+Each gathers the keys that it sees: behind one all-gather of the keys, and one of the values, a device has one launch,
+in which each of its blocks of a sequence is one of its own: the last query stands at the last key that it sees. Packed
+sequences are more of them, and of a window only what the next block sees is sent. The gradient sums the keys' gradients
+where they came from, by a reduce-scatter. All of that holds for one layer at a time; a layer that is not checkpointed
+keeps it.
 
-A ring, as torch has it, sends the same bytes forward, (ranks - 1) times the part of a device, and once more in the
+Or each exchanges its tokens of all heads for all tokens of some, as Ulysses does, where that sends fewer bytes.
+
+A ring, as torch has it, sends what gathering does, (ranks - 1) times the part of a device, and once more in the
 backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
 """
 
@@ -20,9 +23,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention.gathered_keys import Gather, Range, Split
+from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _REFUSED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "output_attentions")
@@ -75,12 +79,22 @@ def attend(
     split = current(not causal and ids is None)
     begins = ((0,),) * len(query) if ids is None else _begins[ids]
     tokens = query.shape[2]
-    lengths, key_lengths, ranges = _pieces(split.blocks(split.rank), tokens, tokens * split.ranks, begins, left, causal)
+    total = tokens * split.ranks
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
-    key, value = (Gather.apply(tensor.transpose(1, 2), split, ranges, left) for tensor in (key, value))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if exchanges := _exchanges_heads(split, query, key, left):
+        if (copies := split.ranks // key.shape[2]) > 1:  # a device has one key head at least
+            key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
+        query, key, value = (Exchange.apply(tensor, split, True) for tensor in (query, key, value))
+        key, value = (tensor.flatten(0, 1) for tensor in (key, value))
+        s_aux = None if s_aux is None else s_aux.chunk(split.ranks)[split.rank]
+        lengths, key_lengths, _ = _pieces((0,), total, total, begins, None, causal)
+    else:
+        lengths, key_lengths, ranges = _pieces(split.blocks(split.rank), tokens, total, begins, left, causal)
+        key, value = (Gather.apply(tensor, split, ranges, left) for tensor in (key, value))
     result = registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_varlen_func(
-        query.transpose(1, 2).flatten(0, 1),
+        query.flatten(0, 1),
         key,
         value,
         lengths,
@@ -92,7 +106,28 @@ def attend(
         softcap=softcap or 0.0,
         s_aux=s_aux,
     )
-    return result.unflatten(0, (query.shape[0], tokens))
+    result = result.unflatten(0, query.shape[:2])
+    return Exchange.apply(result, split, False) if exchanges else result
+
+
+def _exchanges_heads(split: Split, query: Tensor, key: Tensor, left: int | None) -> bool:
+    """Tell whether devices can share heads, and send less by exchanging them than by gathering keys and values.
+
+    Of each token a device sends keys and values to all others, or to each its heads of them, of the query and of the
+    result; in the backward the same again.
+
+    Args:
+        split: how they share the sequence.
+        query: ``[B, tokens, N, D]``.
+        key: ``[B, tokens, N_k, D]``.
+        left: how many keys in front of a token it sees, None of all: of a block only those at its end are gathered.
+    """
+    heads, key_heads, ranks = query.shape[2], key.shape[2], split.ranks
+    if heads % ranks or (key_heads % ranks and ranks % key_heads):
+        return False
+    size = query.shape[1] // len(split.blocks(0))
+    gathered = key_heads if left is None else key_heads * min(left, size) / size
+    return (heads + max(key_heads, ranks)) / ranks < gathered
 
 
 def current(in_any_order: bool = False) -> Split:
@@ -149,6 +184,26 @@ def sequences(tokens: Tensor, positions: Tensor | None, padding: Tensor | None) 
     if known is None or known[0] != told:
         known = _known[positions] = told, _exchanged(split, batch, positions, padding)
     return known[1]
+
+
+def of_whole(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a mask, with the sequences of the whole batch where they stand in the place of padding.
+
+    Raises:
+        ValueError: the mask is of chunks, which begin and end on other devices.
+    """
+    config, ids, chunk = kwargs.get("config"), kwargs.get("attention_mask"), kwargs.get("local_size")
+    is_chunked = chunk is not None and chunk == getattr(config, "attention_chunk_size", None)
+    if is_chunked and kwargs["q_length"] * current().ranks > chunk:
+        raise ValueError(
+            f"{type(config).__name__}: torch's context_parallel splits sequences between devices, and there the kernel "
+            f"does not compute attention in chunks of {chunk} tokens: train this model without context parallelism"
+        )
+    if ids is None or ids not in _begins:
+        return kwargs
+    function = and_masks(kwargs.get("mask_function") or causal_mask_function, packed_sequence_mask_function(ids))
+    skipped = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    return kwargs | skipped | {"mask_function": function, "attention_mask": None}
 
 
 def _is_unknown(ids: Tensor | None) -> bool:

@@ -21,11 +21,13 @@ from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.matching.fingerprint import function_fingerprint
-from kernels_ext_npu.swaps.attention import serving
+from kernels_ext_npu.swaps.attention import indexers, serving
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _METHOD = "expand_kv"
+_GATHERED = 4
+_AT_A_TIME = 1024  # queries whose keys are chosen
 _NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
 
 
@@ -67,11 +69,13 @@ class Latents:
     nope: Tensor
     rope: Tensor
     original: Callable
+    has_gradient: bool
 
     @functools.cached_property
     def made(self) -> tuple[Tensor, Tensor]:
-        """Make keys and values as the model does."""
-        return self.original(self.module, self.nope, self.rope)
+        """Make keys and values as the model does, also where somebody looks at them without gradients."""
+        with torch.set_grad_enabled(self.has_gradient):
+            return self.original(self.module, self.nope, self.rope)
 
     @property
     def weight(self) -> Tensor:
@@ -87,16 +91,49 @@ class Latents:
         size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
         return queries * (rank * size + keys * (2 * rank - size)) < keys * rank * size
 
+    def is_cheaper_of_chosen(self, queries: int, count: int, gathered: bool) -> bool:
+        """Tell whether few enough products are left where each query has so many keys of its own, on latents.
+
+        Where keys are gathered for them, each product counts `_GATHERED` times: every key is read, written and read
+        twice for one query.
+        """
+        size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
+        rope = self.rope.shape[-1]
+        chosen = queries * (rank * size + (_GATHERED if gathered else 1) * count * (2 * rank + rope))
+        return count < keys and chosen < keys * rank * size + queries * keys * (size + rope)
+
     def attend(self, attend: Callable[..., Tensor], query: Tensor) -> Tensor:
         """Return ``[B, S_q, N, D_v]`` of what attends to one key head, ``[B, S_q, N, R]``."""
-        split = self.module.qk_nope_head_dim
-        by_head, weight = query[..., :split].transpose(0, 1).flatten(1, 2), self.weight
-        absorbed = torch.bmm(by_head, weight[:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
         key = torch.cat((self.nope, self.rope), dim=-1)
-        result = attend(torch.cat((absorbed, query[..., split:]), dim=-1), key, self.nope)
+        return self._values_of(attend(self._absorbed(query), key, self.nope))
+
+    def attend_chosen(
+        self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
+    ) -> Tensor:
+        """Return the same of what attends to chosen keys, for some queries at a time: absorbed they are larger."""
+        parts, latents, rope = [], self.nope[:, 0], self.rope[:, 0]
+        for begin in range(0, query.shape[2], _AT_A_TIME):
+            end = min(begin + _AT_A_TIME, query.shape[2])
+            rows = mask
+            if end - begin < query.shape[2]:
+                rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.of_queries(begin, end)
+            few = self._absorbed(query[:, :, begin:end]).transpose(1, 2)
+            parts.append(self._values_of(attend(few, latents, rope, indices[:, begin:end], rows, *options)))
+        return torch.cat(parts, dim=1)
+
+    def _absorbed(self, query: Tensor) -> Tensor:
+        """Return queries of latents, ``[B, N, S_q, R + R_r]``."""
+        split = self.module.qk_nope_head_dim
+        by_head = query[..., :split].transpose(0, 1).flatten(1, 2)
+        absorbed = torch.bmm(by_head, self.weight[:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
+        return torch.cat((absorbed, query[..., split:]), dim=-1)
+
+    def _values_of(self, result: Tensor) -> Tensor:
+        """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""
         by_head = result.permute(2, 0, 1, 3).flatten(1, 2)
-        result = torch.bmm(by_head, weight[:, split:].transpose(1, 2)).unflatten(1, (len(query), -1))
-        return result.permute(1, 2, 0, 3).contiguous()
+        weight = self.weight[:, self.module.qk_nope_head_dim :]
+        values = torch.bmm(by_head, weight.transpose(1, 2)).unflatten(1, (len(result), -1))
+        return values.permute(1, 2, 0, 3).contiguous()
 
 
 def expanded(tensor: Tensor) -> Tensor:
@@ -106,28 +143,50 @@ def expanded(tensor: Tensor) -> Tensor:
 
 def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
     """Return the latents of keys and values where attention is computed on them; None where it is not."""
+    latents = _of_both(key, value, options)
+    if latents is None or latents.has_gradient or options.get("indices") is not None:
+        return None
+    return latents if latents.is_cheaper(query.shape[2]) else None
+
+
+def of_chosen_keys(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any], read_in_place: Callable[..., bool]
+) -> Latents | None:
+    """Return the latents of keys and values where attention is to chosen ones of them; None where it is not."""
+    latents, indices = _of_both(key, value, options), options.get("indices")
+    if latents is None or indices is None or mask is None or options.get("dropout"):
+        return None
+    is_plain = not isinstance(mask, Tensor) or (mask.dim() == 4 and mask.shape[1] == 1 and not mask.requires_grad)
+    in_place = options.get("s_aux") is None and not latents.has_gradient
+    in_place = in_place and read_in_place(query.transpose(1, 2), latents.nope[:, 0], latents.rope[:, 0])
+    is_cheaper = latents.is_cheaper_of_chosen(query.shape[2], indices.shape[-1], not in_place)
+    return latents if is_plain and is_cheaper else None
+
+
+def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
+    """Return the latents of keys and values that nobody asks for what only expanded ones give."""
     if type(key) is not Unexpanded or type(value) is not Unexpanded or key.latents is not value.latents:
         return None
     asked = [name for name in _NOT_OF_LATENTS if options.get(name) is not None and options[name] is not False]
-    if asked or options.get("scaling") is None:  # by default the scale is that of expanded keys
-        return None
-    return key.latents if key.latents.is_cheaper(query.shape[2]) else None
+    is_scaled = options.get("scaling") is not None  # by default the scale is that of expanded keys
+    return key.latents if is_scaled and not asked else None
 
 
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     weight = self.kv_b_proj._parameters.get("weight")
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, kv_nope, k_rot) if t is not None)
     if (
         torch.compiler.is_compiling()
         or why_not_plain(self.kv_b_proj) is not None
         or self.kv_b_proj.bias is not None
         or not weight.dtype == kv_nope.dtype == k_rot.dtype
-        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (weight, kv_nope, k_rot)))
+        or (has_gradient and not indexers.hands_on(self))
         or torch.is_autocast_enabled(kv_nope.device.type)
         or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
         or serving.refusal(self, kv_nope.device.type, kv_nope.dtype, None) is not None
     ):
         return original(self, kv_nope, k_rot)
-    latents = Latents(self, kv_nope, k_rot, original)
+    latents = Latents(self, kv_nope, k_rot, original, has_gradient)
     heads = weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim)
     sizes = self.qk_nope_head_dim + k_rot.shape[-1], self.v_head_dim
     return _unexpanded(latents, heads, 0, sizes[0]), _unexpanded(latents, heads, 1, sizes[1])

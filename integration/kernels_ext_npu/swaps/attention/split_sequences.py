@@ -20,9 +20,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import uses
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.swaps.attention import split_recurrences
 
 _TORCH = "torch's context_parallel"
 
@@ -113,17 +115,26 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
         )
 
 
-def refuse_recurrences(model: nn.Module) -> None:
-    """Raise if a model has convolutions or recurrences along sequences that are split, which nobody has replaced."""
+def split_recurrences_of(model: nn.Module) -> None:
+    """Let the convolutions and recurrences of a model see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
+    if lazy_swap.waits(model):
+        lazy_swap.swap(model, ())
+    active = registration.current
     for module in model.modules():
-        if _begins_anew(type(module)):
+        if not _begins_anew(type(module)):
+            continue
+        functions = [use.function for use in uses(type(module)) if use.kind is LINEAR_ATTENTION]
+        if active is None or not (exchanges_keys() and functions and all(map(split_recurrences.serves, functions))):
             raise ValueError(
                 f"{type(module).__name__}: {_who()} splits sequences between devices, and its convolution and "
                 "recurrence would begin anew in the part of each: train this model without sequence or context "
                 "parallelism"
             )
+        for cls in {type(function) for function in functions}:
+            if not active.patches.knows(cls, "__call__"):
+                active.patches.method(cls, "__call__", split_recurrences.compute, exchanges_keys)
 
 
 def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Tensor | None) -> None:

@@ -6,15 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3Model,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,8 +21,9 @@ import kernels_ext_npu
 import softnpu
 from tests.support import zoo
 from tests.support.attention_models import BATCHES, build, ids, on_npu
+from tests.support.launches import ATTENTION as LAUNCH
+from tests.support.launches import of_attention as launches
 
-LAUNCH = "npu_fusion_attention_v3"
 RESTORED = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 
 
@@ -33,13 +32,6 @@ DEFAULTS = {"qwen3": "sdpa", "gpt_oss": "eager"}  # of transformers
 
 def implementation(model: nn.Module) -> str:
     return model.config._attn_implementation
-
-
-def launches(model: nn.Module) -> int:
-    softnpu.reset_counters()
-    with torch.no_grad():
-        model(ids(2).to(model.device))
-    return softnpu.counters().get(LAUNCH, 0)
 
 
 def reasons(model: nn.Module) -> set[str | None]:
@@ -57,12 +49,21 @@ def inside_another_module() -> PreTrainedModel:
     return nn.ModuleDict({"model": build()}).to("npu")["model"]
 
 
+def weight_by_weight() -> PreTrainedModel:
+    """As libraries move them that know nothing of modules."""
+    model = build()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.npu()
+    return model
+
+
 WAYS: dict[str, Callable[[], PreTrainedModel]] = {
     "moved": lambda: build().to("npu"),
     "moved by its device": lambda: build().npu(),
     "made there": made_on_the_npu,
     "moved with what it is in": inside_another_module,
     "without weights at first": lambda: build().to("meta").to_empty(device="npu"),
+    "weight by weight": weight_by_weight,
     "kernelized": lambda: kernels_ext_npu.kernelize(build().to("npu")),
 }
 
@@ -97,30 +98,6 @@ def test_a_model_that_was_made_before_register_takes_it() -> None:
     assert AttentionInterface._global_mapping["sdpa"] is before
 
 
-def test_a_model_takes_it_whose_weights_another_library_has_moved(registered, npu_weights) -> None:
-    model = npu_weights(build("gpt_oss"))
-    assert launches(model) == 2
-
-
-@pytest.fixture
-def npu_weights() -> Callable[[nn.Module], nn.Module]:
-    def move(model: nn.Module) -> nn.Module:
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.npu()
-        return model
-
-    return move
-
-
-@pytest.mark.parametrize("kernels", [["RMSNorm"], ["FlashAttention"]])
-def test_kernels_decides(kernels) -> None:
-    kernels_ext_npu.register(kernels=kernels)
-    model = kernels_ext_npu.kernelize(build().to("npu"))
-    is_left_out = "FlashAttention" not in kernels
-    assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) == is_left_out
-    assert reasons(model) == ({"register(kernels=['RMSNorm']) leaves FlashAttention out"} if is_left_out else set())
-
-
 def test_towers_give_lengths_and_take_one_launch_a_layer(registered, tmp_path) -> None:
     zoo.build("qwen2_5_vl").save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, device_map="npu")
@@ -136,28 +113,11 @@ def test_towers_give_lengths_and_take_one_launch_a_layer(registered, tmp_path) -
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_tower_elsewhere_gives_what_it_gives_without_kernels(registered) -> None:
-    model = zoo.build("qwen2_5_vl")
-    inputs = zoo.inputs("qwen2_5_vl", model)
-    with torch.no_grad():
-        found = model(**inputs).logits
-        kernels_ext_npu.unregister()
-        assert torch.equal(found, model(**inputs).logits)
-
-
 # ---- when it is not --------------------------------------------------------------------------------------------------
 def test_a_model_on_the_cpu_keeps_its_own(registered) -> None:
     model = build()
     assert implementation(model) == "sdpa"
     assert reasons(model) == {"it is on cpu: load with device_map='npu', or move the model and call kernelize(model)"}
-
-
-def test_a_model_that_leaves_the_npu_has_its_own_again(registered) -> None:
-    model = build()
-    kernels_ext_npu.unregister()
-    expected = model(ids(2)).logits
-    kernels_ext_npu.register()
-    assert torch.equal(model.to("npu").to("cpu")(ids(2)).logits, expected)
 
 
 @pytest.mark.parametrize("move_first", [True, False])
@@ -189,19 +149,14 @@ def test_what_no_operator_computes_keeps_its_own_and_says_why(registered, name, 
     assert reasons(model) == {reason}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "minimax"])
-def test_a_class_whose_masks_are_not_for_its_keys_keeps_its_own(registered, name) -> None:
-    assert len(reasons(kernels_ext_npu.kernelize(zoo.build(name).to("npu")))) == 1
-
-
 # ---- host waits ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # with one kind of masks, and with two
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama4"])  # with one kind of masks, and with two
 @pytest.mark.parametrize(("batch", "waits"), [("plain", 0), ("left padding", 1), ("right padding", 1), ("packed", 1)])
 def test_the_host_waits_for_lengths_only_and_once_a_step(registered, name, batch, waits, checkpointing) -> None:
     model = build(name).to("npu").train(checkpointing)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    if checkpointing:  # transformers 5.23 has another name for it
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     inputs = on_npu(BATCHES[batch]())
     softnpu.reset_counters()
     model(**inputs, use_cache=False).logits.sum().backward()
@@ -215,55 +170,6 @@ def test_positions_without_their_name_are_looked_at(registered) -> None:
     expected = model(**inputs, use_cache=False).logits
     assert torch.equal(model(inputs["input_ids"], None, inputs["position_ids"], use_cache=False).logits, expected)
     assert not torch.equal(model(inputs["input_ids"], use_cache=False).logits, expected)
-
-
-# ---- what a module and its model say --------------------------------------------------------------------------------
-@pytest.mark.parametrize("padding", [None, slice(7), slice(-7, None)], ids=["none", "left", "right"])
-def test_a_module_that_is_told_not_to_be_causal_is_not_where_nothing_is_padding(registered, padding) -> None:
-    """As LLM2Vec does: transformers' sdpa obeys it where it is given no mask."""
-    model = build()
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    mask = torch.ones_like(ids(2))
-    if padding is not None:
-        mask[0, padding] = 0
-    inputs = {"input_ids": ids(2)} | ({} if padding is None else {"attention_mask": mask})
-    ours = copy.deepcopy(model).to("npu")
-    seen = mask.cumsum(-1).bool()  # a row of padding before the tokens sees no key
-    expected, found = (m(**given, use_cache=False).logits for m, given in ((model, inputs), (ours, on_npu(inputs))))
-    torch.testing.assert_close(found.cpu()[seen], expected[seen], atol=1e-5, rtol=1e-5)
-
-
-class Outer(PreTrainedModel):
-    """Holds a model, and makes the positions of packed sequences for it."""
-
-    config_class, _supports_sdpa = Qwen3Config, True
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.inner = Qwen3Model(config)
-        self.post_init()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.inner(input_ids, position_ids=packed(input_ids), use_cache=False).last_hidden_state
-
-
-class Inherited(Qwen3Model):
-    """Makes the positions of packed sequences for what it inherits."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids, position_ids=packed(input_ids), use_cache=False).last_hidden_state
-
-
-def packed(input_ids: Tensor) -> Tensor:
-    return torch.cat([torch.arange(5), torch.arange(input_ids.shape[1] - 5)])[None].to(input_ids.device)
-
-
-@pytest.mark.parametrize("cls", [Outer, Inherited])
-def test_sequences_that_a_model_packs_for_another_one_do_not_see_each_other(registered, cls) -> None:
-    model = cls(build().config).eval()
-    expected = model(ids(1))
-    torch.testing.assert_close(model.to("npu")(ids(1).npu()).cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 # ---- weights of attention --------------------------------------------------------------------------------------------

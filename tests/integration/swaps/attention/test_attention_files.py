@@ -120,12 +120,3 @@ def test_a_bias_of_sam_2_is_added_and_goes_to_no_other_implementation(registered
         found = module.to("npu")(q.npu(), k.npu(), v.npu(), attention_similarity=bias.npu())[0]
     assert "Falling back" not in caplog.text
     assert_equal(found, expected)
-
-
-def test_unregister_gives_files_their_question_back(registered) -> None:
-    from transformers.utils.generic import is_flash_attention_requested
-
-    assert modeling_sam2.is_flash_attention_requested is not is_flash_attention_requested
-    assert modeling_sam2.is_flash_attention_requested(requested_attention_implementation="flash_attention_2")
-    kernels_ext_npu.unregister()
-    assert modeling_sam2.is_flash_attention_requested is is_flash_attention_requested

@@ -21,17 +21,15 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
-import softnpu
 from tests.support import attention_types, zoo
-from tests.support.attention_models import MODELS, ids, on_npu, pair
+from tests.support.attention_models import MODELS, NAME, ids, on_npu, pair
+from tests.support.launches import of_attention as launches
 
-NAME = "npu_flash_attention"
 ON_HUB = "kernels-ext-npu/FlashAttention"
 FOR_ACCELERATE = "kernels-ext-npu/flash-attn"
 # what may be asked for, and what configs name then
 IN_CONFIG = {NAME: NAME, ON_HUB: NAME, f"{ON_HUB}@v1": NAME, f"{ON_HUB}@main": NAME, FOR_ACCELERATE: FOR_ACCELERATE}
 NAMES = list(IN_CONFIG)
-LAUNCH = "npu_fusion_attention_v3"
 # with a window, with two kinds of masks, with sinks, with heads of values that are smaller
 SERVED = ["qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"]
 # Both are float32, with sums in another order: values of size one differ by some 1e-6.
@@ -49,13 +47,6 @@ def pair_by_name(name: str, implementation: str = NAME) -> tuple[PreTrainedModel
     ours = copy.deepcopy(model).to("npu")
     ours.set_attn_implementation(implementation)
     return model, ours
-
-
-def launches(model: nn.Module) -> int:
-    softnpu.reset_counters()
-    with torch.no_grad():
-        model(ids(2).to(model.device))
-    return softnpu.counters().get(LAUNCH, 0)
 
 
 def rows(model: nn.Module, swapped: bool = True) -> list[kernels_ext_npu.Row]:
@@ -231,22 +222,6 @@ def test_a_copy_of_a_model_is_told_so_and_can_be_restored(registered) -> None:
         launches(twin)
     assert kernels_ext_npu.restore(twin).config._attn_implementation == "sdpa"
     launches(twin)  # computes
-
-
-def test_restoring_an_mlp_leaves_attention_alone(registered) -> None:
-    _, ours = pair_by_name("mistral")
-    kernels_ext_npu.restore(ours.model.layers[0].mlp)
-    assert launches(ours) == 2
-    kernels_ext_npu.restore(ours.model.layers[0].self_attn)  # one config is that of all
-    assert launches(ours) == 0
-
-
-def test_registering_again_takes_the_kernel_from_the_new_source(registered, checkpoint) -> None:
-    _, ours = pair_by_name("qwen3")
-    kernels_ext_npu.register(source=Path(__file__).parents[4])
-    assert ours.config._attn_implementation == "eager"
-    ours.set_attn_implementation(NAME)
-    assert launches(ours) == 2
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kernels_ext_npu.swaps.attention import latents
 from tests.support import zoo
 from tests.support.agreement import TOLERANCE
 from tests.support.counted import counted
+from tests.support.decoding_steps import KEYS, PROMPT, steps
 
 pytestmark = pytest.mark.usefixtures("registered")
 # of the 16 those whose language models are made of small sizes alone
@@ -28,7 +29,6 @@ MODELS = [
     *("AXK2ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "MiniCPM3ForCausalLM"),
     *("Mistral4ForCausalLM", "YoutuForCausalLM"),
 ]
-PROMPT, KEYS = 14, 20
 _METHOD = "def expand_kv("
 
 
@@ -37,9 +37,18 @@ def on_latents(monkeypatch) -> list[int]:
     """The numbers of queries of each attention that is computed on latents."""
     queries: list[int] = []
     attend = latents.Latents.attend
-    monkeypatch.setattr(
-        latents.Latents, "attend", lambda self, f, query: queries.append(query.shape[2]) or attend(self, f, query)
-    )
+    of_chosen = latents.Latents.attend_chosen
+
+    def to_all(self, call, query: Tensor) -> Tensor:
+        queries.append(query.shape[2])
+        return attend(self, call, query)
+
+    def to_chosen(self, call, query: Tensor, *rest) -> Tensor:
+        queries.append(query.shape[2])
+        return of_chosen(self, call, query, *rest)
+
+    monkeypatch.setattr(latents.Latents, "attend", to_all)
+    monkeypatch.setattr(latents.Latents, "attend_chosen", to_chosen)
     return queries
 
 
@@ -49,27 +58,12 @@ def made(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
         model = zoo.build(name)
     else:
         cls = getattr(transformers, name)
-        model = cls._from_config(zoo.configure(cls.config_class, zoo.MHA, zoo.SMALL))
+        model = cls._from_config(zoo.configure(cls.config_class, {"num_key_value_heads": 4}, zoo.SMALL))
         zoo.randomise(model, 0)
     model.eval()
     ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
     model.set_attn_implementation("eager")
     return model, ours
-
-
-def steps(model: PreTrainedModel, cache) -> list[Tensor]:
-    """The logits of a prompt with padding, of two single tokens and of three, behind each other."""
-    ids = torch.randint(2, 90, (2, KEYS - 1), generator=torch.Generator().manual_seed(0)).to(model.device)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    places, found, start = (mask.cumsum(-1) - 1).clamp(min=0), [], 0
-    with torch.no_grad():
-        for end in (PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 5):
-            inputs = {"input_ids": ids[:, start:end], "position_ids": places[:, start:end]}
-            outputs = model(**inputs, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            found.append(outputs.logits.cpu()[:, -min(3, end - start) :])
-            start = end
-    return found
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -22,6 +22,7 @@ from tests.support.swapped import assert_agree, moved, results
 
 pytestmark = pytest.mark.usefixtures("registered")
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
+OWN_GATES = ("Inkling2Experts",)  # of transformers 5.23: caps that no operator has
 VARIED = ("Qwen3MoeExperts", "GptOssExperts", "OpenAIPrivacyFilterExperts", "NemotronHExperts", "MuseSparkExperts")
 
 
@@ -73,7 +74,8 @@ def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
             counters = softnpu.counters()
             assert counters["stream_syncs"] == counters["device_to_host_copies"] == 0
             assert counters["npu_grouped_matmul"] == 6 + 2 * original.has_bias
-            assert ("npu_swiglu" in counters or "npu_clipped_swiglu" in counters) == original.has_gate
+            is_fused = original.has_gate and type(original).__name__ not in OWN_GATES
+            assert ("npu_swiglu" in counters or "npu_clipped_swiglu" in counters) == is_fused
             agree(found, results(original, *arguments))
 
 
@@ -161,17 +163,6 @@ def test_a_limit_of_another_size_is_a_limit(subtests) -> None:
             x, index, weights = inputs(original)
             arguments = (x * 2 * limit, index, weights)
             agree(results(*swapped(original), *moved(arguments)), results(original, *arguments))
-
-
-def test_frozen_experts_have_no_gradient_and_tokens_have_theirs() -> None:
-    original = instance(named("Qwen3MoeExperts")[0]).requires_grad_(False)
-    arguments = inputs(original)
-    softnpu.reset_counters()
-    found = results(*swapped(original), *moved(arguments))
-    assert softnpu.counters()["npu_grouped_matmul"] == 4
-    expected = results(original, *arguments)
-    agree(found[:3], expected[:3])
-    assert found[3:] == expected[3:] == [None, None]
 
 
 @pytest.mark.parametrize("name", VARIED)

@@ -1,6 +1,5 @@
 """Experts of transformers without an experts interface: the values and gradients of their own forwards."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,8 @@ from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-import kernels_ext_npu
 import softnpu
+from tests.support.swapped import swapped
 
 pytestmark = pytest.mark.usefixtures("registered")
 EXPERTS, HIDDEN, INNER, TOKENS = 6, 32, 64, 21
@@ -71,13 +70,6 @@ def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
     return [x, torch.rand(TOKENS, EXPERTS - 1).topk(2, -1).indices, torch.rand(TOKENS, 2).to(dtype)]
 
 
-def swapped(module: nn.Module) -> nn.Module:
-    model = nn.ModuleDict({"experts": copy.deepcopy(module)}).to("npu")
-    row = next(r for r in kernels_ext_npu.report(kernels_ext_npu.kernelize(model)) if r.path == "experts")
-    assert row.swapped, row.reason
-    return model["experts"]
-
-
 def run(module: nn.Module, given: list[Tensor]) -> list[Tensor]:
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
     found = module(*leaves)
@@ -91,7 +83,7 @@ def run(module: nn.Module, given: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_the_originals(name: str, dtype: torch.dtype) -> None:
     original, given = made(name, dtype), inputs(name, dtype)
-    module = swapped(original)
+    (module,) = swapped(original)
     softnpu.reset_counters()
     found = run(module, [t.npu() for t in given])
     counters = softnpu.counters()
@@ -107,7 +99,7 @@ def test_values_and_gradients_are_the_originals(name: str, dtype: torch.dtype) -
 
 def test_llama4s_experts_compute_the_tokens_that_they_were_chosen_for_and_no_others() -> None:
     """transformers multiplies as many rows as there are tokens, times experts."""
-    module, rows = swapped(made("llama4, one expert", torch.float32)), []
+    (module,), rows = swapped(made("llama4, one expert", torch.float32)), []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -124,7 +116,7 @@ def test_hooks_of_what_is_passed_by_end_it() -> None:
     calls: list[nn.Module] = []
     for name, path in (("llama4, one expert", "experts"), ("dbrx", "mlp")):
         original = made(name, torch.float32)
-        module, given = swapped(original), inputs(name, torch.float32)
+        (module,), given = swapped(original), inputs(name, torch.float32)
         module.get_submodule(path).register_forward_hook(lambda module, *_: calls.append(module))
         with torch.no_grad():
             found, expected = module(*(t.npu() for t in given)), original(*given)
@@ -140,5 +132,5 @@ def test_choices_of_experts_elsewhere_add_nothing() -> None:
     x, index, weights = inputs("step3p7", torch.float32)
     index[::2, 0] = EXPERTS
     with torch.no_grad():
-        found, expected = swapped(original)(x.npu(), index.npu(), weights.npu()), original(x, index, weights)
+        found, expected = swapped(original)[0](x.npu(), index.npu(), weights.npu()), original(x, index, weights)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)

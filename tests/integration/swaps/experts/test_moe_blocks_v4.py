@@ -7,119 +7,62 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
-from transformers.utils import import_utils
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import (
-    PATTERNS,
     DeepseekV2MoE,
     DeepseekV3MoE,
     MixtralSparseMoeBlock,
     Qwen2MoeSparseMoeBlock,
     Qwen3MoeSparseMoeBlock,
 )
-from kernels_ext_npu.patterns.norms.rms_norms import LlamaRMSNorm
+from tests.support.expert_modules import block, block_inputs
+from tests.support.list_blocks import assert_close, each_block, results
+from tests.support.swapped import swapped
 
 pytestmark = pytest.mark.usefixtures("registered")
-BLOCKS = [reference.module for reference in PATTERNS]
-each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
 
 
-class Model(PreTrainedModel):
-    """Two layers of norms and mixtures, as transformers loads them."""
-
-    config_class = LlamaConfig
-
-    def __init__(self, config: LlamaConfig, cls: type[nn.Module] = Qwen3MoeSparseMoeBlock) -> None:
-        super().__init__(config)
-        self.norms = nn.ModuleList(LlamaRMSNorm(32) for _ in range(2))
-        self.blocks = nn.ModuleList(cls(32, 6, 2, 32) for _ in range(2))
-        self.post_init()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, block in zip(self.norms, self.blocks):
-            y = block(norm(x))
-            x = x + (y[0] if isinstance(y, tuple) else y)
-        return x
+def row_of(model: nn.Module) -> kernels_ext_npu.Row:
+    (row,) = [row for row in kernels_ext_npu.report(model) if row.kernel in ("SparseMoEBlock", "GatedMoEBlock")]
+    return row
 
 
-def model(cls: type[nn.Module] = Qwen3MoeSparseMoeBlock) -> Model:
-    torch.manual_seed(0)
-    built = Model(LlamaConfig(hidden_size=32), cls)
-    for parameter in built.blocks.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return built
-
-
-def rows(swapped: nn.Module) -> list[kernels_ext_npu.Row]:
-    names = {"SparseMoEBlock", "GatedMoEBlock"}
-    return [row for row in kernels_ext_npu.report(swapped) if row.kernel in names]
-
-
-def inputs() -> Tensor:
-    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
-
-
-def results(built: nn.Module, x: Tensor) -> list[Tensor]:
-    leaf = x.clone().requires_grad_()
-    built.zero_grad()
-    y = built(leaf)
-    y.square().sum().backward()
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in built.parameters()]
-    return [y.detach(), leaf.grad, *gradients]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    """2e-6 of the norm: two layers of three products in float32, each with sums in another order."""
-    for a, b in zip(found, expected):
-        assert (a.cpu() - b).norm() <= 2e-6 * b.norm() + 1e-5
+def in_a_model(module: nn.Module) -> nn.Module:
+    return kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(module)}).to("npu"))
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @each_block
-def test_a_model_computes_what_it_did(cls, mode) -> None:
-    original = model(cls).train(mode == "training")
-    swapped = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
-    assert [row.swapped for row in rows(swapped)] == [True, True]
-    assert {row.reason for row in rows(swapped)} == {None}
-    assert {row.kind for row in rows(swapped)} == {"experts"}
-    x = inputs().npu()
+def test_a_block_computes_what_it_did(cls, mode) -> None:
+    original = block(cls).train(mode == "training")
+    (device,) = swapped(original)
     softnpu.reset_counters()
-    found = results(swapped, x)
+    found = results(device, block_inputs().npu())
     counters = softnpu.counters()
     assert counters["stream_syncs"] == 0
-    assert counters["npu_grouped_matmul"] == 12
-    assert counters["npu_swiglu"] >= 2
-    assert_close(found, results(original, inputs()))
-    assert_close(results(swapped, x), results(original, inputs()))
+    assert counters["npu_grouped_matmul"] == 6
+    assert counters["npu_swiglu"] >= 1
+    assert_close(found, results(original, block_inputs()))
+    assert_close(results(device, block_inputs().npu()), results(original, block_inputs()))
 
 
 @each_block
-def test_state_dict_keeps_names_and_values(cls) -> None:
-    original = model(cls)
-    swapped = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
-    expected = original.state_dict()
-    for found in (
-        swapped.state_dict(),
-        copy.deepcopy(swapped).state_dict(),
-        kernels_ext_npu.restore(swapped).state_dict(),
-    ):
-        assert list(found) == list(expected)
-        assert all(torch.equal(found[name].cpu(), expected[name]) for name in expected)
-
-
-@each_block
-def test_restored_it_is_the_original_again(cls) -> None:
-    original = model(cls)
-    swapped = kernels_ext_npu.restore(kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu")))
-    assert not any(row.swapped for row in kernels_ext_npu.report(swapped))
+def test_names_and_values_stay_and_restored_it_is_the_original_again(cls) -> None:
+    original = nn.ModuleDict({"block": block(cls)})
+    model = in_a_model(original["block"])
+    assert (row_of(model).swapped, row_of(model).reason, row_of(model).kind) == (True, None, "experts")
+    states = [model.state_dict(), copy.deepcopy(model).state_dict()]
+    kernels_ext_npu.restore(model)
+    assert not row_of(model).swapped
+    for found in (*states, model.state_dict()):
+        assert list(found) == list(original.state_dict())
+        assert all(torch.equal(found[name].cpu(), value) for name, value in original.state_dict().items())
     softnpu.reset_counters()
-    found = results(swapped, inputs().npu())
+    found = results(model["block"], block_inputs().npu())
     assert "npu_grouped_matmul" not in softnpu.counters()
-    assert_close(found, results(original, inputs()))
+    assert_close(found, results(original["block"], block_inputs()))
 
 
 def lora(module: nn.Module) -> nn.Module:
@@ -129,36 +72,36 @@ def lora(module: nn.Module) -> nn.Module:
 
 
 def test_experts_with_lora_keep_their_forward() -> None:
-    adapted = lora(model())
-    swapped = kernels_ext_npu.kernelize(copy.deepcopy(adapted).to("npu"))
-    for row in rows(swapped):
-        assert not row.swapped
-        assert row.reason.startswith("a projection of an expert is a peft.tuners.lora.layer.Linear")
-    assert_close(results(swapped, inputs().npu()), results(adapted, inputs()))
+    adapted = lora(block(Qwen3MoeSparseMoeBlock))
+    model = in_a_model(adapted)
+    assert not row_of(model).swapped
+    assert row_of(model).reason.startswith("a projection of an expert is a peft.tuners.lora.layer.Linear")
+    assert_close(results(model["block"], block_inputs().npu()), results(adapted, block_inputs()))
 
 
-def test_lora_after_the_swap_is_respected_and_reported() -> None:
-    original = model()
-    swapped = lora(kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu")))
-    for row in rows(swapped):
-        assert row.swapped
-        assert row.reason == "expert by expert, since a projection is a peft.tuners.lora.layer.Linear"
+def offloaded(module: nn.Module) -> nn.Module:
+    for expert in module.experts:
+        accelerate.hooks.add_hook_to_module(expert, accelerate.hooks.AlignDevicesHook("npu:0"))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lora, "a projection is a peft.tuners.lora.layer.Linear"),
+        (offloaded, "an expert has hooks or a wrapped forward, which one product would pass by"),
+    ],
+)
+def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> None:
+    original = block(Qwen3MoeSparseMoeBlock)
+    model = in_a_model(original)
+    change(model["block"])
+    assert (row_of(model).swapped, row_of(model).reason) == (True, f"expert by expert, since {reason}")
     softnpu.reset_counters()
-    found = results(swapped, inputs().npu())
+    found = results(model["block"], block_inputs().npu())
     assert "npu_grouped_matmul" not in softnpu.counters()
-    assert_close(found[:2], results(lora(original), inputs())[:2])
-
-
-def test_hooks_of_accelerate_on_the_experts_run() -> None:
-    original = model()
-    swapped = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
-    for block in swapped.blocks:
-        for expert in block.experts:
-            accelerate.hooks.add_hook_to_module(expert, accelerate.hooks.AlignDevicesHook("npu:0"))
-    assert {row.reason for row in rows(swapped)} == {
-        "expert by expert, since an expert has hooks or a wrapped forward, which one product would pass by"
-    }
-    assert_close(results(swapped, inputs().npu()), results(original, inputs()))
+    expected = results(lora(original) if change is lora else original, block_inputs())
+    assert_close(found, expected)
 
 
 class OtherExpert(nn.Module):
@@ -171,16 +114,16 @@ class OtherExpert(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
 
-def replace_expert(block: nn.Module) -> None:
-    block.experts[2] = OtherExpert()
+def replace_expert(module: nn.Module) -> None:
+    module.experts[2] = OtherExpert()
 
 
-def drop_expert(block: nn.Module) -> None:
-    del block.experts[5]
+def drop_expert(module: nn.Module) -> None:
+    del module.experts[5]
 
 
-def move_rank(block: nn.Module) -> None:
-    block.ep_rank = 1
+def move_rank(module: nn.Module) -> None:
+    module.ep_rank = 1
 
 
 @pytest.mark.parametrize(
@@ -197,35 +140,19 @@ def move_rank(block: nn.Module) -> None:
     ],
 )
 def test_what_the_pattern_does_not_show_is_refused_with_a_reason(cls, change, reason) -> None:
-    built = model(cls)
-    for block in built.blocks:
-        change(block)
-    swapped = kernels_ext_npu.kernelize(built.to("npu"))
-    assert [(row.swapped, row.reason) for row in rows(swapped)] == [(False, reason)] * 2
-
-
-def test_the_code_that_deepseek_brings_along_does_not_start_on_this_transformers() -> None:
-    """It imports this; were it there again, its blocks would have to be served or named."""
-    assert not hasattr(import_utils, "is_torch_fx_available")
-
-
-def test_another_forward_matches_nothing() -> None:
-    class Scaled(DeepseekV3MoE):
-        def moe(self, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
-            return super().moe(hidden_states, topk_indices, 2 * topk_weights)
-
-    assert find_pattern(Scaled) is None
+    built = block(cls, experts=6)
+    change(built)
+    assert (row_of(in_a_model(built)).swapped, row_of(in_a_model(built)).reason) == (False, reason)
 
 
 def test_bfloat16_takes_the_weights_as_they_lie() -> None:
-    swapped = kernels_ext_npu.kernelize(model().to(torch.bfloat16).to("npu"))
-    softnpu.reset_counters()
-    x = inputs().to(torch.bfloat16).npu()
+    (device,) = swapped(block(Qwen3MoeSparseMoeBlock).to(torch.bfloat16))
+    x = block_inputs(dtype=torch.bfloat16).npu()
     softnpu.reset_counters()
     with torch.no_grad():
-        swapped(x)
+        device(x)
     counters = softnpu.counters()
-    assert counters["npu_grouped_matmul"] == 4
-    assert counters["npu_swiglu"] == 2
+    assert counters["npu_grouped_matmul"] == 2
+    assert counters["npu_swiglu"] == 1
     assert not counters.keys() & {"stack", "cat", "clone"}
     assert counters["stream_syncs"] == 0

@@ -6,33 +6,23 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
-from kernels_ext_npu.inspection import subject
-from kernels_ext_npu.inspection.counting.dispatch import Counting
-from kernels_ext_npu.inspection.counting.known_values import KnownValues
-from kernels_ext_npu.inspection.counting.phases import count
-from kernels_ext_npu.measuring import roofline
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory
-from tests.support.costs import costs
+from tests.support.costs import costs, published
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
+# with 1024 words in place of 151936: the embedding is nobody's kernel
 QWEN3_30B_A3B = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,  # in place of 151936: the embedding is nobody's kernel
-}
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_hidden_layers": 2, "vocab_size": 1024,
+}  # fmt: skip
 
 
 def with_experts(forward: Callable) -> Callable[[nn.Module], None]:
@@ -47,11 +37,6 @@ def with_experts(forward: Callable) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def show(name: str, counted: tuple[Cost, Cost]) -> None:
-    launches, bytes_moved = ([f(cost) for cost in counted] for f in (lambda c: c.launches.total(), gigabytes))
-    print(f"{name}: {launches[0]} / {launches[1]} launches, {bytes_moved[0]:.2f} / {bytes_moved[1]:.2f} GB")
-
-
 def gigabytes(cost: Cost) -> float:
     return cost.bytes.total() / 1e9
 
@@ -61,11 +46,10 @@ def test_a_model_launches_and_moves_half_of_what_it_did(registered) -> None:
     theirs = costs(with_experts(llama_factory.experts), "qwen3_moe", 4096, **QWEN3_30B_A3B)
     kernels_ext_npu.unregister()
     original = costs(lambda model: None, "qwen3_moe", 4096, **QWEN3_30B_A3B)
-    show("original", original)
-    show("experts node by node", theirs)
-    show("swapped", ours)
-    assert (original[0].launches.total(), round(gigabytes(original[0]), 1)) == (187, 10.7)
-    assert (original[1].launches.total(), round(gigabytes(original[1]), 1)) == (452, 33.8)
+    # transformers' own: 5.23 launches two more in each
+    assert original[0].launches.total() >= 187
+    assert original[1].launches.total() >= 452
+    assert [round(gigabytes(cost), 1) for cost in original] == [10.7, 33.3]
     assert ours[0].launches.total() <= 60
     assert gigabytes(ours[0]) <= 5.52
     assert ours[1].launches.total() <= 143
@@ -92,16 +76,9 @@ def test_a_block_launches_what_it_must(registered) -> None:
 
 
 SIZES = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 32,
-}
+    "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4,
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 32,
+}  # fmt: skip
 TOKENS = 1024
 
 
@@ -118,7 +95,6 @@ def test_a_training_step_holds_less_than_transformers_and_the_nodes(registered) 
     grouped = peak(with_experts(grouped_mm_experts_forward))
     kernels_ext_npu.unregister()
     original = peak(lambda model: None)
-    print(f"of transformers {ours / original:.2f}, of its experts {ours / grouped:.2f}, of nodes {ours / theirs:.2f}")
     # For each layer but the last the nodes keep the tokens and what the gate makes of them besides. Within the last one
     # they free what they kept one after the other, one node all at its end: a tensor of the inner size more.
     rows, inner = TOKENS * SIZES["num_experts_per_tok"] * 4, SIZES["moe_intermediate_size"]
@@ -139,27 +115,22 @@ def test_frozen_experts_hold_less_still(registered) -> None:
     assert peak(freeze) < peak(kernels_ext_npu.kernelize)
 
 
-@pytest.mark.parametrize(("model", "fewer"), [("deepseek_v3", 58 * 17), ("glm4_moe", 45 * 16)])
+@pytest.mark.parametrize(
+    ("model", "fewer"), [("deepseek_v3", 58 * 17), pytest.param("glm4_moe", 45 * 16, marks=pytest.mark.long)]
+)
 def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
     """In place of 20; GLM's one group saves a copy of the mask of groups.
 
     At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
     """
-    values, soc, found = KnownValues(), roofline.SOCS["910b"], []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with Counting(values, soc):
-            built = subject.build(subject.find(model), torch.bfloat16)
-        inputs, _ = subject.make_inputs(built, 1, 4096, values)
-        kernels_ext_npu.kernelize(built)
-        count("forward", built, inputs, values, soc)  # makes the mask that later forwards share
+    found = []
+    with published(model) as (built, count):
+        count("forward")  # makes the mask that later forwards share
         for prepare in (lambda each: None, kernels_ext_npu.restore):
             for module in built.modules():
                 if type(module).__name__.endswith("TopkRouter"):
                     prepare(module)
-            found.append(count("forward", built, inputs, values, soc))
+            found.append(count("forward"))
     ours, without = found
-    print(
-        f"{model}: {without.launches.total()} launches of a forward, {ours.launches.total()} with kernels for routers"
-    )
     assert without.launches.total() - ours.launches.total() == fewer
     assert ours.waits <= without.waits

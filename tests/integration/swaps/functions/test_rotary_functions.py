@@ -1,50 +1,95 @@
-"""Rotary functions of transformers in whole models: what is swapped, what it computes, and that it can be undone."""
+"""Rotary functions in whole models: what they launch, and that each is one object for the process."""
 
-import inspect
+import copy
+import pickle
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.matching import function_scan
 from kernels_ext_npu.swaps import functions
-from tests.support.rotary_functions import calls, forward, kernelized
+from tests.support import zoo
+from tests.support.rotary_functions import calls, forward, kernelized, modeling
 
 
-def test_openai_privacy_filter(registered) -> None:
-    """It is not in the zoo: half-width cos as gpt-oss, and neighbours."""
-    from transformers.models.openai_privacy_filter import modeling_openai_privacy_filter as module
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not
+def test_another_model_on_the_cpu_gives_what_it_gave(name) -> None:
+    twin = zoo.build(name)
+    expected = forward(twin, name)
+    kernels_ext_npu.register()
+    kernelized(name)
+    assert torch.equal(forward(twin, name), expected)
+    assert {row.reason.partition(":")[0] for row in calls(twin)} == {"it is on cpu"}
+    kernels_ext_npu.unregister()
+    assert torch.equal(forward(twin, name), expected)
 
-    attention = next(
-        cls
-        for cls in vars(module).values()
-        if inspect.isclass(cls) and [use.name for use in function_scan.uses(cls)] == ["apply_rotary_pos_emb"]
-    )
-    model = attention.__new__(attention)
-    nn.Module.__init__(model)
-    model.weight = nn.Parameter(torch.ones(1, device="npu"))
+
+def test_a_model_with_use_kernels_on_the_cpu_takes_no_kernels_away(registered, checkpoint) -> None:
+    model = kernelized("qwen3")
+    with pytest.warns(UserWarning, match="is on cpu, and kernels are swapped in for models on the NPU"):
+        other = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), use_kernels=True)
+    assert all(row.swapped for row in calls(model))
+    assert not any(row.swapped for row in calls(other))
+    with pytest.warns(UserWarning, match="is on cpu"):
+        other.train()
+    assert all(row.swapped for row in calls(model))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, name) -> None:
+    model, plain = kernelized(name), zoo.build(name).to("npu")
+    assert all(row.swapped for row in [*calls(model), *calls(plain)])
+    assert " ".join(str(kernels_ext_npu.report(model)).split()).count(functions.SHARED) == 1
+    expected = forward(zoo.build(name), name)
+    for both in (model, plain):
+        assert (forward(both, name).cpu() - expected).norm() <= 1e-5 * expected.norm()
+    kernels_ext_npu.restore(plain)
+    for row in [*calls(model), *calls(plain)]:
+        assert not row.swapped
+        assert "restore() was called" in row.reason
+    assert functions.SHARED[:20] not in str(kernels_ext_npu.report(model))
     kernels_ext_npu.kernelize(model)
-    (row,) = calls(model)
-    assert (row.swapped, row.kernel) == (True, "RotaryPosEmbInterleavedHalfWidth")
+    assert all(row.swapped for row in calls(plain))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_models_without_rotation_have_no_rows_for_it(registered, name) -> None:
-    assert not calls(kernelized(name))
+def test_what_a_user_puts_under_the_name_of_a_function_is_in_no_copy_and_in_no_pickle(registered, monkeypatch) -> None:
+    model = kernelized("qwen3")
+    held = [module._kernel_funcs for module in model.modules() if hasattr(module, "_kernel_funcs")]
+    monkeypatch.setattr(modeling("qwen3"), "apply_rotary_pos_emb", lambda *args, **kwargs: args)
+    twin = copy.deepcopy(model)
+    assert held == [module._kernel_funcs for module in twin.modules() if hasattr(module, "_kernel_funcs")] != []
+    kernels_ext_npu.kernelize(twin)
+    with pytest.raises(pickle.PicklingError, match="replaced in its file; put it back"):
+        pickle.dumps(model)
 
 
-def test_what_has_no_kernel_keeps_its_forward_and_says_so(registered) -> None:
-    from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoRoPEAttention
+def test_what_somebody_else_puts_in_its_place_stays(monkeypatch) -> None:
+    """As libraries of kernels for other devices do."""
+    before = modeling("phi3").apply_rotary_pos_emb
+    monkeypatch.setattr(modeling("phi3"), "apply_rotary_pos_emb", before)  # what is put back in the end, not ours
+    kernels_ext_npu.register()
+    model = kernelized("phi3")
+    replacement = partial(before)
+    monkeypatch.setattr(modeling("phi3"), "apply_rotary_pos_emb", replacement)
+    expected = forward(zoo.build("phi3"), "phi3")
+    for _ in range(2):
+        assert {(row.swapped, row.reason) for row in calls(model)} == {(False, "no kernel computes what it computes")}
+        assert (forward(model, "phi3").cpu() - expected).norm() <= 1e-5 * expected.norm()
+        kernels_ext_npu.kernelize(model)
+    kernels_ext_npu.restore(model)
+    kernels_ext_npu.unregister()
+    assert modeling("phi3").apply_rotary_pos_emb is replacement
 
-    model = Sam2VideoRoPEAttention.__new__(Sam2VideoRoPEAttention)
-    nn.Module.__init__(model)
-    model.weight = nn.Parameter(torch.ones(1, device="npu"))
-    kernels_ext_npu.kernelize(model)
-    (row,) = calls(model)
-    assert (row.swapped, row.kernel, row.reason) == (False, None, "no kernel computes what it computes")
-    assert row.is_candidate
+
+def test_the_kernels_of_other_devices_stay(registered) -> None:
+    table = hub_kernels.get_kernel_mapping_transformers()
+    kernelized("qwen3")
+    assert type(modeling("qwen3").apply_rotary_pos_emb).kernel_layer_name == "rotary_pos_emb"
+    assert table["rotary_pos_emb"] == hub_kernels._build_kernel_mapping()["rotary_pos_emb"]
 
 
 def test_a_decoder_layer_launches_two_and_nothing_else_for_it(registered) -> None:

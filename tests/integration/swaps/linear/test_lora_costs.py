@@ -3,35 +3,26 @@
 from collections.abc import Collection
 
 import pytest
-import torch
-from torch._subclasses import FakeTensorMode
+from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.inspection.counting.counts import Counts
-from kernels_ext_npu.inspection.counting.known_values import KnownValues
-from kernels_ext_npu.inspection.counting.phases import count
-from kernels_ext_npu.measuring import roofline
+from tests.support.costs import published
 
 KERNELS = {*REPOSITORIES} - {"CrossEntropy"}
 TOKENS, RANK = 4096, 16
 
 
 def step(kernels: Collection[str], dropout: float = 0.0) -> Counts:
-    values, found = KnownValues(), subject.find("Qwen3-8B")
+    def adapt(model: PreTrainedModel) -> None:
+        subject.adapt(model, RANK, dropout)
+        kernels_ext_npu.kernelize(model.train())
+
     kernels_ext_npu.register(kernels=sorted(kernels))
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = subject.build(found, torch.bfloat16)
-            subject.adapt(model, RANK, dropout)
-            kernels_ext_npu.kernelize(model.train())
-            inputs = subject.make_inputs(model, 1, TOKENS, values)[0]
-            counts = count("step", model, inputs | subject.labels(model, inputs), values, roofline.SOCS["910b"])
-    finally:
-        kernels_ext_npu.unregister()
-    print(f"{counts.launches.total()} launches, {counts.bytes.total() / 1e9:.1f} GB, peak {counts.peak / 1e9:.2f} GB")
-    return counts
+    with published("Qwen3-8B", TOKENS, adapt) as (_, count):
+        return count("step")
 
 
 @pytest.mark.long

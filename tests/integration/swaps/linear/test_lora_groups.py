@@ -3,7 +3,7 @@
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -27,11 +27,42 @@ def attention_of(model: nn.Module) -> Attention:
     return next(module for module in model.modules() if isinstance(module, Attention))
 
 
-def test_hooks_that_come_later_see_and_change_what_they_did() -> None:
+class Around(nn.Module):
+    """Stands around a layer since kernels were swapped in, and changes its input before it calls."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * 2)
+
+
+def hooked(attention: Attention) -> None:
+    attention.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    attention.v_proj.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def surrounded(attention: Attention) -> None:
+    attention.k_proj = Around(attention.k_proj)
+
+
+def exchanged(attention: Attention) -> None:
+    torch.manual_seed(1)
+    attention.k_proj = nn.Linear(16, 8).to(attention.q_proj.weight.device)
+
+
+@pytest.mark.parametrize("change", [hooked, surrounded, exchanged])
+def test_a_layer_that_is_changed_later_is_computed_as_it_is(change: Callable[[Attention], None]) -> None:
+    """Also when kernels are looked at: of those that another one has left none is computed together."""
     model, original = pair()
-    for each in map(attention_of, (model, original)):
-        each.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        each.v_proj.register_forward_hook(lambda module, args, y: y + 1)
+    for each in (model, original):
+        change(attention_of(each))
+    assert_same(model, original)
+    kernels_ext_npu.kernelize(model)
+    if change is exchanged:
+        assert not any(reasons(model)[name] for name in ("q_proj", "v_proj", "o_proj"))
+        assert "forward" not in vars(attention_of(model))
     assert_same(model, original)
 
 
@@ -43,18 +74,6 @@ def test_layers_that_are_called_by_somebody_else_are_computed_by_themselves() ->
     for each in (found, expected):
         each.k_proj.base_layer.weight.data.mul_(2)  # which no version counts
     torch.testing.assert_close(found.k_proj(x).cpu(), expected.k_proj(X), rtol=1e-4, atol=1e-5)
-
-
-def test_a_layer_in_the_place_of_another_is_computed_and_the_other_is_not() -> None:
-    model, original = pair()
-    for each in map(attention_of, (model, original)):
-        torch.manual_seed(1)
-        each.k_proj = nn.Linear(16, 8).to(each.q_proj.weight.device)
-    assert_same(model, original)
-    kernels_ext_npu.kernelize(model)
-    assert not any(reasons(model)[name] for name in ("q_proj", "v_proj", "o_proj"))
-    assert "forward" not in vars(attention_of(model))
-    assert_same(model, original)
 
 
 def test_a_forward_that_ends_in_between_leaves_nothing_to_the_next() -> None:
@@ -108,24 +127,6 @@ def test_a_copy_and_a_pickle_are_what_the_model_is() -> None:
     assert not any("forward" in vars(module) for module in unpickled.modules())
     assert_same(kernels_ext_npu.kernelize(unpickled), original)
     assert reasons(unpickled)["q_proj"] == TOGETHER
-
-
-class Around(nn.Module):
-    """Stands around a layer since kernels were swapped in, and changes its input before it calls."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x * 2)
-
-
-def test_a_layer_that_is_called_with_another_input_is_computed_with_that() -> None:
-    model, original = pair()
-    for each in map(attention_of, (model, original)):
-        each.k_proj = Around(each.k_proj)
-    assert_same(model, original)
 
 
 class Changing(Attention):

@@ -1,6 +1,8 @@
-"""Every causal language model of transformers that can be built small: its loss and all gradients, tied and untied."""
+"""Every model of transformers with a head that can be built small: its loss and all gradients, tied and untied."""
 
 import copy
+import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -14,8 +16,6 @@ import kernels_ext_npu
 from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
 
-pytestmark = pytest.mark.long
-
 MHA: dict[str, Any] = {"num_key_value_heads": 4}
 GPT_NEO: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
 # what these need beside the sizes of the zoo
@@ -24,23 +24,9 @@ MORE: dict[str, dict[str, Any]] = dict.fromkeys(
 ) | {"codegen": {"rotary_dim": 8}, "gpt_neo": GPT_NEO, "zaya": {"num_experts_per_tok": 1}}
 # models that call their head in another forward than the one that gets labels, or are given no labels by that name
 KEPT = {
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "ernie",
-    "megatron-bert",
-    "prophetnet",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-}
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "ernie", "megatron-bert", "prophetnet",
+    "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl",
+}  # fmt: skip
 # what cannot be called with random words and labels alone at the sizes of the zoo
 UNBUILT = {
     "bailing_hybrid": "its layers take the lengths of a cache of another kind",
@@ -75,30 +61,49 @@ def build(name: str, tied: bool) -> PreTrainedModel:
     return model.to("npu").eval()
 
 
-def batch() -> dict[str, Tensor]:
-    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0)).npu()
-    labels = ids.clone()
-    labels[:, :2] = -100
-    return {"input_ids": ids, "labels": labels}
+# models that are more than a decoder; of these the first compute more of their logits than the kernel knows
+LOOKED_AT = {"qwen2_audio"}
+OTHERWISE = {"albert", "bert", "deberta-v2", "nomic_bert", "roberta", "t5gemma"}
+WITHOUT = {"distilbert", "hubert", "wav2vec2"}
+# tied and untied heads, a softcap, scales, tanh, biases, a model with pictures, one inside another
+QUICK = {"qwen3", "gemma2", "cohere", "granite", "nanochat", "gptj", "qwen2_vl", "bart"}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - UNBUILT.keys()))
-def test_loss_and_gradients_are_those_without_the_kernel(name: str, tied: bool) -> None:
-    """The loss to 2^-17, gradients to 2^-17 of the largest of the model: sums of float32 in another order.
+def more_than_decoders() -> list[str]:
+    """Name the models of the zoo that have a head and are no causal language models."""
+    named = {name: getattr(transformers, each.model_class) for name, each in zoo.ARCHITECTURES.items()}
+    listed = [[names] if isinstance(names, str) else names for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]
+    causal = set(itertools.chain(*listed))
+    return [
+        name
+        for name, cls in named.items()
+        if "labels" in inspect.signature(cls.forward).parameters and name not in WITHOUT and cls.__name__ not in causal
+    ]
 
-    Logits are looked at when the weights that they were computed with are gone.
-    """
+
+def marked(names: list[str]) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
     kernels_ext_npu.register(kernels=["CrossEntropy"])
-    model = build(name, tied)
-    ours = kernels_ext_npu.kernelize(copy.deepcopy(model))
+
+
+def assert_same_step(ours: PreTrainedModel, model: PreTrainedModel, given: dict[str, Tensor], deferred: bool) -> None:
+    """Compare a step with the kernel with one without.
+
+    The loss to 2^-17, gradients to 2^-17 of the largest of the model: sums of float32 in another order. Logits to the
+    bit: the lines of the model compute them, when the weights that they were computed with are gone.
+    """
     torch.manual_seed(1)
-    expected = model(**batch())
+    expected = model(**given)
     torch.manual_seed(1)
-    found = ours(**batch())
-    assert (isinstance(found.logits, DeferredLogits) and found.logits.known is None) == (name not in KEPT)
-    found.loss.backward()
-    expected.loss.backward()
+    found = ours(**given)
+    assert (isinstance(found.logits, DeferredLogits) and found.logits.known is None) == deferred
+    for _ in range(2):  # gradients add up
+        found.loss.backward(retain_graph=True)
+        expected.loss.backward(retain_graph=True)
     for parameter in ours.parameters():
         parameter.data.zero_()
     torch.testing.assert_close(found.loss, expected.loss, rtol=2**-17, atol=0)
@@ -109,3 +114,31 @@ def test_loss_and_gradients_are_those_without_the_kernel(name: str, tied: bool) 
         assert (parameter.grad is None) == (gradients[path] is None), path
         if parameter.grad is not None:
             assert float((parameter.grad - gradients[path]).abs().max()) <= 2**-17 * largest, path
+
+
+def labelled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Move inputs, and add labels, of which some are left out."""
+    moved = {key: value.npu() for key, value in inputs.items()}
+    labels = moved["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].clone()
+    labels[:, :2] = -100
+    return moved | {"labels": labels}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", marked(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - UNBUILT.keys())))
+def test_a_causal_language_model(name: str, tied: bool) -> None:
+    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    model = build(name, tied)
+    ours = kernels_ext_npu.kernelize(copy.deepcopy(model))
+    assert_same_step(ours, model, labelled({"input_ids": ids}), name not in KEPT)
+
+
+@pytest.mark.parametrize("name", marked(more_than_decoders()))
+def test_a_model_that_is_more_than_a_decoder(name: str) -> None:
+    model = zoo.build(name).to("npu").eval()
+    ours, given = kernels_ext_npu.kernelize(copy.deepcopy(model)), labelled(zoo.inputs(name, model))
+    ours(**given)  # which shows what it does with its logits
+    (row,) = [row for row in kernels_ext_npu.report(ours) if row.kind == "heads"]
+    assert row.swapped == (name not in OTHERWISE)
+    assert (row.reason is not None) == (name in LOOKED_AT or not row.swapped)
+    assert_same_step(ours, model, given, name not in LOOKED_AT | OTHERWISE)

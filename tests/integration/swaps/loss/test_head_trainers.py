@@ -1,6 +1,7 @@
 """Ten steps of a real Trainer with heads that defer their logits, beside the same steps without."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import kernels_ext_npu
 from kernels_ext_npu.swaps.loss.steps import Product
 from tests.support import checkpoints, pages, zoo
 
+RECIPES = pages.read(pages.DOCS / "recipes.md")
 ROOT = Path(__file__).resolve().parents[4]
 ROWS = [
     {"input_ids": row, "labels": [-100, *row[1:]]}
@@ -84,66 +86,103 @@ def prefers_long_ones(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
-# what each trainer of TRL takes: its rows, and its options
-TRL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "SFT": ([{"prompt": "w1 w2", "completion": completions(i)} for i in range(8)], {"max_length": 16}),
-    "DPO": (
-        [{"prompt": "w1 w2", "chosen": completions(i), "rejected": " w5 w6"} for i in range(8)],
-        {"max_length": 16},
-    ),
-    "KTO": (
-        [{"prompt": "w1 w2", "completion": completions(i), "label": i % 2 == 0} for i in range(8)],
-        {"max_length": 16},
-    ),
+def chat(i: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"w1 w{i}"}, {"role": "assistant", "content": "w3 w5" + i % 3 * " w4"}]
+
+
+# what each trainer of TRL takes: a row, and its options
+TRL: dict[str, tuple[Callable[[int], dict[str, Any]], dict[str, Any]]] = {
+    "SFT": (lambda i: {"prompt": "w1 w2", "completion": completions(i)}, {"max_length": 16}),
+    "DPO": (lambda i: {"prompt": "w1 w2", "chosen": completions(i), "rejected": " w5 w6"}, {"max_length": 16}),
+    "KTO": (lambda i: {"prompt": "w1 w2", "completion": completions(i), "label": i % 2 == 0}, {"max_length": 16}),
     "GRPO": (
-        [{"prompt": f"w{i} w2"} for i in range(8)],
+        lambda i: {"prompt": f"w{i} w2"},
         {"num_generations": 2, "max_completion_length": 4, "beta": 0.1, "temperature": 0.7, "entropy_coef": 0.1},
     ),
+    "Distillation": (lambda i: {"prompt": f"w{i} w2"}, {"max_completion_length": 4, "temperature": 0.7, "beta": 0.3}),
+    "GKD": (lambda i: {"messages": chat(i)}, {"max_new_tokens": 4, "lmbda": 0.5, "beta": 0.3, "max_length": 32}),
 }
 
 
-def losses_of(name: str, model: PreTrainedModel, folder: Path) -> list[float]:
+@pytest.fixture
+def model(tmp_path: Path) -> PreTrainedModel:
+    checkpoints.save(tmp_path, "qwen3")
+    return AutoModelForCausalLM.from_pretrained(tmp_path).to("npu")
+
+
+def logged(name: str, trainer: type, model: PreTrainedModel, folder: Path) -> list[list[float]]:
+    """Train three steps; return losses, entropies and norms of gradients."""
     import datasets
     import trl
+    from trl.experimental import gkd
 
-    rows, options = TRL[name]
-    words = AutoTokenizer.from_pretrained(folder)
-    arguments = getattr(trl, f"{name}Config")(
+    row, options = TRL[name]
+    more: dict[str, Any] = {"reward_funcs": prefers_long_ones} if name == "GRPO" else {}
+    if name in ("Distillation", "GKD"):  # towards a model that is surer of itself
+        more["teacher_model"] = copy.deepcopy(model)
+        more["teacher_model"].lm_head.weight.data.mul_(3)
+    arguments = getattr(gkd if name == "GKD" else trl, f"{name}Config")(
         str(folder / "output"), max_steps=3, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
         per_device_train_batch_size=2, bf16=False, gradient_checkpointing=False, learning_rate=1e-3, **options,
     )  # fmt: skip
-    reward = {"reward_funcs": prefers_long_ones} if name == "GRPO" else {}
     set_seed(0)
-    trainer = getattr(trl, f"{name}Trainer")(
-        model, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=words, **reward
-    )
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    rows = datasets.Dataset.from_list([row(i) for i in range(8)])
+    words = AutoTokenizer.from_pretrained(folder)
+    made = trainer(copy.deepcopy(model), args=arguments, train_dataset=rows, processing_class=words, **more)
+    made.train()
+    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(steps) == 3
+    return [[step[key] for key in ("loss", "grad_norm", "entropy") if key in step] for step in steps]
 
 
-@pytest.mark.parametrize("name", TRL)
-@pytest.mark.long
-def test_steps_of_trl_are_those_without_the_kernel(name: str, tmp_path: Path, monkeypatch) -> None:
-    """As they are, and with the log probabilities of the recipe."""
-    utils = pytest.importorskip("trl.trainer.utils")
-    checkpoints.save(tmp_path, "qwen3")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path).to("npu")
-    expected = losses_of(name, copy.deepcopy(model), tmp_path)
-    assert len(expected) == 3
-    ours = kernels_ext_npu.kernelize(model)
-    assert losses_of(name, copy.deepcopy(ours), tmp_path) == pytest.approx(expected, rel=TOLERANCE)
-
-    calls = []
-    kernel = get_local_kernel(ROOT / "CrossEntropy")
-    for taken in ("linear_log_probs", "linear_log_probs_and_entropy"):
-        take = getattr(kernel, taken)
-        monkeypatch.setattr(kernel, taken, lambda *a, take=take, **options: calls.append(1) or take(*a, **options))
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
-    recipe = pages.read(pages.DOCS / "recipes.md").code("Log probabilities without logits", before="bfloat16")
+def calls_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[int]:
+    """Count the calls of functions of the kernel."""
+    kernel, calls = get_local_kernel(ROOT / "CrossEntropy"), []
+    for name in names:
+        take = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *a, take=take, **options: calls.append(1) or take(*a, **options))
     assert kernels_ext_npu.load("CrossEntropy") is kernel
-    exec(recipe, {})
-    assert losses_of(name, ours, tmp_path) == pytest.approx(expected, rel=TOLERANCE)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO"])
+@pytest.mark.long
+def test_steps_of_trl_are_those_without_the_kernel(name: str, model, tmp_path: Path, monkeypatch) -> None:
+    """As they are, and with the log probabilities of the recipe."""
+    trl, utils = pytest.importorskip("trl"), pytest.importorskip("trl.trainer.utils")
+    trainer = getattr(trl, f"{name}Trainer")
+    expected = [pytest.approx(step, rel=TOLERANCE) for step in logged(name, trainer, model, tmp_path)]
+    ours = kernels_ext_npu.kernelize(model)
+    assert logged(name, trainer, ours, tmp_path) == expected
+    calls = calls_of(monkeypatch, "linear_log_probs", "linear_log_probs_and_entropy")
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
+    exec(RECIPES.code("Log probabilities without logits", before="bfloat16"), {})
+    assert logged(name, trainer, ours, tmp_path) == expected
     assert len(calls) >= 3
+
+
+@pytest.mark.parametrize("name", ["Distillation", "GKD"])
+@pytest.mark.long
+def test_steps_with_the_recipe_of_distillation_are_those_without(name: str, model, tmp_path: Path, monkeypatch) -> None:
+    trl = pytest.importorskip("trl", minversion="1.16")
+    from trl.experimental.gkd import GKDTrainer
+    from trl.trainer import distillation_trainer
+
+    kernels_ext_npu.unregister()
+    plain = {"Distillation": trl.DistillationTrainer, "GKD": GKDTrainer}[name]
+    expected = logged(name, plain, model, tmp_path)
+    calls = calls_of(monkeypatch, "linear_generalized_jsd")
+    replaced = "ChunkedDivergenceFunction"
+    monkeypatch.setattr(distillation_trainer, replaced, getattr(distillation_trainer, replaced))
+    names: dict[str, Any] = {}
+    for before in ("before `trainer.train()`", "on one card or with DDP"):
+        exec(RECIPES.code("Distillation without logits", before=before), names)
+    ours = names["GKDTrainerWithoutLogits"] if name == "GKD" else plain
+    kernels_ext_npu.register()
+    assert logged(name, ours, kernels_ext_npu.kernelize(model), tmp_path) == [
+        pytest.approx(step, rel=TOLERANCE) for step in expected
+    ]
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -48,19 +48,6 @@ def halve(x: Tensor) -> Tensor:
 
 
 @act(has_activations)
-def replace_the_forward_of_an_activation(side: Side, choice: Random) -> None:
-    choice.choice(activations(side)).forward = halve  # type: ignore[method-assign]
-
-
-@act(has_activations)
-def restore_an_activation(side: Side, choice: Random) -> None:
-    """Alone, without what it is in."""
-    module = choice.choice(activations(side))
-    if side.has_kernels:
-        kernels_ext_npu.restore(module)
-
-
-@act(has_activations)
 def call_an_activation(side: Side, choice: Random) -> None:
     """By itself, with gradients."""
     x = torch.linspace(-4, 4, 16, device=side.device, requires_grad=True)
@@ -68,3 +55,14 @@ def call_an_activation(side: Side, choice: Random) -> None:
     if isinstance(result, Tensor) and result.requires_grad:
         side.show(result)
         side.show_gradient(torch.autograd.grad(result.sum(), x)[0])
+
+
+@act(has_activations)
+def replace_the_forward_of_an_activation(side: Side, choice: Random) -> None:
+    choice.choice(activations(side)).forward = halve  # type: ignore[method-assign]
+
+
+@act(has_activations, is_ours=True)
+def restore_an_activation(side: Side, choice: Random) -> None:
+    """Alone, without what it is in."""
+    kernels_ext_npu.restore(choice.choice(activations(side)))

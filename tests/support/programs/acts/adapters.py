@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
@@ -27,76 +27,51 @@ def _draw(side: Side) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
 
 
-def _config(side: Side, choice: Random) -> LoraConfig:
+def _adapters(side: Side) -> list[str]:
+    model: Any = side.model
+    return sorted(model.peft_config) if side.is_adapted else []
+
+
+@act(lambda side: not side.is_adapted and bool(_targets(side)))
+def add_an_adapter(side: Side, choice: Random) -> None:
     targets = _targets(side)
     chosen = choice.sample(targets, min(3, len(targets)))
-    return LoraConfig(r=2, target_modules=chosen, lora_alpha=4)
-
-
-def is_plain(side: Side) -> bool:
-    """Tell whether a model has no adapter."""
-    return not side.is_adapted and bool(_targets(side))
-
-
-def is_adapted(side: Side) -> bool:
-    """Tell whether a model has an adapter."""
-    return side.is_adapted
-
-
-def _peft(side: Side) -> Any:
-    return side.model
-
-
-@act(is_plain)
-def add_an_adapter(side: Side, choice: Random) -> None:
-    side.model = get_peft_model(side.model, _config(side, choice))
+    side.model = get_peft_model(side.model, LoraConfig(r=2, target_modules=chosen, lora_alpha=4))
     _draw(side)
 
 
-@act(lambda side: side.is_adapted and len(_peft(side).peft_config) == 1)
+@act(lambda side: len(_adapters(side)) == 1)
 def add_another_adapter(side: Side, choice: Random) -> None:
-    _peft(side).add_adapter("other", _peft(side).peft_config["default"])
+    model: Any = side.model
+    model.add_adapter("other", model.peft_config["default"])
     _draw(side)
 
 
-@act(is_adapted)
-def choose_an_adapter(side: Side, choice: Random) -> None:
-    _peft(side).set_adapter(choice.choice(sorted(_peft(side).peft_config)))
-
-
-@act(lambda side: side.is_adapted and len(_peft(side).peft_config) == 2)
+@act(lambda side: len(_adapters(side)) == 2)
 def delete_an_adapter(side: Side, choice: Random) -> None:
-    _peft(side).set_adapter("default")
-    _peft(side).delete_adapter("other")
+    model: Any = side.model
+    model.set_adapter("default")
+    model.delete_adapter("other")
 
 
-@act(is_adapted)
+@act(lambda side: side.is_adapted)
 def call_without_the_adapter(side: Side, choice: Random) -> None:
-    with _peft(side).disable_adapter():
+    model: Any = side.model
+    with model.disable_adapter():
         side.show(side.run().logits)
 
 
-@act(is_adapted)
+@act(lambda side: side.is_adapted)
 def switch_the_adapter(side: Side, choice: Random) -> None:
-    layers = _peft(side).base_model
+    layers: Any = side.model.base_model
     (layers.disable_adapter_layers if choice.random() < 0.5 else layers.enable_adapter_layers)()
 
 
-@act(is_adapted)
-def merge_the_adapter(side: Side, choice: Random) -> None:
-    _peft(side).merge_adapter()
-
-
-@act(is_adapted)
-def unmerge_the_adapter(side: Side, choice: Random) -> None:
-    _peft(side).unmerge_adapter()
-
-
-@act(is_adapted, computes=True)
-def merge_and_unload(side: Side, choice: Random) -> None:
-    side.model = _peft(side).merge_and_unload()
-
-
-@act(is_adapted)
-def unload_the_adapter(side: Side, choice: Random) -> None:
-    side.model = _peft(side).unload()
+acts(
+    lambda side: side.is_adapted,
+    choose_an_adapter=lambda side, choice: side.model.set_adapter(choice.choice(_adapters(side))),
+    merge_the_adapter=lambda side, choice: side.model.merge_adapter(),
+    unmerge_the_adapter=lambda side, choice: side.model.unmerge_adapter(),
+    unload_the_adapter=lambda side, choice: side.model.unload(),
+)
+acts(lambda side: side.is_adapted, computes=True, merge_and_unload=lambda side, choice: side.model.merge_and_unload())

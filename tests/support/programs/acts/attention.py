@@ -16,7 +16,7 @@ from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.distribution import sources
 from tests.support.programs import variants
 from tests.support.programs.acts.heads import show_loss
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side, has_targets
 
 REPOSITORY = "FlashAttention"
@@ -35,35 +35,34 @@ def names_nothing(side: Side) -> bool:
     return all(getattr(config, "_attn_implementation", None) != NAME for config in configs)
 
 
-@act(can_name_ours)
-def name_our_attention(side: Side, choice: Random) -> None:
-    requested = choice.choice([NAME, ON_HUB, {"": NAME}])
-    if side.has_kernels:
-        side.pretrained.set_attn_implementation(requested)
-
-
-@act(can_name_ours)
-def write_our_attention_into_the_config(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        side.pretrained.config._attn_implementation = NAME
+acts(
+    can_name_ours,
+    is_ours=True,
+    name_our_attention=lambda side, choice: side.pretrained.set_attn_implementation(
+        choice.choice([NAME, ON_HUB, {"": NAME}])
+    ),
+    write_our_attention_into_the_config=lambda side, choice: setattr(
+        side.pretrained.config, "_attn_implementation", NAME
+    ),
+)
+acts(
+    # eager attention: every model has it, and nobody checks what is written
+    write_another_attention_into_the_config=lambda side, choice: setattr(
+        side.pretrained.config, "_attn_implementation", "eager"
+    ),
+    # its modules keep the one that they have, and the model chooses the mask by another one
+    give_the_model_a_copy_of_its_config=lambda side, choice: setattr(
+        side.pretrained, "config", copy.deepcopy(side.pretrained.config)
+    ),
+)
 
 
 @act()
 def name_another_attention(side: Side, choice: Random) -> None:
-    name = choice.choice(OTHERS)
-    side.pretrained.set_attn_implementation(choice.choice([name, {"": name}]))
-
-
-@act()
-def write_another_attention_into_the_config(side: Side, choice: Random) -> None:
-    """Eager attention: every model has it, and nobody checks what is written."""
-    side.pretrained.config._attn_implementation = "eager"
-
-
-@act()
-def give_the_model_a_copy_of_its_config(side: Side, choice: Random) -> None:
-    """Its modules keep the one that they have, and the model chooses the mask by another one."""
-    side.pretrained.config = copy.deepcopy(side.pretrained.config)
+    """For all of a model, or for each of the models inside."""
+    name, other = (choice.choice(OTHERS) for _ in range(2))
+    names = {"text_config": name, "vision_config": other} if side.variant == "pictures" else {"": name}
+    side.pretrained.set_attn_implementation(choice.choice([name, names]))
 
 
 @act()
@@ -127,12 +126,3 @@ def call_with_packed_sequences(side: Side, choice: Random) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1]], device=side.device)
     options: dict[str, Any] = {"input_ids": variants.IDS[:1].to(side.device), "labels": None}
     side.show(side.run_text(position_ids=positions, **options).logits)
-
-
-@act()
-def call_token_by_token(side: Side, choice: Random) -> None:
-    """The first tokens at once, then one with the cache."""
-    ids = variants.IDS.to(side.device)
-    with torch.no_grad():
-        first = side.model(input_ids=ids[:, :-1], use_cache=True)
-        side.show(side.model(input_ids=ids[:, -1:], past_key_values=first.past_key_values).logits)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
@@ -54,48 +54,28 @@ def move_a_part_to_the_cpu_and_back(side: Side, choice: Random) -> None:
 @act(is_home)
 def empty_and_load(side: Side, choice: Random) -> None:
     """To meta and back, and what was there before is loaded."""
-    tensors = {name: tensor.detach().clone() for name, tensor in _tensors(side).items()}
+    tensors = {name: tensor.detach().clone() for name, tensor in members(side.model).items()}
     side.model.to("meta")
     side.model.to_empty(device=side.home)
     with torch.no_grad():
-        for name, tensor in _tensors(side).items():
+        for name, tensor in members(side.model).items():
             tensor.copy_(tensors[name])
 
 
-def _tensors(side: Side) -> dict[str, Any]:
-    model = side.model
+def members(model: nn.Module) -> dict[str, Any]:
+    """Return parameters and buffers under all of their names."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-@act()
-def cast_to_half_and_back(side: Side, choice: Random) -> None:
-    side.model.half().float()
-
-
-@act()
-def cast_to_bfloat16_and_back(side: Side, choice: Random) -> None:
-    side.model.to(torch.bfloat16)
-    side.model.to(torch.float32)
-
-
-@act()
-def cast_to_bfloat16(side: Side, choice: Random) -> None:
-    side.model.to(torch.bfloat16)
-
-
-@act()
-def cast_to_half(side: Side, choice: Random) -> None:
-    side.model.half()
-
-
-@act()
-def cast_to_float(side: Side, choice: Random) -> None:
-    side.model.float()
-
-
-@act()
-def cast_to_double_and_back(side: Side, choice: Random) -> None:
-    side.model.double().float()
+acts(
+    cast_to_half_and_back=lambda side, choice: side.model.half().float(),
+    cast_to_bfloat16_and_back=lambda side, choice: side.model.bfloat16().float(),
+    cast_to_double_and_back=lambda side, choice: side.model.double().float(),
+    cast_to_bfloat16=lambda side, choice: side.model.bfloat16(),
+    cast_to_half=lambda side, choice: side.model.half(),
+    cast_to_float=lambda side, choice: side.model.float(),
+    change_the_memory_format=lambda side, choice: side.model.to(memory_format=torch.channels_last),
+)
 
 
 @act()
@@ -103,11 +83,6 @@ def cast_norms(side: Side, choice: Random) -> None:
     """RMS norms in float32 in a model of fewer bits, or the other way around."""
     for _, module in side.named("RMSNorm"):
         module.to(choice.choice([torch.float32, torch.bfloat16]))
-
-
-@act()
-def change_the_memory_format(side: Side, choice: Random) -> None:
-    side.model.to(memory_format=torch.channels_last)
 
 
 def _can_swap(side: Side) -> bool:
@@ -126,7 +101,6 @@ def swap_parameters_in_conversions(side: Side, choice: Random) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        move(side, side.model, "cpu")
-        move(side, side.model, side.home)
+        move_to_the_cpu_and_back(side, choice)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)

@@ -13,6 +13,8 @@ from tests.support.programs.acts.training import can_train
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side
 
+CALLS = (1, 3, 10, 30, 100, 300, 1000)  # until somebody interrupts
+
 
 class StoppedError(RuntimeError):
     """What goes wrong."""
@@ -63,13 +65,11 @@ def _interrupt(side: Side, what: Any, calls: int) -> None:
         sys.setprofile(before)
 
 
-@act(lambda side: side.device.type == side.home)
+@act(lambda side: side.device.type == side.home, is_ours=True)
 def interrupt_kernelize(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        _interrupt(side, kernels_ext_npu.kernelize, choice.choice([1, 3, 10, 30, 100, 300, 1000]))
+    _interrupt(side, kernels_ext_npu.kernelize, choice.choice(CALLS))
 
 
-@act()
+@act(is_ours=True)
 def interrupt_restore(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        _interrupt(side, kernels_ext_npu.restore, choice.choice([1, 3, 10, 30, 100, 300]))
+    _interrupt(side, kernels_ext_npu.restore, choice.choice(CALLS))

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.programs import variants
 from tests.support.programs.acts.attention import names_nothing
-from tests.support.programs.acts.training import RATE, backward, can_train, trained
+from tests.support.programs.acts.training import RATE, backward, can_train, step, trained
 from tests.support.programs.registry import act
 from tests.support.programs.side import Side, has_targets
 
@@ -63,8 +63,7 @@ def step_by_sam(side: Side, choice: Random) -> None:
     backward(side)
     for parameter, data in zip(parameters, before):
         parameter.data = data if choice.random() < 0.5 else parameter.data.copy_(data)
-    torch.optim.SGD(parameters, lr=RATE).step()
-    side.model.zero_grad()
+    step(side)
     side.show(first.logits)
 
 

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.support.programs import variants
+from tests.support.programs.acts.hooks import drawn
 from tests.support.programs.acts.training import can_train, trained
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 LEFT_OUT = -100
@@ -48,24 +49,15 @@ def smoothed_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: An
     return F.cross_entropy(rows.float() * 0.5, words, label_smoothing=0.25, reduction="sum")
 
 
-@act()
-def replace_the_loss(side: Side, choice: Random) -> None:
-    side.pretrained.loss_function = choice.choice([own_loss, smoothed_loss])
-
-
 def _head(side: Side) -> Any:
     return side.pretrained.get_output_embeddings()
 
 
 @act()
 def replace_the_head(side: Side, choice: Random) -> None:
-    head, generator = _head(side), torch.Generator().manual_seed(7)
-    rows, width = head.weight.shape
-    new = nn.Linear(width, rows, bias=choice.random() < 0.5, device=side.device, dtype=head.weight.dtype)
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 6)
-    side.pretrained.set_output_embeddings(new)
+    rows, width = _head(side).weight.shape
+    new = nn.Linear(width, rows, bias=choice.random() < 0.5, device=side.device, dtype=_head(side).weight.dtype)
+    side.pretrained.set_output_embeddings(drawn(new, 7))
 
 
 class OwnHead(nn.Linear):
@@ -110,19 +102,20 @@ def call_with_some_labels(side: Side, choice: Random) -> None:
     show_loss(side, side.run(labels=labels(side, choice), **options).loss)
 
 
-@act()
-def call_for_the_last_logits(side: Side, choice: Random) -> None:
-    given = labels(side, choice)[:, -3:]
-    result = side.run(labels=given, logits_to_keep=3)
-    side.show(result.loss)
-    side.show(result.logits)
-
-
-@act()
-def call_for_a_tuple(side: Side, choice: Random) -> None:
-    loss, logits, *_ = side.run(return_dict=False)
+def _show_both(side: Side, loss: Tensor, logits: Tensor, *_: Any) -> None:
     side.show(loss)
     side.show(logits)
+
+
+acts(
+    replace_the_loss=lambda side, choice: setattr(
+        side.pretrained, "loss_function", choice.choice([own_loss, smoothed_loss])
+    ),
+    call_for_a_tuple=lambda side, choice: _show_both(side, *side.run(return_dict=False)),
+    call_for_the_last_logits=lambda side, choice: _show_both(
+        side, *side.run(labels=labels(side, choice)[:, -3:], logits_to_keep=3, return_dict=False)
+    ),
+)
 
 
 @act(can_train)
@@ -156,10 +149,7 @@ def differentiate_the_loss_twice(side: Side, choice: Random) -> None:
 @act(can_train)
 def smooth_labels(side: Side, choice: Random) -> None:
     """As `Trainer` does with ``label_smoothing_factor``."""
-    result = side.run()
-    given = {"labels": labels(side, choice)}
-    loss = LabelSmoother(0.125)(result, given["labels"], shift_labels=True)
-    show_loss(side, loss)
+    show_loss(side, LabelSmoother(0.125)(side.run(), labels(side, choice), shift_labels=True))
 
 
 @act()

@@ -1,5 +1,6 @@
 """Acts that hook: modules, parameters, state dicts, and all modules of the process."""
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -9,48 +10,42 @@ from torch.nn.modules import module as of_all
 from transformers.activations import SiLUActivation
 
 from tests.support.programs.acts.activations import activations, has_activations
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 HOOKED = (
-    "Linear",
-    "Norm",
-    "MLP",
-    "Experts",
-    "Attention",
-    "DecoderLayer",
-    "RotaryEmbedding",
-    "SiLU",
-    "SiLUActivation",
-    "Mlp",
-    "DeltaNet",
-    "GELUActivation",
+    *("Linear", "Norm", "MLP", "Experts", "Attention", "DecoderLayer", "RotaryEmbedding", "SiLU", "SiLUActivation"),
+    *("Mlp", "DeltaNet", "GELUActivation"),
 )
+
+
+def times(result: Any, factor: float = 1.25) -> Any:
+    """Scale what a forward gives or is given, the first of several."""
+    return factor * result if isinstance(result, torch.Tensor) else (factor * result[0], *result[1:])
+
+
+def drawn(module: nn.Module, seed: int, divisor: float = 6) -> nn.Module:
+    """Draw the weights of a new module on the host: each device would draw others."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / divisor)
+    return module
 
 
 def scale_output(module: nn.Module, args: Any, output: Any) -> Any:
     """Scale what a module gives."""
-    return output * 1.25 if isinstance(output, torch.Tensor) else (output[0] * 1.25, *output[1:])
+    return times(output)
 
 
 def scale_input(module: nn.Module, args: Any) -> Any:
     """Scale what a module is given by position."""
-    return (args[0] * 1.25, *args[1:]) if args and args[0].is_floating_point() else None
+    return times(args) if args and args[0].is_floating_point() else None
 
 
-def scale_gradient(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    """Scale the gradients of what a module is given."""
-    return tuple(None if grad is None else grad * 1.25 for grad in grad_input)
-
-
-def scale_gradient_of_output(module: nn.Module, grad_output: Any) -> Any:
-    """Scale the gradients of what a module gives."""
-    return tuple(None if grad is None else grad * 1.25 for grad in grad_output)
-
-
-def double(gradient: torch.Tensor) -> torch.Tensor:
-    """Double a gradient."""
-    return 2 * gradient
+def scale_gradients(module: nn.Module, grads: Any, *rest: Any) -> Any:
+    """Scale the gradients of what a module is given, or of what it gives."""
+    return tuple(None if grad is None else grad * 1.25 for grad in grads)
 
 
 def scale_state(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
@@ -60,64 +55,59 @@ def scale_state(module: nn.Module, state: dict, prefix: str, metadata: Any) -> N
             state[name] = state[name] * 1.25
 
 
-def keep(side: Side, handle: Any) -> None:
-    """Keep the handle of a hook, for its removal."""
-    side.held.setdefault("handles", []).append(handle)
+# how a hook is registered, and what it does
+KINDS: dict[str, Callable] = {
+    "register_forward_hook": scale_output,
+    "register_forward_pre_hook": scale_input,
+    "register_full_backward_hook": scale_gradients,
+    "register_full_backward_pre_hook": scale_gradients,
+}
 
 
-def _choose(side: Side, choice: Random) -> nn.Module:
-    return choice.choice(side.named(*HOOKED))[1]
+def hook(side: Side, module: nn.Module, kind: str) -> None:
+    """Hook a module, and keep the handle for its removal."""
+    side.held.setdefault("handles", []).append(getattr(module, kind)(KINDS[kind]))
 
 
 @act()
 def hook_a_module(side: Side, choice: Random) -> None:
-    keep(side, _choose(side, choice).register_forward_hook(scale_output))
-
-
-@act()
-def hook_before_a_module(side: Side, choice: Random) -> None:
-    keep(side, _choose(side, choice).register_forward_pre_hook(scale_input))
+    hook(side, choice.choice(side.named(*HOOKED))[1], choice.choice(list(KINDS)))
 
 
 @act()
 def hook_a_projection(side: Side, choice: Random) -> None:
     linears = [m for path, m in side.named("Linear") if "mlp" in path] or [m for _, m in side.named("Linear")]
-    keep(side, choice.choice(linears).register_forward_hook(scale_output))
+    hook(side, choice.choice(linears), "register_forward_hook")
 
 
-@act(has_activations)
-def hook_an_activation(side: Side, choice: Random) -> None:
-    keep(side, choice.choice(activations(side)).register_forward_hook(scale_output))
-
-
-@act(has_activations)
-def hook_the_gradient_of_an_activation(side: Side, choice: Random) -> None:
-    keep(side, choice.choice(activations(side)).register_full_backward_hook(scale_gradient))
-
-
-@act()
-def hook_the_gradient_of_a_module(side: Side, choice: Random) -> None:
-    keep(side, _choose(side, choice).register_full_backward_hook(scale_gradient))
-
-
-@act()
-def hook_the_gradient_before_a_module(side: Side, choice: Random) -> None:
-    keep(side, _choose(side, choice).register_full_backward_pre_hook(scale_gradient_of_output))
+acts(
+    has_activations,
+    hook_an_activation=lambda side, choice: hook(side, choice.choice(activations(side)), "register_forward_hook"),
+    hook_the_gradient_of_an_activation=lambda side, choice: hook(
+        side, choice.choice(activations(side)), "register_full_backward_hook"
+    ),
+)
 
 
 @act()
 def hook_the_gradient_of_a_parameter(side: Side, choice: Random) -> None:
     _, parameter = choice.choice(side.parameters())
     if parameter.requires_grad:
-        keep(side, parameter.register_hook(double))
+        side.held.setdefault("handles", []).append(parameter.register_hook(lambda gradient: 2 * gradient))
 
 
 @act()
 def hook_the_state_dict(side: Side, choice: Random) -> None:
-    keep(side, side.model.register_state_dict_post_hook(scale_state))
+    side.held.setdefault("handles", []).append(side.model.register_state_dict_post_hook(scale_state))
 
 
-# products and activations, which kernels compute without a call of the module
+@act(lambda side: bool(side.held.get("handles")))
+def remove_hooks(side: Side, choice: Random) -> None:
+    for handle in side.held.pop("handles"):
+        handle.remove()
+
+
+# ---- of all modules: products and activations, which kernels compute without a call of the module -------------------
 FUSED = (nn.Linear, nn.SiLU, SiLUActivation)
 
 
@@ -133,32 +123,25 @@ def before_fused(module: nn.Module, args: Any) -> Any:
 
 def gradient_of_fused(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
     """Scale gradients of products and activations, and nothing else."""
-    return scale_gradient(module, grad_input, grad_output) if isinstance(module, FUSED) else None
+    return scale_gradients(module, grad_input) if isinstance(module, FUSED) else None
 
 
-def _hook_all(side: Side, hooks: dict, register: Any, hook: Any) -> None:
+def _hook_all(hooks: dict, register: Any, hook: Any) -> Callable[[Side, Random], None]:
     """Hook all modules of the process, once for both sides."""
-    if hook not in hooks.values():
-        side.cleanups.append(register(hook).remove)
+
+    def run(side: Side, choice: Random) -> None:
+        if hook not in hooks.values():
+            side.cleanups.append(register(hook).remove)
+
+    return run
 
 
-@act()
-def hook_all_modules(side: Side, choice: Random) -> None:
-    _hook_all(side, of_all._global_forward_hooks, of_all.register_module_forward_hook, of_fused)
-
-
-@act()
-def hook_before_all_modules(side: Side, choice: Random) -> None:
-    _hook_all(side, of_all._global_forward_pre_hooks, of_all.register_module_forward_pre_hook, before_fused)
-
-
-@act()
-def hook_the_gradients_of_all_modules(side: Side, choice: Random) -> None:
-    register = of_all.register_module_full_backward_hook
-    _hook_all(side, of_all._global_backward_hooks, register, gradient_of_fused)
-
-
-@act(lambda side: bool(side.held.get("handles")))
-def remove_hooks(side: Side, choice: Random) -> None:
-    for handle in side.held.pop("handles"):
-        handle.remove()
+acts(
+    hook_all_modules=_hook_all(of_all._global_forward_hooks, of_all.register_module_forward_hook, of_fused),
+    hook_before_all_modules=_hook_all(
+        of_all._global_forward_pre_hooks, of_all.register_module_forward_pre_hook, before_fused
+    ),
+    hook_the_gradients_of_all_modules=_hook_all(
+        of_all._global_backward_hooks, of_all.register_module_full_backward_hook, gradient_of_fused
+    ),
+)

@@ -1,17 +1,22 @@
 """Acts of kernels: registered, swapped in and out, in parts too. For the twin they are nothing."""
 
+from functools import partial
 from random import Random
+from typing import Any
 
 import kernels
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import REPOSITORIES
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 PARTS = ("DecoderLayer", "Block", "MLP", "Mlp", "Norm", "Model", "Attention", "DeltaNet", "GELUActivation")
+ours = partial(act, is_ours=True)
 
 
 def on_npu(side: Side) -> bool:
@@ -19,97 +24,72 @@ def on_npu(side: Side) -> bool:
     return side.device.type == "npu" or not side.has_kernels
 
 
-@act()
-def register(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.register()
+def inner(side: Side) -> list[tuple[str, Any]]:
+    """Return the models inside the model, such as one of pictures and one of text, with their paths."""
+    whole = side.pretrained
+    return [(path, m) for path, m in side.model.named_modules() if isinstance(m, PreTrainedModel) and m is not whole]
 
 
-@act()
-def register_some(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.register(kernels=choice.sample(REPOSITORIES, choice.randint(1, 3)))
+def part(side: Side, choice: Random) -> nn.Module:
+    """Choose a part: a module, or a model inside the model."""
+    return choice.choice(list((dict(side.named(*PARTS)) | dict(inner(side))).values()))
 
 
-@act()
-def unregister(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.unregister()
+acts(
+    is_ours=True,
+    register=lambda side, choice: kernels_ext_npu.register(),
+    register_some=lambda side, choice: kernels_ext_npu.register(
+        kernels=choice.sample(REPOSITORIES, choice.randint(1, 3))
+    ),
+    unregister=lambda side, choice: kernels_ext_npu.unregister(),
+    restore=lambda side, choice: kernels_ext_npu.restore(side.model),
+    restore_in_inference_mode=lambda side, choice: torch.inference_mode()(kernels_ext_npu.restore)(side.model),
+    use_no_kernels=lambda side, choice: setattr(side.pretrained, "use_kernels", False),
+)
+acts(
+    on_npu,
+    is_ours=True,
+    kernelize=lambda side, choice: kernels_ext_npu.kernelize(side.model),
+    kernelize_for_training=lambda side, choice: kernels_ext_npu.kernelize(side.model, mode=kernels.Mode.TRAINING),
+    kernelize_in_inference_mode=lambda side, choice: torch.inference_mode()(kernels_ext_npu.kernelize)(side.model),
+)
 
 
-@act(on_npu)
-def kernelize(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.kernelize(side.model)
-
-
-@act(on_npu)
+@ours(on_npu)
 def kernelize_a_part(side: Side, choice: Random) -> None:
-    parts = side.named(*PARTS)
-    # a norm that parametrizes a weight has none, and is on no device
-    _, module = choice.choice([(path, part) for path, part in parts if any(True for _ in part.parameters())])
-    if side.has_kernels:
+    module = part(side, choice)
+    if any(True for _ in module.parameters()):  # a norm that parametrizes a weight has none, and is on no device
         kernels_ext_npu.kernelize(module)
 
 
-@act()
-def restore(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.restore(side.model)
-
-
-@act()
+@ours()
 def restore_a_part(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named(*PARTS))
-    if side.has_kernels:
-        kernels_ext_npu.restore(module)
+    kernels_ext_npu.restore(part(side, choice))
 
 
-@act(
-    lambda side: on_npu(side) and registration.current is not None
-)  # otherwise transformers takes its own, from the Hub
+@ours()
+def report_on_an_inner_model(side: Side, choice: Random) -> None:
+    """What is said of a part is what is said of it in the whole."""
+    path, model = choice.choice(inner(side))
+    whole = {row.path: row.swapped for row in kernels_ext_npu.report(side.model)}
+    for row in kernels_ext_npu.report(model):
+        assert whole[f"{path}.{row.path}"] == row.swapped, row
+
+
+# without a registration transformers takes its own, from the Hub
+@ours(lambda side: on_npu(side) and registration.current is not None)
 def use_kernels(side: Side, choice: Random) -> None:
     side.asked = True
-    if side.has_kernels:
-        side.pretrained.use_kernels = True
+    side.pretrained.use_kernels = True
 
 
-@act()
-def use_no_kernels(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        side.pretrained.use_kernels = False
-
-
-@act(lambda side: side.is_experts and on_npu(side))
+@ours(lambda side: side.is_experts and on_npu(side))
 def transpose_experts(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.kernelize(side.model)
-        kernels_ext_npu.transpose_experts(side.model)
+    kernels_ext_npu.kernelize(side.model)
+    kernels_ext_npu.transpose_experts(side.model)
 
 
-@act(on_npu)
-def kernelize_for_training(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        kernels_ext_npu.kernelize(side.model, mode=kernels.Mode.TRAINING)
-
-
-@act(on_npu)
-def kernelize_in_inference_mode(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        with torch.inference_mode():
-            kernels_ext_npu.kernelize(side.model)
-
-
-@act()
-def restore_in_inference_mode(side: Side, choice: Random) -> None:
-    if side.has_kernels:
-        with torch.inference_mode():
-            kernels_ext_npu.restore(side.model)
-
-
-@act(lambda side: side.is_experts and side.device.type == side.home)
+@ours(lambda side: side.is_experts and side.device.type == side.home)
 def name_an_experts_implementation(side: Side, choice: Random) -> None:
     """The twin keeps the one of the modeling file."""
-    name = choice.choice(["eager", "batched_mm", "grouped_mm"])
-    if side.has_kernels:
-        side.pretrained.set_experts_implementation(name)
+    side.pretrained.set_experts_implementation(choice.choice(["eager", "batched_mm", "grouped_mm"]))

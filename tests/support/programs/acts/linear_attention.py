@@ -9,7 +9,8 @@ from torch import nn
 
 from kernels_ext_npu.matching.decorated import original_function
 from tests.support.programs import variants
-from tests.support.programs.registry import act
+from tests.support.programs.acts.hooks import drawn, times
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
@@ -23,24 +24,24 @@ def has_mixers(side: Side) -> bool:
     return bool(mixers(side))
 
 
-@act(has_mixers)
-def change_the_activation_of_a_convolution(side: Side, choice: Random) -> None:
-    choice.choice(mixers(side)).activation = choice.choice(["silu", "swish", None, "relu", "gelu"])
+acts(
+    has_mixers,
+    change_the_activation_of_a_convolution=lambda side, choice: setattr(
+        choice.choice(mixers(side)), "activation", choice.choice(["silu", "swish", None, "relu", "gelu"])
+    ),
+)
 
 
 @act(has_mixers)
 def replace_a_convolution(side: Side, choice: Random) -> None:
     """By another one, perhaps with a bias."""
-    mixer, generator = choice.choice(mixers(side)), torch.Generator().manual_seed(9)
+    mixer = choice.choice(mixers(side))
     old = mixer.conv1d
     new = nn.Conv1d(
         old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
         bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
     )  # fmt: skip
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-    mixer.conv1d = new
+    mixer.conv1d = drawn(new, 9, 2)
 
 
 @act(has_mixers)
@@ -52,10 +53,7 @@ def change_how_fast_states_fade(side: Side, choice: Random) -> None:
 
 
 FUNCTIONS = (
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
+    *("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
 )
 
 
@@ -70,8 +68,7 @@ def replace_a_function_of_linear_attention(side: Side, choice: Random) -> None:
         return
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
-        return 1.25 * result if isinstance(result, torch.Tensor) else (1.25 * result[0], *result[1:])
+        return times(own(*args, **kwargs))
 
     setattr(module, name, replaced)
     side.cleanups.append(lambda: setattr(module, name, before))
@@ -88,11 +85,11 @@ def decode_some_tokens(side: Side, choice: Random) -> None:
         side.show(logits)
 
 
-@act(has_mixers)
-def decode_a_token_that_is_trained(side: Side, choice: Random) -> None:
-    """With the cache of earlier ones, which takes no gradients."""
+@act()
+def call_token_by_token(side: Side, choice: Random) -> None:
+    """The first tokens at once, then one with the cache, which takes no gradients, while the token may take some."""
     ids = variants.IDS.to(side.device)
     with torch.no_grad():
         cache = side.model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-    logits = side.model(input_ids=ids[:, -1:], past_key_values=cache).logits
-    side.show(logits)
+    with torch.set_grad_enabled(choice.random() < 0.5):
+        side.show(side.model(input_ids=ids[:, -1:], past_key_values=cache).logits)

@@ -5,7 +5,7 @@ from random import Random
 import torch
 
 from tests.support.programs import variants
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
@@ -24,14 +24,17 @@ def has_others_where_it_is(side: Side) -> bool:
     return side.is_away and side.variant == "experts with clipped SwiGLU"
 
 
-@act(stays_off_the_hub)
-def train(side: Side, choice: Random) -> None:
-    side.model.train()
-
-
-@act(stays_off_the_hub)
-def evaluate(side: Side, choice: Random) -> None:
-    side.model.eval()
+acts(
+    stays_off_the_hub,
+    train=lambda side, choice: side.model.train(),
+    evaluate=lambda side, choice: side.model.eval(),
+)
+acts(
+    switch_checkpointing_on=lambda side, choice: side.pretrained.gradient_checkpointing_enable(
+        {"use_reentrant": False}
+    ),
+    switch_checkpointing_off=lambda side, choice: side.pretrained.gradient_checkpointing_disable(),
+)
 
 
 @act()
@@ -42,13 +45,7 @@ def train_a_part(side: Side, choice: Random) -> None:
 
 @act()
 def call_without_gradients(side: Side, choice: Random) -> None:
-    with torch.no_grad():
-        side.show(side.run().logits)
-
-
-@act()
-def call_in_inference_mode(side: Side, choice: Random) -> None:
-    with torch.inference_mode():
+    with choice.choice([torch.no_grad, torch.inference_mode])():
         side.show(side.run().logits)
 
 
@@ -62,8 +59,28 @@ def call_with_autocast(side: Side, choice: Random) -> None:
 def call_with_other_weights(side: Side, choice: Random) -> None:
     """torch.func.functional_call with weights that the model does not have."""
     weights = {name: p.detach() * 1.125 for name, p in side.parameters()}
-    called = torch.func.functional_call(side.model, weights, (), side.inputs)
-    side.show(called.logits)
+    side.show(torch.func.functional_call(side.model, weights, (), side.inputs).logits)
+
+
+@act(lambda side: side.variant == "pictures")
+def call_without_a_picture(side: Side, choice: Random) -> None:
+    result = side.run_text()
+    side.show(result.loss)
+    side.show(result.logits)
+
+
+@act()
+def call_with_embeddings(side: Side, choice: Random) -> None:
+    """In the place of ids, as adapters of prompts do."""
+    embedded = 1.125 * side.pretrained.get_input_embeddings()(side.inputs["input_ids"])
+    side.show(side.run_text(input_ids=None, inputs_embeds=embedded).logits)
+
+
+@act()
+def call_the_model_below_the_head(side: Side, choice: Random) -> None:
+    given = {key: value for key, value in side.inputs.items() if key != "labels"}
+    with torch.no_grad():
+        side.show(side.pretrained.base_model(**given).last_hidden_state)
 
 
 @act()
@@ -74,13 +91,3 @@ def generate(side: Side, choice: Random) -> None:
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     side.show(found.logits[0])
-
-
-@act()
-def switch_checkpointing_on(side: Side, choice: Random) -> None:
-    side.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-@act()
-def switch_checkpointing_off(side: Side, choice: Random) -> None:
-    side.pretrained.gradient_checkpointing_disable()

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import kernels_ext_npu
+from tests.support.programs.acts.hooks import drawn, times
+from tests.support.programs.acts.kernels import inner
 from tests.support.programs.acts.linear_attention import has_mixers
 from tests.support.programs.acts.modes import stays_off_the_hub
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
@@ -21,11 +23,6 @@ def change_an_epsilon(side: Side, choice: Random) -> None:
     _, norm = choice.choice(side.named("Norm"))
     name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
     setattr(norm, name, choice.choice([0.1, 1e-2]))
-
-
-@act()
-def copy_deeply(side: Side, choice: Random) -> None:
-    side.model = copy.deepcopy(side.model)
 
 
 @act(lambda side: bool(side.named("Experts")))
@@ -45,15 +42,13 @@ def change_the_router(side: Side, choice: Random) -> None:
 
 
 @act()
-def change_the_scale_of_tables(side: Side, choice: Random) -> None:
+def change_rotary_tables(side: Side, choice: Random) -> None:
+    """Their scale, or their frequencies."""
     for _, table in side.named("RotaryEmbedding"):
-        table.attention_scaling = choice.choice([1.5, 1.0])
-
-
-@act()
-def change_frequencies(side: Side, choice: Random) -> None:
-    for _, table in side.named("RotaryEmbedding"):
-        table.inv_freq.mul_(0.5)
+        if choice.random() < 0.5:
+            table.attention_scaling = choice.choice([1.5, 1.0])
+        else:
+            table.inv_freq.mul_(0.5)
 
 
 class _Derived:
@@ -83,23 +78,9 @@ def __getattr__(name: str) -> type:
 
 
 PATCHED = (
-    "MLP",
-    "Norm",
-    "GELUActivation",
-    "Attention",
-    "RotaryEmbedding",
-    "Experts",
-    "Router",
-    "DeltaNet",
-    "Linear",
-    "Output",
-    "Mlp",
+    *("MLP", "Norm", "GELUActivation", "Attention", "RotaryEmbedding", "Experts", "Router", "DeltaNet", "Linear"),
+    *("Output", "Mlp"),
 )
-
-
-def times(result: Any, factor: float) -> Any:
-    """Scale what a forward gives, the first of several."""
-    return factor * result if isinstance(result, torch.Tensor) else (factor * result[0], *result[1:])
 
 
 @act()
@@ -141,29 +122,21 @@ def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
 @act()
 def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
     """The newest patch, as contexts do."""
-    if side.home == "cpu" and _patched:
-        _take_back()
+    if side.home == "cpu":
+        _take_patches_back(1)
 
 
-def _take_back() -> None:
-    cls, forward = _patched.pop()
-    cls.forward = forward  # type: ignore[attr-defined]
-
-
-def _take_patches_back() -> None:
-    while _patched:
-        _take_back()
+def _take_patches_back(number: int | None = None) -> None:
+    for _ in range(len(_patched) if number is None else min(number, len(_patched))):
+        cls, forward = _patched.pop()
+        cls.forward = forward  # type: ignore[attr-defined]
 
 
 @act()
 def wrap_a_forward(side: Side, choice: Random) -> None:
     _, module = choice.choice(side.named("MLP", "Norm", "Linear", "DeltaNet", "GELUActivation"))
     original = module.forward
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return 1.25 * original(*args, **kwargs)
-
-    module.forward = wrapped
+    module.forward = lambda *args, **kwargs: 1.25 * original(*args, **kwargs)
 
 
 @act()
@@ -174,9 +147,9 @@ def replace_a_forward(side: Side, choice: Random) -> None:
 
 @act()
 def replace_a_module_by_a_copy(side: Side, choice: Random) -> None:
-    path, module = choice.choice(
-        side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer", "DeltaNet", "Conv1d", "GELUActivation")
-    )
+    """A module, or a model inside the model."""
+    modules = side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer", "DeltaNet", "Conv1d", "GELUActivation")
+    path, module = choice.choice([*modules, *inner(side)])
     side.put(path, copy.deepcopy(module))
 
 
@@ -185,14 +158,8 @@ def replace_a_module_by_a_new_one(side: Side, choice: Random) -> None:
     """A layer of another size inside, or one that was trained elsewhere."""
     path, module = choice.choice([(p, m) for p, m in side.named("Linear") if type(m) is nn.Linear] or [("", None)])
     if module is not None:
-        new = nn.Linear(
-            module.in_features, module.out_features, bias=True, device=side.device, dtype=module.weight.dtype
-        )
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in new.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 6)
-        side.put(path, new)
+        rows, width = module.weight.shape
+        side.put(path, drawn(nn.Linear(width, rows, device=side.device, dtype=module.weight.dtype), 3))
 
 
 @act()
@@ -215,16 +182,11 @@ def share_an_mlp(side: Side, choice: Random) -> None:
 
 
 @act(_has_equal_layers)
-def share_a_layer(side: Side, choice: Random) -> None:
-    (_, first), (path, _) = side.named("DecoderLayer")[:2]
-    side.put(path, first)
-
-
-@act(_has_equal_layers)
-def exchange_layers(side: Side, choice: Random) -> None:
+def share_or_exchange_layers(side: Side, choice: Random) -> None:
     (first, a), (second, b) = side.named("DecoderLayer")[:2]
-    side.put(first, b)
     side.put(second, a)
+    if choice.random() < 0.5:
+        side.put(first, b)
 
 
 @act(lambda side: bool(_projected(side)))
@@ -240,20 +202,23 @@ def narrow_an_mlp(side: Side, choice: Random) -> None:
 
 
 def _projected(side: Side) -> list[Any]:
-    mlps = [m for _, m in side.named("MLP") if hasattr(m, "gate_proj")]
-    linears = [(m.gate_proj, m.up_proj, m.down_proj) for m in mlps]
-    return [
-        mlp
-        for mlp, parts in zip(mlps, linears)
-        if all(type(part) is nn.Linear and "weight" in part._parameters for part in parts)
-        and parts[0].weight.shape == parts[1].weight.shape
-        and parts[0].weight.shape[0] > 16
-    ]
+    def is_plain(mlp: Any) -> bool:
+        parts = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        if not all(type(part) is nn.Linear and "weight" in part._parameters for part in parts):
+            return False
+        return mlp.gate_proj.weight.shape == mlp.up_proj.weight.shape and mlp.gate_proj.weight.shape[0] > 16
+
+    return [m for _, m in side.named("MLP") if hasattr(m, "gate_proj") and is_plain(m)]
 
 
-@act()
-def copy_shallowly(side: Side, choice: Random) -> None:
-    side.model = copy.copy(side.model)
+acts(
+    copy_deeply=lambda side, choice: copy.deepcopy(side.model),
+    copy_shallowly=lambda side, choice: copy.copy(side.model),
+    # the twin is copied: Python cannot pickle the rotary functions that `kernels` decorates, and ours lets it
+    pickle_it=lambda side, choice: (
+        pickle.loads(pickle.dumps(side.model)) if side.home == "npu" else copy.deepcopy(side.model)
+    ),
+)
 
 
 @act()
@@ -272,9 +237,3 @@ def train_a_copy(side: Side, choice: Random) -> None:
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.train()
-
-
-@act()
-def pickle_it(side: Side, choice: Random) -> None:
-    """The twin is copied: Python cannot pickle the rotary functions that `kernels` decorates, and ours lets it."""
-    side.model = pickle.loads(pickle.dumps(side.model)) if side.home == "npu" else copy.deepcopy(side.model)

@@ -1,77 +1,61 @@
 """Acts on parameters: replaced, moved, changed, frozen."""
 
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.support.programs.registry import act
+from tests.support.programs.acts.kernels import inner
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
-def pick(side: Side, choice: Random) -> tuple[nn.Module, str, nn.Parameter]:
-    """Choose a parameter: the module that holds it, its name there, and itself."""
-    name, parameter = choice.choice(side.parameters())
-    return *side.owner(name), parameter
+def _to_one(change: Callable[[nn.Parameter], object]) -> Callable[[Side, Random], None]:
+    """Change a parameter that is chosen."""
+
+    def run(side: Side, choice: Random) -> None:
+        with torch.no_grad():
+            change(choice.choice(side.parameters())[1])
+
+    return run
+
+
+def _of_data(make: Callable[[Tensor], Tensor]) -> Callable[[Side, Random], None]:
+    """Give a parameter that is chosen other data."""
+    return _to_one(lambda parameter: setattr(parameter, "data", make(parameter.data)))
+
+
+def _scaled(parameter: Tensor, factor: float) -> nn.Parameter:
+    return nn.Parameter(parameter.detach() * factor, requires_grad=parameter.requires_grad)
+
+
+acts(
+    zero=_to_one(nn.init.zeros_),
+    change_in_place=_to_one(lambda parameter: parameter.mul_(1.125).add_(0.0625)),
+    freeze_a_parameter=_to_one(lambda parameter: parameter.requires_grad_(False)),
+    swap_tensors=_to_one(lambda parameter: torch.utils.swap_tensors(parameter, _scaled(parameter, 0.875))),
+    replace_data=_of_data(lambda data: data * 0.75),
+    replace_data_by_a_transposed_view=_of_data(lambda d: d.t().contiguous().t() if d.dim() == 2 else d.clone()),
+    # a view of something larger, as loaders of whole files make them
+    replace_data_by_a_slice=_of_data(lambda data: torch.cat((data[:1], data, data[:1]))[1:-1]),
+)
 
 
 @act()
 def replace_a_parameter(side: Side, choice: Random) -> None:
-    module, leaf, parameter = pick(side, choice)
-    module._parameters[leaf] = nn.Parameter(parameter.detach() * 1.25, requires_grad=parameter.requires_grad)
-
-
-@act()
-def replace_data(side: Side, choice: Random) -> None:
-    *_, parameter = pick(side, choice)
-    parameter.data = parameter.data * 0.75
-
-
-@act()
-def replace_data_by_a_transposed_view(side: Side, choice: Random) -> None:
-    *_, parameter = pick(side, choice)
-    parameter.data = parameter.data.t().contiguous().t() if parameter.dim() == 2 else parameter.data.clone()
-
-
-@act()
-def replace_data_by_a_slice(side: Side, choice: Random) -> None:
-    """A view of something larger, as loaders of whole files make them."""
-    *_, parameter = pick(side, choice)
-    larger = torch.cat((parameter.data[:1], parameter.data, parameter.data[:1]))
-    parameter.data = larger[1:-1]
-
-
-@act()
-def change_in_place(side: Side, choice: Random) -> None:
-    *_, parameter = pick(side, choice)
-    with torch.no_grad():
-        parameter.mul_(1.125).add_(0.0625)
-
-
-@act()
-def zero(side: Side, choice: Random) -> None:
-    *_, parameter = pick(side, choice)
-    nn.init.zeros_(parameter)
-
-
-@act()
-def swap_tensors(side: Side, choice: Random) -> None:
-    *_, parameter = pick(side, choice)
-    other = nn.Parameter(parameter.detach() * 0.875, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, other)
-
-
-@act()
-def freeze_a_parameter(side: Side, choice: Random) -> None:
-    *_, parameter = pick(side, choice)
-    parameter.requires_grad_(False)
+    name, parameter = choice.choice(side.parameters())
+    module, leaf = side.owner(name)
+    module._parameters[leaf] = _scaled(parameter, 1.25)
 
 
 @act()
 def freeze_a_module(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("Linear", "Norm", "MLP", "Experts", "Embedding", "DeltaNet"))
-    module.requires_grad_(False)
+    """A module, or a model inside the model."""
+    modules = side.named("Linear", "Norm", "MLP", "Experts", "Embedding", "DeltaNet")
+    choice.choice([*modules, *inner(side)])[1].requires_grad_(False)
 
 
 @act()
@@ -80,27 +64,18 @@ def unfreeze(side: Side, choice: Random) -> None:
         parameter.requires_grad_(True)
 
 
-def same_shapes(side: Side, choice: Random) -> tuple[str, str]:
-    """Choose the names of two parameters of one shape and dtype; of one parameter where no other is like it."""
+@act()
+def tie_or_share_data(side: Side, choice: Random) -> None:
+    """Of two parameters of one shape and dtype, or of one where no other is like it."""
     named = side.parameters()
     name, parameter = choice.choice(named)
-    like = [n for n, p in named if p.shape == parameter.shape and p.dtype == parameter.dtype and p is not parameter]
-    return name, choice.choice(like) if like else name
-
-
-@act()
-def share_data(side: Side, choice: Random) -> None:
-    named = dict(side.parameters())
-    first, second = same_shapes(side, choice)
-    named[first].data = named[second].data
-
-
-@act()
-def tie(side: Side, choice: Random) -> None:
-    named = dict(side.parameters())
-    first, second = same_shapes(side, choice)
-    module, leaf = side.owner(first)
-    module._parameters[leaf] = named[second]
+    like = [p for _, p in named if p.shape == parameter.shape and p.dtype == parameter.dtype and p is not parameter]
+    other = choice.choice(like) if like else parameter
+    if choice.random() < 0.5:
+        parameter.data = other.data
+    else:
+        module, leaf = side.owner(name)
+        module._parameters[leaf] = other
 
 
 @act()
@@ -115,21 +90,18 @@ def untie(side: Side, choice: Random) -> None:
 def flatten(side: Side, choice: Random) -> None:
     """Lay parameters into one buffer, as optimizers that shard do, in the order of the model or backwards."""
     named = side.parameters()
-    dtype = named[0][1].dtype
-    parameters = [p for _, p in named if p.dtype == dtype]
+    parameters = [p for _, p in named if p.dtype == named[0][1].dtype]
     if choice.random() < 0.5:
         parameters.reverse()
-    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-    offset = 0
-    for parameter in parameters:
-        parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)
-        offset += parameter.numel()
-    side.held["flat"] = flat
+    side.held["flat"] = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, part in zip(parameters, side.held["flat"].split([p.numel() for p in parameters])):
+        parameter.data = part.view(parameter.shape)
 
 
-@act(lambda side: "flat" in side.held)
-def write_through_the_flat_buffer(side: Side, choice: Random) -> None:
-    side.held["flat"].mul_(0.9375)
+acts(
+    lambda side: "flat" in side.held,
+    write_through_the_flat_buffer=lambda side, choice: side.held["flat"].mul_(0.9375),
+)
 
 
 @act(lambda side: all(p.is_contiguous() for _, p in side.parameters()))
@@ -140,6 +112,13 @@ def vector_and_back(side: Side, choice: Random) -> None:
         vector_to_parameters(parameters_to_vector(parameters).detach() * 0.96875, parameters)
 
 
+# ---- state dicts -----------------------------------------------------------------------------------------------------
+def cloned(state: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Copy tensors, floating ones to a dtype if one is given."""
+    floating = {name: dtype if tensor.is_floating_point() else None for name, tensor in state.items()}
+    return {name: tensor.to(dtype=floating[name] or tensor.dtype, copy=True) for name, tensor in state.items()}
+
+
 @act()
 def take_a_state_dict(side: Side, choice: Random) -> None:
     side.held["state"] = dict(side.model.state_dict())
@@ -147,7 +126,7 @@ def take_a_state_dict(side: Side, choice: Random) -> None:
 
 @act()
 def take_a_copy_of_the_state_dict(side: Side, choice: Random) -> None:
-    side.held["state"] = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
+    side.held["state"] = cloned(side.model.state_dict())
 
 
 @act(lambda side: "state" in side.held)
@@ -168,23 +147,16 @@ def same_keys(side: Side) -> bool:
 
 @act(same_keys)
 def load_the_state_dict(side: Side, choice: Random) -> None:
-    side.model.load_state_dict(side.held["state"])
-
-
-@act(same_keys)
-def load_a_clone_of_the_state_dict(side: Side, choice: Random) -> None:
-    side.model.load_state_dict({name: tensor.clone() for name, tensor in side.held["state"].items()})
-
-
-@act(lambda side: same_keys(side) and not side.is_away)  # it has stayed where the model was
-def assign_the_state_dict(side: Side, choice: Random) -> None:
-    side.model.load_state_dict(side.held["state"], assign=True)
+    """Or a clone, or assign it, unless it has stayed where the model was."""
+    state, assign = side.held["state"], choice.random() < 0.5 and not side.is_away
+    side.model.load_state_dict(cloned(state) if choice.random() < 0.5 else state, assign=assign)
 
 
 @act()
-def assign_a_clone(side: Side, choice: Random) -> None:
-    state = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
-    side.model.load_state_dict(state, assign=True)
+def load_its_own_state_dict(side: Side, choice: Random) -> None:
+    """A clone in its own dtype or in half the bits, copied or assigned."""
+    state = cloned(side.model.state_dict(), choice.choice([None, torch.bfloat16]))
+    side.model.load_state_dict(state, assign=choice.random() < 0.5)
 
 
 @act()
@@ -192,17 +164,3 @@ def assign_a_part(side: Side, choice: Random) -> None:
     state = side.model.state_dict()
     chosen = choice.sample(sorted(state), min(3, len(state)))
     side.model.load_state_dict({name: state[name] * 1.0625 for name in chosen}, strict=False, assign=True)
-
-
-@act()
-def load_in_half_the_bits(side: Side, choice: Random) -> None:
-    state = {name: tensor.to(torch.bfloat16) for name, tensor in side.model.state_dict().items()}
-    side.model.load_state_dict(state)
-
-
-@act()
-def assign_in_half_the_bits(side: Side, choice: Random) -> None:
-    state = side.model.state_dict()
-    side.model.load_state_dict(
-        {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in state.items()}, assign=True
-    )

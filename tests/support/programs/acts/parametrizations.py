@@ -20,6 +20,10 @@ def _has_linears(side: Side) -> bool:
     return bool(plain_linears(side))
 
 
+def _linear(side: Side, choice: Random) -> Any:
+    return choice.choice(plain_linears(side))[1]
+
+
 class Doubled(nn.Module):
     """A parametrization that is not one at the start."""
 
@@ -29,13 +33,14 @@ class Doubled(nn.Module):
 
 @act(_has_linears)
 def parametrize_by_weight_norm(side: Side, choice: Random) -> None:
-    parametrizations.weight_norm(choice.choice(plain_linears(side))[1])
+    """The newer one, or the older one, by which a hook writes the weight before each call."""
+    choice.choice([parametrizations.weight_norm, nn.utils.weight_norm])(_linear(side, choice))
 
 
 @act(_has_linears)
 def parametrize_by_spectral_norm(side: Side, choice: Random) -> None:
     """Its vectors are drawn by each device for itself: here they are the singular vectors, on both."""
-    linear: Any = choice.choice(plain_linears(side))[1]
+    linear = _linear(side, choice)
     parametrizations.spectral_norm(linear)
     (spectral,) = linear.parametrizations.weight
     u, _, v = torch.linalg.svd(linear.parametrizations.weight.original.detach().cpu().float())
@@ -44,30 +49,18 @@ def parametrize_by_spectral_norm(side: Side, choice: Random) -> None:
 
 
 @act()
-def parametrize_by_doubling(side: Side, choice: Random) -> None:
+def double_or_prune_a_weight(side: Side, choice: Random) -> None:
     _, module = choice.choice(side.named("Linear", "Norm"))
-    if "weight" in module._parameters:
+    if "weight" in module._parameters and choice.random() < 0.5:
         parametrize.register_parametrization(module, "weight", Doubled())
+    elif "weight" in module._parameters:
+        prune.l1_unstructured(module, "weight", 0.25)
 
 
 @act(lambda side: any(parametrize.is_parametrized(m) for m in side.model.modules()))
 def remove_a_parametrization(side: Side, choice: Random) -> None:
     modules: Any = [m for m in side.model.modules() if parametrize.is_parametrized(m)]
-    module = choice.choice(modules)
-    parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
-
-
-@act(_has_linears)
-def normalise_a_weight_by_a_hook(side: Side, choice: Random) -> None:
-    """The older weight norm: a hook writes the weight before each call."""
-    nn.utils.weight_norm(choice.choice(plain_linears(side))[1])
-
-
-@act()
-def prune_a_weight(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("Linear", "Norm"))
-    if "weight" in module._parameters:
-        prune.l1_unstructured(module, "weight", 0.25)
+    parametrize.remove_parametrizations(choice.choice(modules), "weight", leave_parametrized=True)
 
 
 @act(lambda side: any(prune.is_pruned(m) for m in side.model.modules()))
@@ -80,7 +73,7 @@ def remove_pruning(side: Side, choice: Random) -> None:
 @act(_has_linears)
 def keep_a_weight_as_a_tensor(side: Side, choice: Random) -> None:
     """A weight that is no parameter any more."""
-    _, module = choice.choice(plain_linears(side))
+    module = _linear(side, choice)
     weight = module.weight.detach().clone()
     del module.weight
     module.register_buffer("weight", weight)

@@ -9,14 +9,14 @@ import accelerate
 import torch
 from huggingface_hub import load_torch_model, save_torch_model
 from safetensors.torch import load_file, load_model, save_file, save_model
-from torch import nn
 
+from tests.support.programs.acts.devices import members
 from tests.support.programs.acts.modes import has_others_where_it_is
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 
-def _path(side: Side, name: str) -> Path:
+def _path(side: Side, name: str = "") -> Path:
     side.held["files"] = side.held.get("files", 0) + 1
     return side.folder / f"{side.held['files']}{name}"
 
@@ -24,60 +24,40 @@ def _path(side: Side, name: str) -> Path:
 @act()
 def save_and_load_the_whole_model(side: Side, choice: Random) -> None:
     """The twin is copied: see pickle_it. Its tensors share memory afterwards as they do in a file."""
-    path = _path(side, ".pt")
+    path = _path(side)
     if side.home == "cpu":
-        torch.save(_tensors(side.model), path)
+        torch.save(members(side.model), path)
         side.model = copy.deepcopy(side.model)
         loaded = torch.load(path)
-        for name, tensor in _tensors(side.model).items():
+        for name, tensor in members(side.model).items():
             tensor.data = loaded[name].data
     else:
         torch.save(side.model, path)
         side.model = torch.load(path, weights_only=False)
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers under all of their names."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
 @act()
 def save_and_load_a_state_dict(side: Side, choice: Random) -> None:
-    path = _path(side, ".pt")
-    torch.save(side.model.state_dict(), path)
-    side.model.load_state_dict(torch.load(path))
-
-
-@act()
-def save_and_assign_a_state_dict(side: Side, choice: Random) -> None:
-    path = _path(side, ".pt")
-    torch.save(side.model.state_dict(), path)
-    side.model.load_state_dict(torch.load(path), assign=True)
-
-
-@act()
-def save_and_load_by_file(side: Side, choice: Random) -> None:
-    path = _path(side, ".safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in side.model.state_dict().items()}, path)
-    side.model.load_state_dict(load_file(path, device=str(side.device)), assign=choice.random() < 0.5)
+    """By torch or by safetensors, copied or assigned."""
+    path, state = _path(side), side.model.state_dict()
+    if choice.random() < 0.5:
+        torch.save(state, path)
+        loaded = torch.load(path)
+    else:
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+        loaded = load_file(path, device=str(side.device))
+    side.model.load_state_dict(loaded, assign=choice.random() < 0.5)
 
 
 @act()
 def save_and_load_by_model(side: Side, choice: Random) -> None:
-    path = str(_path(side, ".safetensors"))
+    path = str(_path(side))
     save_model(side.model, path)
     load_model(side.model, path)
 
 
-@act()
-def save_by_pretrained(side: Side, choice: Random) -> None:
-    folder = _path(side, "")
-    side.model.save_pretrained(folder)  # type: ignore[operator]
-    _show(side, load_file(next(folder.glob("*.safetensors"))))
-
-
 def _load_by_pretrained(side: Side, use_kernels: bool) -> None:
-    folder, model = _path(side, ""), side.pretrained
+    folder, model = _path(side), side.pretrained
     is_training, dtype = model.training, next(model.parameters()).dtype
     model.save_pretrained(folder)
     options: dict[str, Any] = {"use_kernels": True} if use_kernels and side.has_kernels else {}
@@ -95,9 +75,7 @@ def is_unchanged(side: Side) -> bool:
     return not side.is_adapted and list(side.model.state_dict()) == side.names and side.count_places() == side.places
 
 
-@act(is_unchanged)
-def save_and_load_by_pretrained(side: Side, choice: Random) -> None:
-    _load_by_pretrained(side, use_kernels=False)
+acts(is_unchanged, save_and_load_by_pretrained=lambda side, choice: _load_by_pretrained(side, use_kernels=False))
 
 
 @act(lambda side: is_unchanged(side) and side.is_registered and not has_others_where_it_is(side))
@@ -108,20 +86,13 @@ def save_and_load_by_pretrained_with_kernels(side: Side, choice: Random) -> None
 
 @act()
 def save_and_load_by_accelerate(side: Side, choice: Random) -> None:
-    folder = _path(side, "")
+    folder = _path(side)
     accelerator = _accelerator(side)
     prepared = accelerator.prepare_model(side.model)
     accelerator.save_state(str(folder), safe_serialization=choice.random() < 0.5)
     accelerator.load_state(str(folder))
     accelerator.free_memory()
     side.model = accelerator.unwrap_model(prepared)
-
-
-@act()
-def save_by_accelerate(side: Side, choice: Random) -> None:
-    folder = _path(side, "")
-    _accelerator(side).save_model(side.model, str(folder))
-    _show(side, load_file(folder / "model.safetensors"))
 
 
 def _accelerator(side: Side) -> accelerate.Accelerator:
@@ -132,13 +103,19 @@ def _accelerator(side: Side) -> accelerate.Accelerator:
 
 @act()
 def save_and_load_by_hub(side: Side, choice: Random) -> None:
-    folder = _path(side, "")
+    folder = _path(side)
     save_torch_model(side.model, folder)
     load_torch_model(side.model, folder, strict=False)
 
 
-def _show(side: Side, state: dict[str, torch.Tensor]) -> None:
+@act()
+def save_by_pretrained_or_accelerate(side: Side, choice: Random) -> None:
     """Compare the files of both sides: the names and every value."""
-    for name in sorted(state):
+    folder, model = _path(side), side.model
+    if choice.random() < 0.5:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    else:
+        _accelerator(side).save_model(model, str(folder))
+    for name, tensor in sorted(load_file(next(folder.glob("*.safetensors"))).items()):
         side.show(torch.tensor([float(ord(letter)) for letter in name]))
-        side.show(state[name].float())
+        side.show(tensor.float())

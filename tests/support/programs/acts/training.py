@@ -29,19 +29,33 @@ def trained(side: Side) -> list:
     return [p for p in side.model.parameters() if p.requires_grad]
 
 
+def step(side: Side) -> None:
+    """Take a step of SGD by the gradients that are there, and drop them."""
+    torch.optim.SGD(trained(side), lr=RATE).step()
+    side.model.zero_grad()
+
+
 @act(can_train, computes=True)
 def step_with_sgd(side: Side, choice: Random) -> None:
     backward(side)
-    torch.optim.SGD(trained(side), lr=RATE).step()
-    side.model.zero_grad()
+    step(side)
 
 
 @act(can_train, computes=True)
 def step_with_accumulated_and_clipped_gradients(side: Side, choice: Random) -> None:
     backward(side, 2)
     torch.nn.utils.clip_grad_norm_(trained(side), 0.5)
-    torch.optim.SGD(trained(side), lr=RATE).step()
+    step(side)
+
+
+@act(can_train, computes=True)
+def step_between_backwards(side: Side, choice: Random) -> None:
+    """Two calls, two backwards, the later one first."""
     side.model.zero_grad()
+    first, second = side.run().loss, side.run().loss
+    second.backward()
+    first.backward()
+    step(side)
 
 
 # an epsilon that keeps the quotient of two roundings from being a gradient: AdamW divides by a root of squares
@@ -69,15 +83,13 @@ def keep_an_optimizer(side: Side, choice: Random) -> None:
 
 @act(lambda side: can_train(side) and "optimizer" in side.held, computes=True)
 def step_with_the_kept_optimizer(side: Side, choice: Random) -> None:
-    """It may have been made before kernels came, or for parameters that are gone."""
+    """It may have been made before kernels came, or for parameters that are gone; or it is loaded anew first."""
+    optimizer = side.held["optimizer"]
+    if choice.random() < 0.5:
+        optimizer.load_state_dict(optimizer.state_dict())
     backward(side)
-    side.held["optimizer"].step()
+    optimizer.step()
     side.model.zero_grad()
-
-
-@act(lambda side: can_train(side) and "optimizer" in side.held)
-def reload_the_kept_optimizer(side: Side, choice: Random) -> None:
-    side.held["optimizer"].load_state_dict(side.held["optimizer"].state_dict())
 
 
 @act(can_train)
@@ -86,14 +98,3 @@ def leave_gradients(side: Side, choice: Random) -> None:
     backward(side)
     gradients = [p.grad for _, p in side.parameters() if p.grad is not None]
     side.show_gradient(torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]))
-
-
-@act(can_train, computes=True)
-def step_between_backwards(side: Side, choice: Random) -> None:
-    """Two calls, two backwards, the later one first."""
-    side.model.zero_grad()
-    first, second = side.run().loss, side.run().loss
-    second.backward()
-    first.backward()
-    torch.optim.SGD(trained(side), lr=RATE).step()
-    side.model.zero_grad()

@@ -1,0 +1,169 @@
+"""Indexers that choose keys in parts, and modules that hand on what was chosen in place of a mask of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.devices import is_elsewhere
+from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
+from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.swaps.attention import serving
+from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+
+_LONG = 8192  # tokens of a prompt that are computed at once
+_AT_A_TIME = 1024  # tokens of a longer one
+_OF_ALL_TOKENS = (bool, int, float, str, type(None))  # arguments that say the same of each
+
+
+def answer(classes: Iterable[type], patches: Patches) -> None:
+    """Let indexers of some classes, and modules that call one, ask here first."""
+    for cls in {base for each in classes for base in each.__mro__ if "forward" in vars(base)}:
+        make, handing_on = chooser(cls), hands_on_indices(cls)
+        if make is not None:
+            ours = functools.partial(_choose, make(_top_k_keys))
+        elif handing_on is not None:
+            ours = functools.partial(_hand_on, handing_on)
+        else:
+            continue
+        if not patches.knows(cls, "forward"):
+            patches.method(cls, "forward", ours, NPU_FLASH_ATTENTION.is_registered)
+
+
+def is_indexer(module: nn.Module) -> bool:
+    """Tell whether a module chooses keys in a way that is known."""
+    return chooser(type(module)) is not None
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Return why an indexer computes all of its scores at once; None where it does not."""
+    config: Any = module.config
+    if serving.PLAIN in vars(module):
+        return refusals.NOT_ASKED_FOR
+    if is_elsewhere(module):
+        return refusals.elsewhere(module)
+    return None if _is_ours(config) else f"the attention implementation {config._attn_implementation} was asked for"
+
+
+def hands_on(module: nn.Module) -> bool:
+    """Tell whether a module hands on indices, with what it has for an indexer: one that is known, or none."""
+    if hands_on_indices(type(module)) is None or not _stands_for(module):
+        return False
+    indexer = module._modules.get("indexer")
+    return indexer is None or (is_indexer(indexer) and _stands_for(indexer))
+
+
+def among(mask: Tensor, indices: Tensor) -> Tensor:
+    """Return a mask, ``[B, 1, S_q, S_k]``, in which a query sees chosen keys alone."""
+    chosen = torch.zeros(len(indices), *mask.shape[-2:], dtype=torch.uint8, device=mask.device)
+    chosen = chosen.scatter_(-1, indices.long(), 1).bool().unsqueeze(1)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _choose(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    given = args[0] if args else kwargs.get("hidden_states")
+    if not (isinstance(given, Tensor) and given.device.type == "npu" and _stands_for(self)):
+        return original(self, *args, **kwargs)
+    with torch.no_grad():
+        return ours(self, *args, **kwargs)
+
+
+def _hand_on(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    given = args[0] if args else kwargs.get("hidden_states")
+    is_looked_at = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
+    if is_looked_at or not (isinstance(given, Tensor) and given.device.type == "npu" and hands_on(self)):
+        return original(self, *args, **kwargs)
+    named = dict(zip(_parameters(ours), (self, *args))) | kwargs
+    return _in_parts(ours, **named) if _is_long(**named) else ours(self, *args, **kwargs)
+
+
+def _is_long(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any = None, **rest: Any
+) -> bool:
+    """Tell whether a prompt is so long that it is computed in parts: one that sees no keys behind, unwatched."""
+    parts = {"past_key_values", "position_ids", "prev_topk_indices"}
+    return (
+        hidden_states.shape[1] > _LONG
+        and not torch.is_grad_enabled()
+        and isinstance(position_embeddings, tuple)
+        and all(name in parts or isinstance(value, _OF_ALL_TOKENS) for name, value in rest.items())
+        and not isinstance(attention_mask, Tensor)
+        and attention_mask.queries == hidden_states.shape[1]
+        and attention_mask.part(0, _AT_A_TIME) is not None
+        and not any(map(has_hooks, self.modules()))
+    )
+
+
+def _in_parts(
+    forward: Callable,
+    self: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: Any,
+    position_embeddings: tuple[Tensor, ...],
+    past_key_values: Any = None,
+    position_ids: Tensor | None = None,
+    prev_topk_indices: Tensor | None = None,
+    **rest: Any,
+) -> tuple:
+    """Call a forward for some tokens after the other, each with the keys of those before in a cache."""
+    config: Any = self.config
+    rest["past_key_values"] = DynamicCache(config=config) if past_key_values is None else past_key_values
+    results = []
+    for begin in range(0, hidden_states.shape[1], _AT_A_TIME):
+        end = min(begin + _AT_A_TIME, hidden_states.shape[1])
+        if position_ids is not None:
+            rest["position_ids"] = position_ids[:, begin:end]
+        if prev_topk_indices is not None:
+            rest["prev_topk_indices"] = prev_topk_indices[:, begin:end]
+        results.append(
+            forward(
+                self,
+                hidden_states=hidden_states[:, begin:end],
+                attention_mask=attention_mask.part(begin, end),
+                position_embeddings=tuple([table[:, begin:end] for table in position_embeddings]),
+                **rest,
+            )
+        )
+    outputs, _, *indices = zip(*results)
+    return torch.cat(outputs, dim=1), None, *(_of_one_width(parts, attention_mask.keys) for parts in indices)
+
+
+def _of_one_width(indices: tuple[Tensor, ...], keys: int) -> Tensor:
+    """Join the indices of parts: those with fewer keys than are chosen get the last key, which they do not see."""
+    width = max(part.shape[-1] for part in indices)
+    return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=keys - 1) for part in indices], dim=1)
+
+
+@functools.cache
+def _parameters(forward: FunctionType) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
+
+
+def _stands_for(module: nn.Module) -> bool:
+    """Tell whether the kernel computes what a module names; a graph of torch.compile keeps masks."""
+    return (
+        _is_ours(module.config)
+        and serving.PLAIN not in vars(module)
+        and not torch.compiler.is_compiling()
+        and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
+    )
+
+
+def _is_ours(config: Any) -> bool:
+    is_standing_in = serving.stands_for(config) and serving.stranger(config) is None
+    return is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)
+
+
+def _top_k_keys(*args: Any) -> Tensor:
+    return registration.package(NPU_FLASH_ATTENTION.repository).top_k_keys(*args)

@@ -1,0 +1,195 @@
+"""Keys that an indexer chooses, and attention to them, against float64: by operators and in torch, in parts."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from tests.support.memory import Largest
+
+BATCH, QUERIES, KEYS, COUNT = 2, 9, 13, 5
+SEEN = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES).expand(BATCH, 1, -1, -1)
+PADDING = torch.ones(BATCH, KEYS, dtype=torch.bool)
+PADDING[0, :6] = False  # its first two queries see no key
+
+
+@pytest.fixture(params=[2**28, 1], ids=["at once", "one query after the other"])
+def parts(request, kernel: ModuleType, monkeypatch) -> int:
+    monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.chosen_keys"), "BYTES", request.param)
+    return request.param
+
+
+@pytest.fixture
+def in_torch(kernel: ModuleType, monkeypatch) -> None:
+    """Let operators compute nothing, as before CANN 8.5."""
+    monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.limits"), "CANN", (8, 3))
+
+
+def masks(kernel: ModuleType) -> dict[str, tuple[Any, Tensor]]:
+    """Masks as the functions take them, and what queries see."""
+    sizes = {"batch_size": BATCH, "q_length": QUERIES, "kv_length": KEYS, "q_offset": KEYS - QUERIES}
+    described = kernel.attention_mask(**sizes, device="npu")
+    padded = kernel.attention_mask(**sizes, attention_mask=PADDING.npu(), device="npu")
+    ids = torch.tensor([[0] * 7 + [1] * 6, [0] * 13])
+    both = masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(ids.npu())
+    )
+    packed = kernel.attention_mask(**sizes, mask_function=both, device="npu")
+    together = (ids[:, KEYS - QUERIES :, None] == ids[:, None]).unsqueeze(1)
+    floating = torch.zeros(SEEN.shape).masked_fill(~SEEN, -torch.inf)
+    return {
+        "causal": (described, SEEN),
+        "padded": (padded, SEEN & PADDING[:, None, None]),
+        "packed": (packed, SEEN & together),
+        "bool": (SEEN.npu(), SEEN),
+        "of three dimensions": (SEEN[:, 0].npu(), SEEN),
+        "added": (floating.npu(), SEEN),
+    }
+
+
+MASKS = ["causal", "padded", "packed", "bool", "of three dimensions", "added"]
+
+
+def drawn(*sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def index_scores(q: Tensor, k: Tensor, w: Tensor, scale: float) -> Tensor:
+    products = torch.einsum("bqhd,bkd->bqhk", q.double(), k.double()) * scale
+    return torch.einsum("bqh,bqhk->bqk", w.double(), products.relu())
+
+
+def assert_chosen(found: Tensor, scores: Tensor, seen: Tensor, count: int) -> None:
+    """Among the keys that a query sees are those with the highest scores; there are as many as there can be."""
+    assert found.dtype == torch.int32
+    assert found.shape == (*scores.shape[:2], count)
+    scores = scores.masked_fill(~seen[:, 0], -torch.inf)
+    wanted = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True) & seen[:, 0]
+    got = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, found.cpu().long(), True) & seen[:, 0]
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_with_the_highest_scores_are_chosen(kernel: ModuleType, parts, name: str) -> None:
+    mask, seen = masks(kernel)[name]
+    q, k, w = drawn((BATCH, QUERIES, 16, 8), (BATCH, KEYS, 8), (BATCH, QUERIES, 16))
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w)), mask, COUNT, 0.3)
+    assert_chosen(found, index_scores(q, k, w, 0.3), seen, COUNT)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_operator_chooses_the_same_keys(kernel: ModuleType, npu_counters, name: str) -> None:
+    mask, seen = masks(kernel)[name]
+    sizes = (BATCH, QUERIES, 16, 128), (BATCH, KEYS, 128), (BATCH, QUERIES, 16)
+    q, k, w = drawn(*sizes, dtype=torch.bfloat16)
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, COUNT, 0.3)
+    assert_chosen(found, index_scores(q, k, w, 0.3), seen, COUNT)
+    assert ("npu_lightning_indexer" in npu_counters()) == (name == "causal")
+
+
+def test_rows_that_see_fewer_keys_get_others_that_they_do_not_see(kernel: ModuleType) -> None:
+    q, k, w = drawn((1, 7, 16, 128), (1, 7, 128), (1, 7, 16), dtype=torch.bfloat16)
+    mask = kernel.attention_mask(1, 7, 7, device="npu")
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, 6).cpu()
+    assert ((found >= 0) & (found < 7)).all()
+    for row in range(6):
+        assert sorted(found[0, row].tolist())[: row + 1] == list(range(row + 1))
+    assert torch.equal(kernel.top_k_keys(*(t.npu() for t in (q, k, w)), mask, 8).cpu()[0, 3], torch.arange(7).int())
+
+
+def attended(
+    q: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, seen: Tensor, scale: float, sink: Tensor | None
+) -> Tensor:
+    """Compute ``[B, S, N, R]`` in the dtype of what is given; a query that sees no key gives zero."""
+    chosen = torch.zeros(*indices.shape[:2], latents.shape[1], dtype=torch.bool).scatter(-1, indices.long(), True)
+    left_out = ~(chosen.unsqueeze(1) & seen)
+    scores = torch.einsum("bqnd,bkd->bnqk", q, torch.cat((latents, rope), -1)) * scale
+    scores = scores.masked_fill(left_out, -1e9)
+    if sink is not None:
+        scores = torch.cat((scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)[..., : latents.shape[1]].masked_fill(left_out, 0)
+    return torch.einsum("bnqk,bkr->bqnr", weights, latents)
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_to_chosen_keys_and_its_gradients(kernel: ModuleType, parts, name: str, sink: bool) -> None:
+    """In float32, sums of at most 24 numbers and of 5: 2^-20 of the largest."""
+    mask, seen = masks(kernel)[name]
+    given = drawn((BATCH, QUERIES, 3, 24), (BATCH, KEYS, 16), (BATCH, KEYS, 8), *([(3,)] if sink else []))
+    indices = torch.rand(BATCH, QUERIES, KEYS, generator=torch.Generator().manual_seed(1))
+    indices = indices.masked_fill(~seen[:, 0], -1).topk(COUNT).indices.int()
+    leaves, exact = [t.npu().requires_grad_() for t in given], [t.double().requires_grad_() for t in given]
+    out = kernel.attend_chosen(*leaves[:3], indices.npu(), mask, 0.2, *leaves[3:])
+    wanted = attended(*exact[:3], indices, seen, 0.2, exact[3] if sink else None)
+    assert (out.detach().cpu() - wanted.detach()).abs().max() <= 2**-20 * wanted.detach().abs().max()
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
+    (out * weights.npu()).sum().backward()
+    (wanted * weights.double()).sum().backward()
+    for leaf, truth in zip(leaves, exact):
+        assert (leaf.grad.cpu() - truth.grad).abs().max() <= 2**-19 * truth.grad.abs().max()
+    with torch.no_grad():
+        assert torch.equal(kernel.attend_chosen(*leaves[:3], indices.npu(), mask, 0.2, *leaves[3:]), out.detach())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_operator_attends_to_the_same_keys(kernel: ModuleType, npu_counters, name: str) -> None:
+    """In bfloat16; the operator rounds weights once more than the result."""
+    mask, seen = masks(kernel)[name]
+    sizes = (BATCH, QUERIES, 4, 576), (BATCH, KEYS, 512), (BATCH, KEYS, 64)
+    given = drawn(*sizes, dtype=torch.bfloat16)
+    indices = torch.rand(BATCH, QUERIES, KEYS, generator=torch.Generator().manual_seed(1))
+    indices = indices.masked_fill(~seen[:, 0], -1).topk(COUNT).indices.int()
+    out = kernel.attend_chosen(*(t.npu() for t in given), indices.npu(), mask, 0.04)
+    wanted = attended(*(t.double() for t in given), indices, seen, 0.04, None)
+    assert ("npu_sparse_flash_attention" in npu_counters()) == (name != "added")
+    assert (out.cpu().double() - wanted).norm() <= 2**-7 * wanted.norm()
+    assert (out.cpu()[wanted == 0] == 0).all()
+
+
+def test_what_operators_do_not_take_is_computed_in_torch(kernel: ModuleType, in_torch, npu_counters) -> None:
+    mask, seen = masks(kernel)["causal"]
+    q, k, w = drawn((BATCH, QUERIES, 16, 128), (BATCH, KEYS, 128), (BATCH, QUERIES, 16), dtype=torch.bfloat16)
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w)), mask, COUNT)
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+    sizes = (BATCH, QUERIES, 4, 576), (BATCH, KEYS, 512), (BATCH, KEYS, 64)
+    q, latents, rope = (t.npu() for t in drawn(*sizes, dtype=torch.bfloat16))
+    assert not kernel.reads_chosen_in_place(q, latents, rope)
+    indices = torch.arange(COUNT).int().expand(BATCH, QUERIES, -1).npu()
+    kernel.attend_chosen(q, latents, rope, indices, mask, 0.04)
+    assert not {"npu_lightning_indexer", "npu_sparse_flash_attention"} & npu_counters().keys()
+
+
+@pytest.mark.parametrize("name", MASKS[:4])
+def test_dense_attention_leaves_out_what_was_not_chosen(kernel: ModuleType, parts, name: str) -> None:
+    class Module(nn.Module):
+        is_causal = True
+
+    mask, seen = masks(kernel)[name]
+    q, k, v = drawn((BATCH, 3, QUERIES, 8), (BATCH, 3, KEYS, 8), (BATCH, 3, KEYS, 8))
+    indices = torch.rand(BATCH, QUERIES, KEYS, generator=torch.Generator().manual_seed(1)).topk(COUNT).indices
+    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, indices=indices.npu())
+    chosen = torch.zeros(BATCH, QUERIES, KEYS, dtype=torch.bool).scatter(-1, indices, True).unsqueeze(1) & seen
+    scores = (q.double() @ k.double().mT * 8**-0.5).masked_fill(~chosen, -1e9)
+    expected = (scores.softmax(-1).masked_fill(~chosen, 0) @ v.double()).transpose(1, 2)
+    assert (out.cpu().double() - expected).abs().max() <= 2**-20  # float32
+
+
+@pytest.mark.software
+def test_no_tensor_is_larger_than_the_budget(kernel: ModuleType, monkeypatch, in_torch) -> None:
+    """Neither scores of all heads nor a mask of all queries and keys: 512 queries and keys, 32 heads, 1 MB."""
+    monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.chosen_keys"), "BYTES", 2**20)
+    q, k, w = (t.npu() for t in drawn((1, 512, 32, 16), (1, 512, 16), (1, 512, 32)))
+    mask = kernel.attention_mask(1, 512, 512, device="npu")
+    many, latents, rope = (t.npu() for t in drawn((1, 512, 4, 24), (1, 512, 16), (1, 512, 8)))
+    with Largest() as largest:
+        indices = kernel.top_k_keys(q, k, w, mask, 16)
+        kernel.attend_chosen(many, latents, rope, indices, mask, 0.2)
+    assert largest.bytes <= 2**20

@@ -1,0 +1,149 @@
+"""npu_lightning_indexer and npu_sparse_flash_attention against float64, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+
+HEADS, QUERIES, KEYS = 8, 5, 11
+BEHIND = torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(KEYS - QUERIES + 1)
+
+
+def drawn(*sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size).to(dtype) for size in sizes]
+
+
+def indexed(weights: torch.dtype = torch.float32) -> list[Tensor]:
+    q, k, w = drawn((2, QUERIES, HEADS, 128), (2, KEYS, 1, 128), (2, QUERIES, HEADS))
+    return [q, k, w.to(weights)]
+
+
+def attended() -> list[Tensor]:
+    sizes = [(2, n, heads, d) for d in (512, 64) for n, heads in ((QUERIES, HEADS), (KEYS, 1))]
+    return [0.3 * tensor for tensor in drawn(*sizes)]
+
+
+def scores_of(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bqnd,bkd->bqnk", q.double(), k[:, :, 0].double()).relu().mul(w.double().unsqueeze(-1)).sum(2)
+
+
+@pytest.mark.parametrize("mode", [0, 3])
+def test_an_indexer_chooses_what_scores_highest(mode: int) -> None:
+    given = indexed()
+    scores = scores_of(*given)
+    if mode == 3:
+        scores = scores.masked_fill(BEHIND, -torch.inf)
+    options = {"sparse_count": 9, "sparse_mode": mode, "return_value": True}
+    indices, values = torch_npu.npu_lightning_indexer(*(t.npu() for t in given), **options)
+    assert indices.dtype == torch.int32
+    assert indices.shape == values.shape == (2, QUERIES, 1, 9)
+    expected = scores.topk(9)
+    wanted = expected.indices.masked_fill(expected.values == -torch.inf, -1)
+    assert torch.equal(indices.cpu()[:, :, 0].long(), wanted)
+    there = wanted >= 0
+    assert there.all() == (mode == 0)
+    # rounded to bfloat16 once
+    torch.testing.assert_close(values.cpu()[:, :, 0].double()[there], expected.values[there], rtol=2**-8, atol=1e-4)
+
+
+def test_lengths_and_packed_sequences_are_those_of_each_sequence() -> None:
+    q, k, w = (t.npu() for t in indexed())
+    alone = torch_npu.npu_lightning_indexer(q[1:, :3].contiguous(), k[1:, :7].contiguous(), w[1:, :3].contiguous())[0]
+    lengths = {"actual_seq_lengths_query": torch.tensor([5, 3]), "actual_seq_lengths_key": torch.tensor([11, 7])}
+    lengths = {name: length.int().npu() for name, length in lengths.items()}
+    found = torch_npu.npu_lightning_indexer(q, k, w, **lengths)[0]
+    assert torch.equal(found[1, :3], alone[0])
+    assert (found[1, 3:] == -1).all()
+    packed = [torch.cat((t[0], t[1, :n])) for t, n in ((q, 3), (k, 7), (w, 3))]
+    ends = {"actual_seq_lengths_query": torch.tensor([5, 8]), "actual_seq_lengths_key": torch.tensor([11, 18])}
+    ends = {name: end.int().npu() for name, end in ends.items()}
+    found = torch_npu.npu_lightning_indexer(*packed, **ends, layout_query="TND", layout_key="TND")[0]
+    assert torch.equal(found[5:], alone[0])
+
+
+def test_the_gradient_of_an_indexer_is_that_of_its_scores() -> None:
+    given = indexed(torch.bfloat16)
+    leaves = [t.npu().requires_grad_() for t in given]
+    indices, values = torch_npu.npu_lightning_indexer(*leaves, sparse_count=4, return_value=True)
+    wanted = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values.backward(wanted.npu())
+    exact = [t.double().requires_grad_() for t in given]
+    (scores_of(*exact).gather(-1, indices.cpu()[:, :, 0].long()) * wanted[:, :, 0].double()).sum().backward()
+    for leaf, truth in zip(leaves, exact):  # rounded to bfloat16 once
+        assert (leaf.grad.cpu().double() - truth.grad).norm() <= 2**-8 * truth.grad.norm()
+
+
+@pytest.mark.parametrize("mode", [0, 3])
+def test_attention_is_to_chosen_keys_and_so_is_its_gradient(mode: int) -> None:
+    q, k, q_rope, k_rope = attended()
+    others = 1 + torch.rand(2, QUERIES, KEYS - 1, generator=torch.Generator().manual_seed(2)).topk(5).indices
+    chosen = torch.cat((torch.zeros_like(others[..., :1]), others), dim=-1)  # the first key is seen by all
+    chosen[0, :, 4:] = -1
+    seen = torch.zeros(2, QUERIES, KEYS, dtype=torch.bool)
+    seen[0].scatter_(-1, chosen[0, :, :4], True)
+    seen[1].scatter_(-1, chosen[1], True)
+    if mode == 3:
+        seen &= ~BEHIND
+    leaves = [t.npu().requires_grad_() for t in (q, k, k, q_rope, k_rope)]
+    out, maximum, total = torch_npu.npu_sparse_flash_attention(
+        *leaves[:3], chosen.int().unsqueeze(2).npu(), 0.1, query_rope=leaves[3], key_rope=leaves[4], sparse_mode=mode,
+        attention_mode=2, return_softmax_lse=True,
+    )  # fmt: skip
+    out.sum().backward()
+    exact = [t.double().requires_grad_() for t in (q, k, k, q_rope, k_rope)]
+    scores = torch.cat((exact[0], exact[3]), -1) @ torch.cat((exact[1], exact[4]), -1).permute(0, 2, 3, 1) * 0.1
+    scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
+    expected = scores.softmax(-1) @ exact[2][:, None, :, 0]
+    expected.sum().backward()
+    assert (out.detach().cpu().double() - expected.detach()).norm() <= 2**-7 * expected.norm()  # rounded twice
+    assert maximum.shape == total.shape == (2, 1, QUERIES, HEADS)
+    sums = (maximum + total.log()).detach().cpu()[:, 0].double()
+    assert (sums - scores.detach().logsumexp(-1)).abs().max() <= 1e-5  # float32 sums of 576
+    for leaf, truth in zip(leaves, exact):
+        assert (leaf.grad.cpu().double() - truth.grad).norm() <= 2**-7 * truth.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"query": torch.ones(2, 5, 65, 128)}, "at most 64 heads"),
+        ({"key": torch.ones(2, 11, 2, 128)}, "one head"),
+        ({"weights": torch.ones(2, 5, 7)}, "weights must be"),
+        ({"sparse_count": 2049}, "sparse_count must be"),
+        ({"sparse_mode": 1}, "sparse_mode must be 0 or 3"),
+        ({"layout_query": "TND"}, "one layout"),
+    ],
+)
+def test_an_indexer_refuses_with_the_rule(change: dict, rule: str) -> None:
+    given = dict(zip(("query", "key", "weights"), indexed())) | change
+    given = {n: t.bfloat16().npu() if isinstance(t, Tensor) else t for n, t in given.items()}
+    if change.keys() == {"query"}:
+        given["weights"] = torch.ones(2, 5, 65, dtype=torch.bfloat16, device="npu")
+    with pytest.raises(RuntimeError, match=rule):
+        torch_npu.npu_lightning_indexer(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"query": torch.ones(2, 5, 3, 512), "query_rope": torch.ones(2, 5, 3, 64)}, "1, 2, 4 to 128 heads"),
+        ({"attention_mode": 0}, "attention_mode must be 2"),
+        ({"value": torch.ones(2, 9, 1, 512)}, "value must be as key"),
+        ({"sparse_indices": torch.zeros(2, 5, 6)}, "sparse_indices must be"),
+        ({"sparse_indices": torch.full((2, 5, 1, 6), 11.0)}, "below the 11 keys"),
+        ({"sinks": torch.ones(8)}, "no sinks"),
+    ],
+)
+def test_attention_refuses_with_the_rule(change: dict, rule: str) -> None:
+    q, k, q_rope, k_rope = attended()
+    given = {"query": q, "key": k, "value": k, "sparse_indices": torch.zeros(2, 5, 1, 6), "query_rope": q_rope}
+    given |= {"key_rope": k_rope, "scale_value": 0.1, "attention_mode": 2} | change
+    given["sparse_indices"] = given["sparse_indices"].int()
+    moved = {n: t.npu() if isinstance(t, Tensor) else t for n, t in given.items()}
+    for name in ("query", "key", "value", "query_rope", "key_rope"):
+        moved[name] = moved[name].bfloat16()
+    with pytest.raises(RuntimeError, match=rule):
+        torch_npu.npu_sparse_flash_attention(**moved)

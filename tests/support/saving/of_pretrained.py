@@ -1,0 +1,147 @@
+"""Ways to save and load of transformers and peft."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.modeling_utils import load_state_dict
+from transformers.trainer_utils import load_sharded_checkpoint
+
+from tests.support.saving import models
+from tests.support.saving.ways import Loading, add, into, way
+
+SHARD = "20KB"  # several files
+SAVE, LOAD = "transformers.PreTrainedModel.save_pretrained", "transformers.PreTrainedModel.from_pretrained"
+LOAD_SHARDS = "transformers.trainer_utils.load_sharded_checkpoint"
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    model.save_pretrained(folder, **options)
+
+
+def pretrained(fresh: PreTrainedModel, folder: Path | None, **options: Any) -> PreTrainedModel:
+    """Load a model of a class, on the device of another and with kernels if that one has them."""
+    kernels = models.has_kernels(fresh)
+    return type(fresh).from_pretrained(folder, device_map=fresh.device.type, use_kernels=kernels, **options)
+
+
+def save_in_shards(model: PreTrainedModel, folder: Path) -> None:
+    """In the names of the model, which are not those of the Hub where experts are merged."""
+    save(model, folder, max_shard_size=SHARD, save_original_format=False)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+
+
+def save_with_a_state_dict(model: PreTrainedModel, folder: Path) -> None:
+    save(model, folder, state_dict={n: v.cpu() for n, v in model.state_dict().items()}, save_original_format=False)
+
+
+def save_beside_the_main_process(model: PreTrainedModel, folder: Path) -> None:
+    """A process that is not the main one writes nothing."""
+    save(model, folder, is_main_process=False)
+    assert not list(folder.glob("*.safetensors"))
+    save(model, folder)
+
+
+add("pretrained_model", save, pretrained, SAVE, LOAD)
+add("pretrained_beside_the_main_process", save_beside_the_main_process, pretrained, SAVE, LOAD)
+add(
+    "pretrained_in_shards",
+    save_in_shards,
+    load_sharded_checkpoint,
+    SAVE,
+    "transformers.trainer_utils.load_sharded_checkpoint",
+)
+add(
+    "pretrained_variant_in_shards",
+    partial(save, max_shard_size=SHARD, variant="other"),
+    partial(pretrained, variant="other"),
+    *(SAVE, LOAD),
+)
+add(
+    "pretrained_with_a_state_dict",
+    save_with_a_state_dict,
+    lambda fresh, folder: into(fresh, load_state_dict(folder / "model.safetensors")),
+    *(SAVE, "transformers.modeling_utils.load_state_dict"),
+)
+add(
+    "trainer_model",
+    lambda model, folder: Trainer(model, TrainingArguments(str(folder), report_to=[])).save_model(),
+    pretrained,
+    "transformers.Trainer.save_model",
+)
+
+
+@way(LOAD)
+def pretrained_from_a_state_dict(model: PreTrainedModel, folder: Path) -> Loading:
+    """Nothing is read but what the model itself holds."""
+    return lambda fresh: pretrained(fresh, None, config=model.config, state_dict=models.weights(model))
+
+
+# ---- peft: the base model is the same on both sides; what differs is the adapter -------------------------------------
+add_adapted = partial(add, kinds=("adapted",))
+
+
+def onto_a_base(fresh: PeftModel) -> nn.Module:
+    """Return a base model with the weights that the saved one has, and kernels if another has them."""
+    device = fresh.get_base_model().device.type
+    return models.make("dense", device=device, kernels=models.has_kernels(fresh))
+
+
+def load_adapter(fresh: PeftModel, folder: Path) -> nn.Module:
+    assert peft.load_peft_weights(str(folder), device="cpu")
+    loaded = models.adapter_on(onto_a_base(fresh))
+    loaded.load_adapter(folder, "default")
+    return loaded
+
+
+def load_adapter_state(fresh: PeftModel, folder: Path) -> nn.Module:
+    loaded = models.adapter_on(onto_a_base(fresh))
+    peft.set_peft_model_state_dict(loaded, load_file(folder / "adapter"))
+    return loaded
+
+
+def save_both(model: PeftModel, folder: Path) -> None:
+    save_file(peft.get_base_model_state_dict(model), folder / "base")
+    save_file(peft.get_peft_model_state_dict(model), folder / "adapter")
+
+
+def load_both(fresh: PeftModel, folder: Path) -> None:
+    peft.set_base_model_state_dict(fresh, load_file(folder / "base"))
+    peft.set_peft_model_state_dict(fresh, load_file(folder / "adapter"))
+
+
+add_adapted(
+    "peft_pretrained",
+    save,
+    lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder),
+    *("peft.PeftModel.save_pretrained", "peft.PeftModel.from_pretrained"),
+)
+add_adapted(
+    "peft_pickled",
+    partial(save, safe_serialization=False),
+    load_adapter,
+    *("peft.PeftModel.load_adapter", "peft.load_peft_weights"),
+)
+add_adapted(
+    "peft_state_dict",
+    lambda model, folder: save_file(peft.get_peft_model_state_dict(model), folder / "adapter"),
+    load_adapter_state,
+    *("peft.get_peft_model_state_dict", "peft.set_peft_model_state_dict"),
+)
+add_adapted(
+    "peft_base_state_dict",
+    save_both,
+    load_both,
+    *("peft.get_base_model_state_dict", "peft.set_base_model_state_dict"),
+)
+add_adapted(
+    "peft_whole_state_dict",
+    lambda model, folder: torch.save(model.state_dict(), folder / "state.pt"),
+    lambda fresh, folder: into(fresh, torch.load(folder / "state.pt", map_location="cpu")),
+)

@@ -30,15 +30,18 @@ _OF_ALL_TOKENS = (bool, int, float, str, type(None))  # arguments that say the s
 def answer(classes: Iterable[type], patches: Patches) -> None:
     """Let indexers of some classes, and modules that call one, ask here first."""
     for cls in {base for each in classes for base in each.__mro__ if "forward" in vars(base)}:
-        make, handing_on = chooser(cls), hands_on_indices(cls)
-        if make is not None:
-            ours = functools.partial(_choose, make(_top_k_keys))
-        elif handing_on is not None:
-            ours = functools.partial(_hand_on, handing_on)
-        else:
-            continue
-        if not patches.knows(cls, "forward"):
+        ours = _in_place_of(cls, vars(cls)["forward"])
+        if ours is not None and not patches.knows(cls, "forward"):
             patches.method(cls, "forward", ours, NPU_FLASH_ATTENTION.is_registered)
+
+
+@functools.cache
+def _in_place_of(cls: type, forward: object) -> Callable | None:
+    """Return what is called in place of the forward that a class has now; None of classes that need nothing else."""
+    make, handing_on = chooser(cls), hands_on_indices(cls)
+    if make is not None:
+        return functools.partial(_choose, make(_top_k_keys))
+    return None if handing_on is None else functools.partial(_hand_on, handing_on)
 
 
 def is_indexer(module: nn.Module) -> bool:

@@ -186,14 +186,8 @@ def npu_sparse_flash_attention_grad(
         dq[q] = dscores @ k_all[k][:, 0].float()[chosen]
         dk[k][:, 0].index_add_(0, flat, (dscores.mT @ q_all[q].float()).flatten(0, 1))
         dv[k][:, 0].index_add_(0, flat, (weights.mT @ dout).flatten(0, 1))
-    dq, dk, dv = (gradient.to(query.dtype) for gradient in (dq, dk, dv))
-    return (
-        dq[..., :LATENT].contiguous(),
-        dk[..., :LATENT].contiguous(),
-        dv,
-        dq[..., LATENT:].contiguous(),
-        dk[..., LATENT:].contiguous(),
-    )
+    (dq, dq_rope), (dk, dk_rope) = ([part.to(query.dtype) for part in d.split([LATENT, ROTARY], -1)] for d in (dq, dk))
+    return dq, dk, dv.to(query.dtype), dq_rope, dk_rope
 
 
 # ---- what is computed -----------------------------------------------------------------------------------------------

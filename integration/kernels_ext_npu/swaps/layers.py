@@ -1,8 +1,9 @@
 """Swaps layers of kernels into the modules of a model whose class computes what a layer does.
 
-`kernels` takes a layer for each module whose class transformers has marked for one, by transformers' table, if it is
-the one that serves the module. Where that is another one, or the class has no mark, it is taken behind that. What
-stands in transformers' table wins over every later registration: `kernels` is given it again each time.
+`kernels` takes a layer for each module whose class is marked for one, by transformers' table, if it is the one that
+serves the module; classes that transformers has not marked are for the time of that. Where another one serves it, it is
+taken behind that. What stands in transformers' table wins over every later registration: `kernels` is given it again
+each time.
 
 Whoever changes the activation of an MLP, the gate of experts or the class of a module gets what that computes from the
 next call on; the report says so until ``kernelize()``, ``train()``, ``eval()`` or ``use_kernels = True`` look again,
@@ -66,13 +67,12 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
                 forward_binding.take_out(module)
     asked = swapping.registration.served
     asked |= layers
+    serving = {type(module): layer for module, layer in layers.items() if layer is not None}
     try:
-        swapping.take(swapping.mode)
-        left: dict[nn.Module, str] = {}
-        for module, layer in layers.items():
-            mark = getattr(type(module), "kernel_layer_name", None)
-            if layer is not None and mark != layer and (mark is None or not _is_strangers(module)):
-                left[module] = layer
+        with kernels_internals.marks({c: serving[c] for c in serving if not hasattr(c, "kernel_layer_name")}):
+            swapping.take(swapping.mode)
+            others = {m: layer for m, layer in layers.items() if layer and layer != type(m).kernel_layer_name}
+        left = {module: layer for module, layer in others.items() if not _is_strangers(module)}
         kernels_internals.take(left, swapping.mode)
     finally:
         for module in layers:
@@ -110,7 +110,7 @@ def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
 
 
 def _is_strangers(module: nn.Module) -> bool:
-    """Tell whether the kernel of somebody else computes a module, which its class was marked for."""
+    """Tell whether the kernel of somebody else computes a module, as a `KernelConfig` may say."""
     return forward_binding.layer_of(module) is None and forward_binding.kernel_forward(module) is not None
 
 

@@ -34,6 +34,20 @@ model.set_use_kernels(True)
 print(kernels_ext_npu.report(model))
 """
 
+CHOOSE = """
+import sys
+import softnpu, kernels_ext_npu
+from transformers import KernelConfig, LlamaConfig, LlamaForCausalLM
+kernels_ext_npu.register()
+sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).to("npu")
+chosen = "someone/SwiGLU:SwiGLUMLP", {"version": 1, "trust_remote_code": True}
+model.set_use_kernels(True, KernelConfig({"SwiGLUMLP": chosen}))
+mlp = model.model.layers[0].mlp
+assert not hasattr(type(mlp), "kernel_layer_name")
+print(sys.modules[mlp.forward.__func__.__module__].__file__)
+"""
+
 
 def publish(
     hub: LocalHub,
@@ -111,6 +125,14 @@ def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation
     assert bundle().returncode == 0
     run_forked(COMMAND, "bundle", "--install", str(tmp_path / "kernels.zip"), **at(home))
     assert published["RMSNorm"] in run_forked(LOAD, **at(home)).stdout
+
+
+def test_somebody_may_choose_a_kernel_for_a_class_that_transformers_has_not_marked(
+    run_forked, localhub: LocalHub, tmp_path: Path
+) -> None:
+    localhub.publish("someone/SwiGLU", built("SwiGLU", "torch-npu"))
+    mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    assert "/kernels--someone--SwiGLU/" in run_forked(CHOOSE, **mirror).stdout
 
 
 def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, bundle, tmp_path: Path) -> None:

@@ -98,11 +98,11 @@ def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
 
 
 @contextmanager
-def marks(layers: Mapping[type[nn.Module], str]) -> Iterator[None]:
+def marks(layers: Mapping[Any, str]) -> Iterator[None]:
     """Mark classes for layers, by which `kernels` and transformers know them, and take the marks back."""
     before = {cls: vars(cls).get("kernel_layer_name", _NOTHING) for cls in layers}
     for cls, layer in layers.items():
-        cls.kernel_layer_name = layer  # type: ignore[assignment]
+        cls.kernel_layer_name = layer
     try:
         yield
     finally:

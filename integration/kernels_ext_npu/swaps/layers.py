@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers.integrations import hub_kernels
@@ -67,11 +68,12 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
                 forward_binding.take_out(module)
     asked = swapping.registration.served
     asked |= layers
-    serving = {type(module): layer for module, layer in layers.items() if layer is not None}
+    serving: dict[Any, str] = {type(module): layer for module, layer in layers.items() if layer is not None}
+    marks = {cls: getattr(cls, "kernel_layer_name", layer) for cls, layer in serving.items()}
     try:
-        with kernels_internals.marks({c: serving[c] for c in serving if not hasattr(c, "kernel_layer_name")}):
+        with kernels_internals.marks(marks):
             swapping.take(swapping.mode)
-            others = {m: layer for m, layer in layers.items() if layer and layer != type(m).kernel_layer_name}
+        others = {module: layer for module, layer in layers.items() if layer and layer != marks[type(module)]}
         left = {module: layer for module, layer in others.items() if not _is_strangers(module)}
         kernels_internals.take(left, swapping.mode)
     finally:

@@ -89,10 +89,6 @@ FAULTS = (
         "normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)\n"
         "        normed = 1.01 * normed\n",
     ),
-    _more("RMSNorm", "gated.py", "a norm with a gate", "torch.mul(product", "return {}"),
-    _more("RMSNorm", "gated.py", "its gradients", "grad.float()", "kind.gradient({}"),
-    _more("RMSNorm", "gated.py", "its product with SiLU", "torch.ops.npu.npu_swiglu(both", "lambda both: {}"),
-    _more("RMSNorm", "gated.py", "its product with a sigmoid", "F.glu(", "lambda both: {}"),
     _more("RMSNorm", "hyper_connections.py", "what a block gets of streams", "torch.bmm(", "    return {}"),
     _steeper(
         "RMSNorm",

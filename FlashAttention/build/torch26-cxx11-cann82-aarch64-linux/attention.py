@@ -77,7 +77,7 @@ def attend_packed(
     """
     total = query.shape[0]
     used, key_used = (ends[-1] if ends else 0 for ends in sequences)
-    query, key, value = _rows(query, 0, used), _rows(key, 0, key_used), _rows(value, 0, key_used)
+    query, key, value = _part(query, 0, used), _part(key, 0, key_used), _part(value, 0, key_used)
     if (
         is_fused(query, key, value, options)
         and is_fused_packed(sequences, band)
@@ -115,7 +115,7 @@ def _launch_packed(
         ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)
         end, key_end = ends[-1], key_ends[-1]
         if end > start:
-            some = _rows(query, start, end), *(_rows(tensor, key_start, key_end) for tensor in (key, value))
+            some = _part(query, start, end), *(_part(tensor, key_start, key_end) for tensor in (key, value))
             shifted = tuple(e - start for e in ends), tuple(e - key_start for e in key_ends)
             parts.append(_launch_one(*some, "TND", sparsity, options, *shifted))
         start, key_start = end, key_end
@@ -123,7 +123,7 @@ def _launch_packed(
     return result[..., :size].contiguous() if result.shape[-1] > size else result
 
 
-def _rows(tensor: Tensor, start: int, end: int) -> Tensor:
+def _part(tensor: Tensor, start: int, end: int) -> Tensor:
     """Return rows of a tensor. All of them are itself: the gradient of a slice is a copy."""
     return tensor if (start, end) == (0, len(tensor)) else tensor[start:end]
 

@@ -27,7 +27,9 @@ def led(chunks: Chunks, decays: Decays) -> Led:
     return Led(chunks.query * lead, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
 
 
-def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, between: Tensor, of_led: OfLed) -> Gradients:
+def gradients_of_gates(
+    chunks: Chunks, decays: Decays, of_products: OfProducts, between: Tensor, of_led: OfLed
+) -> Gradients:
     """Compute the gradients of queries, keys and sums of gates.
 
     Args:

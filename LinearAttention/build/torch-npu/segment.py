@@ -50,7 +50,7 @@ class RuleOptions(NamedTuple):
     normalised: bool
 
 
-class Factors(NamedTuple):
+class NormFactors(NamedTuple):
     """Holds what queries and keys are multiplied with on their way into chunks, ``[B, T, G, 1]`` in float32."""
 
     query: Tensor
@@ -99,15 +99,17 @@ class Used(NamedTuple):
     value: Tensor
 
 
-def factors_of(tokens: Tokens, options: RuleOptions) -> Factors:
+def factors_of(tokens: Tokens, options: RuleOptions) -> NormFactors:
     """Compute what queries and keys are multiplied with."""
     if options.normalised:
-        return Factors(unit_factor(tokens.query, options.scale), unit_factor(tokens.key, 1.0))
+        return NormFactors(unit_factor(tokens.query, options.scale), unit_factor(tokens.key, 1.0))
     shape, device = (*tokens.key.shape[:3], 1), tokens.key.device
-    return Factors(*(torch.full(shape, scale, dtype=torch.float32, device=device) for scale in (options.scale, 1.0)))
+    return NormFactors(
+        *(torch.full(shape, scale, dtype=torch.float32, device=device) for scale in (options.scale, 1.0))
+    )
 
 
-def chunks_of(tokens: Tokens, factors: Factors, bounds: Bounds | None) -> Chunks:
+def chunks_of(tokens: Tokens, factors: NormFactors, bounds: Bounds | None) -> Chunks:
     """Bring all but the values of tokens into chunks."""
     heads = tokens.value.shape[2]
     groups = heads // tokens.key.shape[2]
@@ -209,7 +211,7 @@ def backward(
     pairs.addcmul_(grad_keys, found.keys, value=-1).diagonal(dim1=-2, dim2=-1).zero_()
     given = pairs.sum(-2).unsqueeze(-1)
     of_products = OfProducts(grad_keys, grad_queries, pairs, given)
-    query, key, sums, kept, passed = kind.gradients(chunks, edges, of_products, found.between, of_led)
+    query, key, sums, kept, passed = kind.gradients_of_gates(chunks, edges, of_products, found.between, of_led)
     sums[:, -1:] += passed + led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
     return query, key, grad_new, given + alone + kept, sums, grads.last
 
@@ -225,7 +227,7 @@ def token_gradients(
     chunks: Chunks,
     tokens: Tokens,
     options: RuleOptions,
-    factors: Factors,
+    factors: NormFactors,
     grads: tuple[Tensor, ...],
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:

@@ -82,7 +82,7 @@ def led(chunks: Chunks, decays: Decays) -> Led:
     return Led(chunks.query * lead, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
 
 
-def gradients(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:
+def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:
     """Compute the gradients of queries, keys and sums of gates.
 
     A sum enters as that of a later token, or as that of an earlier one, so that its gradient is what the gradients of

@@ -83,16 +83,16 @@ class _DeltaRule(torch.autograd.Function):
 class _Kept(NamedTuple):
     """Holds what a backward needs of a segment beside its tokens and states."""
 
-    factors: segment.Factors
+    factors: segment.NormFactors
     inner: segment.Inner
     used: segment.Used
 
     @classmethod
     def of(cls, flat: Sequence[Tensor]) -> _Kept:
         """Make it of all tensors in it."""
-        factors, inner = len(segment.Factors._fields), len(segment.Inner._fields)
+        factors, inner = len(segment.NormFactors._fields), len(segment.Inner._fields)
         return cls(
-            segment.Factors(*flat[:factors]),
+            segment.NormFactors(*flat[:factors]),
             segment.Inner(*flat[factors : factors + inner]),
             segment.Used(*flat[factors + inner :]),
         )

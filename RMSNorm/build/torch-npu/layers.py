@@ -5,6 +5,8 @@ Each returns the dtype that transformers' own forward returns. ``eps`` is ``vari
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +19,6 @@ from torch.nn.modules.module import (
 )
 
 from .functional import norm, zero_centered_norm
-from .gated import GATES, Gate, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
@@ -25,6 +26,7 @@ from .layer_norm import add_layer_norm, layer_norm
 _CALL = nn.Module._wrapped_call_impl
 _NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
 _EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
+_ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
 class _Layer(nn.Module):
@@ -121,12 +123,13 @@ class RMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:
-            return norm(hidden_states.float(), _weight(self).float(), eps_of(self)).to(hidden_states.dtype)
-        kind = _kind_of_gate(self)
-        if kind is None:
+        activation = None if gate is None else _activation(self)
+        if gate is not None and activation is None:
             return type(self).forward(self, hidden_states, gate)
-        return gated_norm(hidden_states, gate, _weight(self), eps_of(self), kind)
+        normed = norm(hidden_states.float(), _weight(self).float(), eps_of(self))
+        if activation is not None:
+            normed = normed * activation(gate.float())  # type: ignore[union-attr]
+        return normed.to(hidden_states.dtype)
 
 
 class MambaRMSNormGated(_Layer):
@@ -203,14 +206,14 @@ def eps_of(module: nn.Module) -> float:
     return module.variance_epsilon if named else module.eps
 
 
-def _kind_of_gate(module: nn.Module) -> Gate | None:
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return what a gate goes through: SiLU, unless the norm names another function; None if that is to be called."""
     name = module.activation if _has(module, "activation") else "silu"
     if type(module).forward is RMSNormGated.forward:  # it replaces nothing
-        if name not in GATES:
+        if name not in _ACTIVATIONS:
             raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
     elif (
-        name not in GATES
+        name not in _ACTIVATIONS
         or nn.Module.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
@@ -218,7 +221,7 @@ def _kind_of_gate(module: nn.Module) -> Gate | None:
         or _global_backward_pre_hooks
     ):
         return None
-    return GATES[name]
+    return _ACTIVATIONS[name]
 
 
 def _is_plain(norm: nn.Module) -> bool:

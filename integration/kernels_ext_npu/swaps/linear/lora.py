@@ -102,7 +102,9 @@ def why_apart(*pair: nn.Module) -> str | None:
         return "they have biases beside adapters"
     if not all(layer.has_one_that_keeps_all for layer in layers):
         return "each adapter drops other elements of the input"
-    return None if len({layer.adapters[0][2] for layer in layers}) == 1 else "their adapters differ in scale"
+    if len({layer.adapters[0][2] for layer in layers}) > 1:
+        return "their adapters differ in scale"
+    return None
 
 
 def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels_ext_npu.measuring.costs import Cost
-from tests.linear.test_adapters import H, drawn, exact, layer
+from tests.linear.test_lora_functions import H, drawn, exact, layer
 
 N, RANKS, SCALE = 24, (4, 2), 2.0
 SHAPES = [shape for rank in RANKS for shape in ((rank, H), (N, rank))]

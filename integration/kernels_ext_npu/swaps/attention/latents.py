@@ -144,9 +144,9 @@ def expanded(tensor: Tensor) -> Tensor:
 def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
     """Return the latents of keys and values where attention is computed on them; None where it is not."""
     latents = _of_both(key, value, options)
-    if latents is None or latents.has_gradient or options.get("indices") is not None:
+    if latents is None or latents.has_gradient or not latents.is_cheaper(query.shape[2]):
         return None
-    return latents if latents.is_cheaper(query.shape[2]) else None
+    return latents
 
 
 def of_chosen_keys(

@@ -75,6 +75,16 @@ def test_tokens_behind_a_cache_are_those_of_the_model_itself(on_latents, name: s
     assert {1, 3} <= set(on_latents) <= {1, 3, PROMPT}
 
 
+def test_tokens_that_see_fewer_keys_than_are_chosen_are_computed_on_latents(on_latents) -> None:
+    model, ours = made("deepseek_v32")
+    for each in (*model.modules(), *ours.modules()):
+        if hasattr(each, "index_topk"):
+            each.index_topk = 2 * KEYS
+    for expected, found in zip(*(steps(each, DynamicCache(config=each.config)) for each in (model, ours))):
+        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert set(on_latents) == {1, 3}
+
+
 def test_a_static_cache_holds_what_it_held_and_may_be_taken_over(on_latents) -> None:
     model, ours = made("deepseek_v3")
     caches = [StaticCache(config=each.config, max_cache_len=KEYS) for each in (model, ours)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -90,23 +90,15 @@ def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
 
     kernelize_layer = find(TAKE)
     for module, layer in layers.items():
-        with marks({type(module): layer}):
+        cls: Any = type(module)
+        own = vars(cls).get("kernel_layer_name", _NOTHING)
+        cls.kernel_layer_name = layer
+        try:
             if kernelize_layer is None:
                 kernelize(module, mode=mode, device="npu", use_fallback=KernelizeFallback.ALL)
             else:
                 kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
-
-
-@contextmanager
-def marks(layers: Mapping[Any, str]) -> Iterator[None]:
-    """Mark classes for layers, by which `kernels` and transformers know them, and take the marks back."""
-    before = {cls: vars(cls).get("kernel_layer_name", _NOTHING) for cls in layers}
-    for cls, layer in layers.items():
-        cls.kernel_layer_name = layer
-    try:
-        yield
-    finally:
-        for cls, own in before.items():
+        finally:
             if own is _NOTHING:
                 del cls.kernel_layer_name
             else:

@@ -1,9 +1,9 @@
 """Swaps layers of kernels into the modules of a model whose class computes what a layer does.
 
 `kernels` takes a layer for each module whose class is marked for one, by transformers' table, if it is the one that
-serves the module; classes that transformers has not marked are for the time of that. Where another one serves it, it is
-taken behind that. What stands in transformers' table wins over every later registration: `kernels` is given it again
-each time.
+serves the module. Classes that transformers has not marked are until unregister(). Where another layer serves a module,
+it is taken behind that. What stands in transformers' table wins over every later registration: `kernels` is given it
+again each time.
 
 Whoever changes the activation of an MLP, the gate of experts or the class of a module gets what that computes from the
 next call on; the report says so until ``kernelize()``, ``train()``, ``eval()`` or ``use_kernels = True`` look again,
@@ -69,10 +69,12 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     asked = swapping.registration.served
     asked |= layers
     serving: dict[Any, str] = {type(module): layer for module, layer in layers.items() if layer is not None}
-    marks = {cls: getattr(cls, "kernel_layer_name", layer) for cls, layer in serving.items()}
+    for cls in serving:
+        if not hasattr(cls, "kernel_layer_name"):
+            swapping.registration.patches.attribute(cls, "kernel_layer_name", serving[cls])
     try:
-        with kernels_internals.marks(marks):
-            swapping.take(swapping.mode)
+        swapping.take(swapping.mode)
+        marks = {cls: cls.kernel_layer_name for cls in serving}
         others = {module: layer for module, layer in layers.items() if layer and layer != marks[type(module)]}
         left = {module: layer for module, layer in others.items() if not _is_strangers(module)}
         kernels_internals.take(left, swapping.mode)

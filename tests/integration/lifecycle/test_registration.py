@@ -91,9 +91,9 @@ def test_kernelize_a_module_that_contains_a_model(registered, checkpoint) -> Non
     assert counts(wrapped) == (0, 5)
 
 
-@pytest.mark.parametrize(("name", "is_marked_rightly"), [("qwen3", True), ("olmo3", False)])
-def test_kernels_own_kernelize_takes_what_transformers_marked(registered, checkpoint, name, is_marked_rightly) -> None:
-    """It takes no kernel out, and none for norms that are marked for another layer than what they compute."""
+@pytest.mark.parametrize(("name", "is_marked_rightly"), [("qwen3", True), ("gemma3_text", True), ("olmo3", False)])
+def test_kernels_own_kernelize_takes_what_is_marked(registered, checkpoint, name, is_marked_rightly) -> None:
+    """By transformers or by us. It takes no kernel out, and none for norms that are marked for what others compute."""
     import kernels
 
     model = load(checkpoint(name))

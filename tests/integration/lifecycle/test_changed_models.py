@@ -74,6 +74,13 @@ def test_a_change_counts_at_once_and_is_seen_at_the_next_look(registered, case: 
     assert not [row for row in rows if row.reason and "changed since" in row.reason]
 
 
+def test_a_kernel_that_is_left_out_now_is_taken_out(registered) -> None:
+    model = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu"))
+    kernels_ext_npu.register(kernels=["RMSNorm"])
+    kernels_ext_npu.kernelize(model)
+    assert {row.kind for row in kernels_ext_npu.report(model) if row.swapped} == {"norms"}
+
+
 def test_a_part_that_was_restored_stays_so_until_it_is_asked_for(registered) -> None:
     model = zoo.build("qwen3").to("npu")
     model.set_use_kernels(True)

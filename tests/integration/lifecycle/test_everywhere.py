@@ -107,6 +107,15 @@ def test_adapters_are_in_place_before_the_kernels() -> None:
     assert reasons(model, "Qwen3MLP") == {"two products, since a projection is a peft.tuners.lora.layer.Linear"}
 
 
+def test_copies_wait_too() -> None:
+    model = zoo.build("qwen3").to("npu")
+    other = copy.deepcopy(model)
+    call(model)
+    assert {row.reason for row in kernels_ext_npu.report(other) if row.kind == "norms"} == {WAITS}
+    call(other)
+    assert swapped(other) == {True}
+
+
 def test_restore_before_the_first_call_leaves_a_model_out() -> None:
     model = kernels_ext_npu.restore(zoo.build("qwen3").to("npu"))
     call(model)

@@ -2,7 +2,7 @@
 
 Attention of a part sees that part only, unless keys or heads are exchanged around it. torch's context parallelism does
 so in the place of ``scaled_dot_product_attention``, frameworks do in entries of transformers' table, in whose place
-ours would compute without a word. Convolutions and recurrences begin anew in every part.
+ours would compute without a word. Convolutions and recurrences would begin anew in every part.
 """
 
 from __future__ import annotations

@@ -156,9 +156,9 @@ def registered() -> None:
 
 
 @pytest.fixture
-def localhub(tmp_path: Path) -> Iterator[LocalHub]:
+def localhub() -> Iterator[LocalHub]:
     """An empty Hub on loopback, for processes that are started with its `environment`."""
-    with LocalHub(tmp_path / "localhub") as hub:
+    with LocalHub() as hub:
         yield hub
 
 

@@ -121,8 +121,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
-    with LocalHub(tmp_path_factory.mktemp("hub")) as hub:
+def hub() -> Iterator[LocalHub]:
+    with LocalHub() as hub:
         yield hub
 
 
@@ -238,7 +238,7 @@ def test_it_is_verified_and_published(outputs, clone: Path, hub: LocalHub) -> No
     build = clone / "QuickGELU"
     expected = {p.relative_to(build).as_posix(): p.read_bytes() for p in (build / "build").rglob("*") if p.is_file()}
     expected |= {f"build/{path}": content for path, content in left_out(build).items()}
-    held = {path: hub.store.blob(file.sha256).read_bytes() for path, file in files.items()}
+    held = {path: hub.store.contents[file.sha256] for path, file in files.items()}
     assert held == {path: content for path, content in expected.items() if "__pycache__" not in path}
 
 

@@ -17,6 +17,7 @@ from kernels_ext_npu.distribution.variants import left_out
 from tests.localhub import LocalHub
 from tests.support.forking import Forks
 
+pytestmark = pytest.mark.software  # the page counts
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding-a-kernel.md"
 BLOCK = re.compile(

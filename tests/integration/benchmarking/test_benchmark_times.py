@@ -44,6 +44,7 @@ def test_what_comes_before_a_run_is_outside_of_its_events() -> None:
         assert end.elapsed_time(start) >= 50
 
 
+@pytest.mark.software
 def test_the_software_device_gives_no_times_whoever_asks() -> None:
     with pytest.raises(call_costs.NoTimesError, match="The software device computes on the host"):
         call_costs.times(lambda: None, lambda _: None, warm_up=0, repeats=2)

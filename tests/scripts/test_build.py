@@ -319,9 +319,9 @@ def replaced() -> dict[str, list[type[nn.Module]]]:
     found: dict[str, list[type[nn.Module]]] = {}
     for reference in PATTERNS:
         for layer in reference.layers:
-            found.setdefault(layer, []).append(reference.module)
+            found.setdefault(layer, []).append(reference.original)
     for reference in FUNCTION_PATTERNS:
-        found.setdefault(reference.layer, []).append(_create_func_module(reference.function))
+        found.setdefault(reference.layers[0], []).append(_create_func_module(reference.original))
     return found
 
 

@@ -51,7 +51,7 @@ for module in modeling_files():
         mark = getattr(type(value), "kernel_layer_name", None) if is_kernel_function(value) else None
         if mark in found and f"use_kernelized_func({name})" in open(module.__file__).read():
             reference = find_function_pattern(value)
-            found[mark].add(reference.layer if reference else f"{module.__name__}.{name}")
+            found[mark].add(reference.layers[0] if reference else f"{module.__name__}.{name}")
 print(json.dumps({name: sorted(layers) for name, layers in found.items()}))
 """
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from kernels_ext_npu.selftest.limits import DTYPE, LIMITS, Limit
 
 QUICK_MODELS = ("Qwen3", "Qwen3-MoE")
 Piece = Callable[[str], dict[str, Any]]
+_kernel = cache(sources.load_package)
 
 
 def pieces(quick: bool) -> dict[str, Piece]:
@@ -104,8 +104,3 @@ def _of_model(model: str) -> Piece:
         }
 
     return run
-
-
-@cache
-def _kernel(source: str, repository: str) -> ModuleType:
-    return sources.load_package(source, repository)

@@ -32,11 +32,7 @@ _SIZED_BY |= {"masked_select": 1}
 
 
 class UnknownValueError(Exception):
-    """A model reads a value on the host that follows from weights."""
-
-    def __init__(self, operator: OpOverload) -> None:
-        super().__init__(str(operator))
-        self.operator = operator
+    """A model reads a value on the host that follows from weights: by which operator."""
 
 
 class KnownValues:
@@ -69,7 +65,9 @@ class KnownValues:
         self.waits += waits
         self.copies_in += copies_in
         if name in _ROUTES:
-            self._in_turn(result[1], args[0].shape[-1])
+            with _disable_current_modes():
+                in_turn = torch.arange(result[1].numel()).remainder(args[0].shape[-1])
+                self._values[result[1]] = in_turn.reshape(result[1].shape).to(result[1].dtype)
         elif collectives.is_collective(operator):
             self._communicate(operator, args)
         elif operator.namespace == "aten":
@@ -166,11 +164,6 @@ class KnownValues:
             return self._values.get(tensor)
         with _disable_current_modes():
             return tensor.cpu()
-
-    def _in_turn(self, indices: Tensor, experts: int) -> None:
-        with _disable_current_modes():
-            flat = torch.arange(indices.numel()).remainder(experts)
-            self._values[indices] = flat.reshape(indices.shape).to(indices.dtype)
 
     def _forget(self, fake: Tensor) -> None:
         """Forget what a tensor holds that was written, and its views."""

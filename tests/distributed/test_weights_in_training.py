@@ -4,7 +4,6 @@ Gate and up are packed rightly, or not at all; gradients of adapters get into th
 views with ``gradient_as_bucket_view``. After some steps the weights are those of one process on the CPU.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -115,11 +114,7 @@ def train(model: nn.Module, batches: list[Tensor]) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=2e-3, momentum=0.9)
     for _ in range(STEPS):
         for place, x in enumerate(batches):
-            is_last = place == len(batches) - 1
-            waits = isinstance(model, DistributedDataParallel) and not is_last
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(is_last)
-            with model.no_sync() if waits else contextlib.nullcontext():
+            with engines.accumulating(model, is_last=place == len(batches) - 1):
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

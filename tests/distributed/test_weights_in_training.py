@@ -24,24 +24,21 @@ from kernels_ext_npu.measuring.costs import Cost
 from tests.distributed import engines, stack
 from tests.distributed.modules import normal
 from tests.distributed.parallel import assert_right, largest_difference, mesh, seeded
+from tests.integration.swaps.linear.test_adapted_layers import Attention
 
 pytestmark = pytest.mark.distributed
 SIZE, STEPS = 16, 3
 
 
 class Layer(nn.Module):
-    """Projections of one input, as transformers calls them, and one of what comes of them."""
+    """Projections of one input, and one of what comes of them, with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 8, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(SIZE, 8, bias=False), nn.Linear(SIZE, SIZE)
+        self.attention = Attention()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        query = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8)
-        key = self.k_proj(hidden_states).tanh()
-        value = self.v_proj(hidden_states)
-        return hidden_states + self.o_proj((query * (key + value).unsqueeze(-2)).flatten(-2))
+        return hidden_states + self.attention(hidden_states)
 
 
 def by_fsdp2(model: nn.Module) -> nn.Module:

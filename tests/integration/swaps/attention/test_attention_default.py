@@ -30,6 +30,10 @@ RESTORED = "the model was loaded without use_kernels=True, or its kernels were t
 DEFAULTS = {"qwen3": "sdpa", "gpt_oss": "eager"}  # of transformers
 
 
+def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [getattr(config, name) for name in config.sub_configs]
+
+
 def implementation(model: nn.Module) -> str:
     return model.config._attn_implementation
 
@@ -107,6 +111,7 @@ def test_towers_give_lengths_and_take_one_launch_a_layer(registered, tmp_path) -
         expected = plain(**inputs).logits
         softnpu.reset_counters()
         found = model(**on_npu(inputs)).logits
+        assert {part._attn_implementation for part in (model.config, *configs_in(model.config))} == {"sdpa"}
         assert softnpu.counters()[LAUNCH] == 4  # two layers of the tower, two of the language model
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
         found = kernels_ext_npu.restore(model)(**on_npu(inputs)).logits  # its windows are calls of their own again

@@ -21,7 +21,7 @@ from .arguments import (
 from .derivatives import gradients
 from .distributed import is_distributed
 from .divergence import Divergence, Statistics
-from .objective import statistics_dtype
+from .objective import power_of_two, statistics_dtype
 from .transforms import is_transformed
 
 
@@ -204,18 +204,14 @@ def linear_generalized_jsd(
         number, words = pieces or pieces_of.of_tokens(2 * size[0], size[1]), pieces or pieces_of.how_many(*size)
         with without_autocast(hidden_states):
             one = torch.full((), divergence.factor, dtype=statistics_dtype(student[0].dtype), device=weight.device)
-            unit = _mantissa(over_rows(one, reduction, num_items))
+            unit = over_rows(one, reduction, num_items)
+            unit = unit / power_of_two(unit)  # a mantissa: what is multiplied with the rest is not rounded by it
             budget = 0 if pieces else kept(*student)
             rows = LinearDivergence.apply(*student, *teacher, divergence, unit, number, words, budget)
     if counted is not None:
         rows = torch.where(counted, rows, 0.0)
     rows = over_rows(rows, reduction, num_items)
     return rows.view(shape) if reduction == "none" else rows
-
-
-def _mantissa(x: Tensor) -> Tensor:
-    """Return numbers divided by a power of two, between one and two in size."""
-    return x / x.float().view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
 def _check(

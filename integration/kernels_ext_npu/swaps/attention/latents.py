@@ -11,21 +11,25 @@ the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.matching.fingerprint import function_fingerprint
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.attention import indexers, serving
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _METHOD = "expand_kv"
+_OF_STYLES = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
 _GATHERED = 4
 _AT_A_TIME = 1024  # queries whose keys are chosen
 _NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
@@ -68,6 +72,7 @@ class Latents:
     module: Any
     nope: Tensor
     rope: Tensor
+    weight: Tensor  # of `kv_b_proj`, or what this rank has of it
     original: Callable
     has_gradient: bool
     dtype: torch.dtype  # of keys and values: that of autocast, or of what is cached
@@ -82,7 +87,7 @@ class Latents:
     def cast(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return latents, the rotated part and the weight ``[N, D + D_v, R]`` in the dtype of keys and values."""
         with torch.set_grad_enabled(self.has_gradient):
-            nope, rope, weight = (t.to(self.dtype) for t in (self.nope, self.rope, self.module.kv_b_proj.weight))
+            nope, rope, weight = (t.to(self.dtype) for t in (self.nope, self.rope, self.weight))
             return nope, rope, weight.unflatten(0, (-1, self.module.qk_nope_head_dim + self.module.v_head_dim))
 
     def is_cheaper(self, queries: int) -> bool:
@@ -178,13 +183,14 @@ def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | N
 
 
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    weight, device = self.kv_b_proj._parameters.get("weight"), kv_nope.device.type
+    weight, device = _weight_of(self.kv_b_proj), kv_nope.device.type
+    size = self.qk_nope_head_dim + self.v_head_dim
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, kv_nope, k_rot) if t is not None)
     is_cast = torch.is_autocast_enabled(device)
     if (
         torch.compiler.is_compiling()
-        or why_not_plain(self.kv_b_proj) is not None
-        or self.kv_b_proj.bias is not None
+        or weight is None
+        or len(weight) % size
         or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))
         or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
@@ -192,10 +198,40 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
     ):
         return original(self, kv_nope, k_rot)
     dtype = torch.get_autocast_dtype(device) if is_cast else kv_nope.dtype
-    latents = Latents(self, kv_nope, k_rot, original, has_gradient, dtype)
-    heads = weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim)
+    latents, heads = Latents(self, kv_nope, k_rot, weight, original, has_gradient, dtype), len(weight) // size
     sizes = self.qk_nope_head_dim + k_rot.shape[-1], self.v_head_dim
     return _unexpanded(latents, heads, 0, sizes[0]), _unexpanded(latents, heads, 1, sizes[1])
+
+
+def _weight_of(layer: Any) -> Tensor | None:
+    """Return the weight of which a call of a layer is the product alone; None where it is more than that.
+
+    Without gradients that is so for a rank of transformers' tensor parallelism, too: it has the rows of its heads.
+    """
+    if layer.bias is not None:
+        return None
+    if why_not_plain(layer) is None:
+        return layer.weight
+    weight, forward = layer._parameters.get("weight"), vars(layer).get("forward")
+    is_rank = isinstance(weight, DTensor) and weight.placements == (Shard(0),) and not torch.is_grad_enabled()
+    if not is_rank or type(layer) is not torch.nn.Linear or has_hooks(layer) or not _is_of_columns(forward):
+        return None
+    return weight.to_local()
+
+
+def _is_of_columns(forward: Any) -> bool:
+    """Tell whether the forward of an instance is what ColwiseParallel of transformers puts around that of its class."""
+    if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _OF_STYLES:
+        return False
+    held = inspect.getclosurevars(forward).nonlocals
+    style, inside = held["self"], held["original_forward"]
+    return (
+        type(style).__name__ == "ColwiseParallel"
+        and style.use_local_output
+        and style.input_layouts == Replicate()
+        and style.output_layouts == Shard(-1)
+        and getattr(inside, "__func__", None) is torch.nn.Linear.forward
+    )
 
 
 def _unexpanded(latents: Latents, heads: int, place: int, size: int) -> Unexpanded:

@@ -31,7 +31,11 @@ def _kind(name: str, layers: str = "", in_models: str = "") -> Kind:
 
 
 NORMS = _kind(
-    "norms", "MambaRMSNormGated RMSNorm RMSNormCastLast RMSNormGated RMSNormWeightless RMSNormZeroCentered T5LayerNorm"
+    "norms",
+    """
+    MambaRMSNormGated RMSNorm RMSNormCastLast RMSNormGated RMSNormGatedCastLast RMSNormWeightless RMSNormZeroCentered
+    T5LayerNorm
+    """,
 )
 LAYER_NORMS = _kind("layer norms", "AddLayerNorm LayerNorm LayerNormFloat32")
 HYPER_CONNECTIONS = _kind("hyper-connections", "HyperConnection HyperHead IndependentHyperConnection")

@@ -140,7 +140,10 @@ MLPS = {
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
     "MambaRMSNormGated": [partial(_norm, "MambaRMSNormGated"), _grouped_norm],
-    "RMSNormGated": [partial(_norm, "RMSNormGated"), partial(_norm, "RMSNormGated", activation="sigmoid")],
+    **{
+        layer: [partial(_norm, layer, activation=name) for name in ("silu", "sigmoid")]
+        for layer in ("RMSNormGated", "RMSNormGatedCastLast")
+    },
     "AddLayerNorm": [partial(_seeded, BertSelfOutput, 32, inputs=2)],
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],

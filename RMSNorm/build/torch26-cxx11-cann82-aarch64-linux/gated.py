@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from .derivatives import gradients
 from .distributed import is_distributed
-from .functional import is_fused, norm
+from .functional import is_norm_fused, norm
 
 
-class Gate(NamedTuple):
+class NormGate(NamedTuple):
     """Says what a gate goes through, and which operators multiply it with a vector behind or before it.
 
     Attributes:
@@ -34,13 +34,13 @@ class Gate(NamedTuple):
         return (gate, other) if self.is_first else (other, gate)
 
 
-_SILU = Gate(
+_SILU = NormGate(
     F.silu,
     lambda both: torch.ops.npu.npu_swiglu(both, -1),
     lambda grad, both: torch.ops.npu.npu_swiglu_backward(grad, both, -1),
     is_first=True,
 )
-_SIGMOID = Gate(
+_SIGMOID = NormGate(
     torch.sigmoid,
     lambda both: F.glu(both, -1),
     lambda grad, both: torch.ops.aten.glu_backward(grad, both, -1),
@@ -49,7 +49,9 @@ _SIGMOID = Gate(
 GATES = {"silu": _SILU, "swish": _SILU, "sigmoid": _SIGMOID}
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Gate, rounds_norm: bool = False) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: NormGate, rounds_norm: bool = False
+) -> Tensor:
     """Compute ``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32.
 
     Args:
@@ -66,7 +68,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Gate, 
     is_rounded = rounds_norm and kind is _SILU and gate.dtype is weight.dtype is x.dtype
     is_compiling = torch.compiler.is_compiling()
     if is_rounded and (is_compiling or not torch.is_grad_enabled()):
-        return _SILU.product(_joined(gate, norm(x, weight, eps))).view(x.shape)
+        return _SILU.product(_behind_each_other(gate, norm(x, weight, eps))).view(x.shape)
     if is_compiling:
         return _in_steps(x, gate, weight, eps, kind)
     return _RoundedGatedNorm.apply(x, gate, weight, eps) if is_rounded else _GatedNorm.apply(x, gate, weight, eps, kind)
@@ -83,14 +85,14 @@ class _RoundedGatedNorm(torch.autograd.Function):
         normed, rstd = torch.ops.npu.npu_rms_norm(x, weight, eps)
         ctx.save_for_backward(x, gate, weight, rstd)
         ctx.eps = eps
-        return _SILU.product(_joined(gate, normed)).view(x.shape)
+        return _SILU.product(_behind_each_other(gate, normed)).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable(ctx, grad, _SILU), None
-        both = _joined(gate, torch.ops.npu.npu_rms_norm(x, weight, ctx.eps)[0])
+        both = _behind_each_other(gate, torch.ops.npu.npu_rms_norm(x, weight, ctx.eps)[0])
         of_gate, of_normed = _SILU.gradient(grad.reshape(-1), both).view(2, *x.shape).unbind()
         grad_x, grad_weight = torch.ops.npu.npu_rms_norm_backward(of_normed, x, weight, rstd)
         return grad_x, of_gate, grad_weight.to(weight.dtype), None
@@ -103,7 +105,7 @@ class _GatedNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Gate) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: NormGate) -> Tensor:
         rstd = torch.ops.npu.npu_rms_norm(x, weight.to(x.dtype), eps)[1]  # whatever the weight is
         ctx.save_for_backward(x, gate, weight, rstd)
         ctx.eps, ctx.kind = eps, kind
@@ -128,12 +130,12 @@ class _GatedNorm(torch.autograd.Function):
         return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
 
 
-def _joined(gate: Tensor, normed: Tensor) -> Tensor:
+def _behind_each_other(gate: Tensor, normed: Tensor) -> Tensor:
     """Write both behind each other: ``[2 N]``."""
     return torch.cat((gate, normed)).view(-1)
 
 
-def _side_by_side(x: Tensor, gate: Tensor, rstd: Tensor, kind: Gate) -> Tensor:
+def _side_by_side(x: Tensor, gate: Tensor, rstd: Tensor, kind: NormGate) -> Tensor:
     """Write the gate and the normed x, without its weight, behind each other: ``[2 N]`` in float32."""
     both = torch.empty((2, *x.shape), dtype=torch.float32, device=x.device)
     of_gate, normed = kind.ordered(*both.unbind())
@@ -142,14 +144,14 @@ def _side_by_side(x: Tensor, gate: Tensor, rstd: Tensor, kind: Gate) -> Tensor:
     return both.view(-1)
 
 
-def _differentiable(ctx: Any, grad: Tensor, kind: Gate) -> list[Tensor | None]:
+def _differentiable(ctx: Any, grad: Tensor, kind: NormGate) -> list[Tensor | None]:
     def function(*tensors: Tensor) -> Tensor:
         return _in_steps(*tensors, ctx.eps, kind)
 
     return gradients(function, ctx.saved_tensors[:3], ctx.needs_input_grad[:3], grad)
 
 
-def _in_steps(x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Gate) -> Tensor:
+def _in_steps(x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: NormGate) -> Tensor:
     return (norm(x.float(), weight.float(), eps) * kind.activation(gate.float())).to(x.dtype)
 
 
@@ -164,7 +166,7 @@ def _is_fused(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
         and gate.shape == x.shape
         and gate.is_floating_point()
         and x.numel() % 32 == 0
-        and is_fused(x, None)
+        and is_norm_fused(x, None)
         and gate.device == weight.device == x.device
         and weight.shape == x.shape[-1:]
         and not is_distributed(x, gate, weight)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from .functional import norm, zero_centered_norm
-from .gated import GATES, Gate, gated_norm
+from .gated import GATES, NormGate, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
@@ -215,7 +215,7 @@ def eps_of(module: nn.Module) -> float:
     return module.variance_epsilon if named else module.eps
 
 
-def _kind_of_gate(module: nn.Module, layer: type[_Layer]) -> Gate | None:
+def _kind_of_gate(module: nn.Module, layer: type[_Layer]) -> NormGate | None:
     """Return what a gate goes through: SiLU, unless the norm names another function; None if that is to be called."""
     name = module.activation if _has(module, "activation") else "silu"
     if type(module).forward is layer.forward:  # it replaces nothing

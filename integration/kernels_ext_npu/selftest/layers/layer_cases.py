@@ -19,6 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.patterns.linear_attention.forget_gates import KimiLinearForgetGate
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
@@ -75,6 +76,10 @@ def _normed_mlp() -> Made:
 def _recurrent_unit() -> Made:
     module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
+
+
+def _forget_gate() -> Made:
+    return _random(KimiLinearForgetGate(32, 2, 16), deviation=0.5), (torch.randn(2, 5, 32),)
 
 
 def _streams(module: nn.Module) -> Made:
@@ -154,6 +159,7 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
+    "ForgetGate": [_forget_gate],
     "HyperConnection": [lambda: _streams(hyper_connections.DeepseekV4HyperConnection(16))],
     "IndependentHyperConnection": [lambda: _streams(hyper_connections.HYV4HyperConnection(16))],
     "HyperHead": [

@@ -186,6 +186,12 @@ def test_hidden_states_times_what_arrives_may_be_more_than_float16_has(kernel: M
     torch.testing.assert_close(ours[1].grad.cpu().double(), exact[1].grad, rtol=2**-9, atol=0)
 
 
+def test_no_row_in_float16_gives_zero(kernel: ModuleType) -> None:
+    hidden, weight = (torch.empty(n, 4, dtype=torch.float16, device="npu").requires_grad_() for n in (0, 9))
+    kernel.linear_cross_entropy(hidden, weight, torch.empty(0, device="npu").long(), reduction="sum").backward()
+    assert not weight.grad.any()
+
+
 def test_the_mean_over_no_row_is_nan_and_its_gradient_zero_as_in_torch(kernel: ModuleType) -> None:
     hidden, weight = torch.randn(3, 4).npu().requires_grad_(), torch.randn(9, 4).npu().requires_grad_()
     labels = torch.full((3,), IGNORED).npu()

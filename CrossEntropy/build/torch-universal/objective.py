@@ -161,8 +161,3 @@ class Gradient:
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums over words: float32, float64 for tensors in float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two in each number, in float32: of its size without the mantissa."""
-    return x.float().view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)

@@ -21,7 +21,8 @@ from .arguments import (
 from .derivatives import gradients
 from .distributed import is_distributed
 from .divergence import Divergence, Statistics
-from .objective import power_of_two, statistics_dtype
+from .float16 import brought_within, power_of_two
+from .objective import statistics_dtype
 from .transforms import is_transformed
 
 
@@ -92,7 +93,8 @@ class LinearDivergence(torch.autograd.Function):
         known, kept = Statistics(*ctx.saved_tensors[8:12]), ctx.saved_tensors[12:]
         done = sum(x.shape[0] for x in kept)
         rest = slice(done, None)
-        steep = (hidden_states * factor).to(hidden_states.dtype)
+        steep, beyond = brought_within(hidden_states * factor, weight.dtype)
+        share, beyond_share = brought_within(factor.t(), weight.dtype)
         d_weight = torch.empty_like(weight) if needs[1] else None
         d_bias = torch.empty_like(bias) if needs[2] else None
         for part in pieces_of.of_words(weight.shape[0], words):
@@ -108,7 +110,10 @@ class LinearDivergence(torch.autograd.Function):
             if d_weight is not None:
                 torch.mm(x.t(), steep, out=d_weight[part])
             if d_bias is not None:
-                torch.mm(factor.t().to(x.dtype), x, out=d_bias[part].unsqueeze(0))
+                torch.mm(share, x, out=d_bias[part].unsqueeze(0))
+        for gradient, times in ((d_weight, beyond), (d_bias, beyond_share)):
+            if gradient is not None and times is not None:
+                gradient.mul_(times)
         return d_hidden, d_weight, d_bias, *nothing
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from . import in_torch, pieces
 from .derivatives import gradients
-from .objective import Objective, power_of_two, statistics_dtype
+from .float16 import brought_within
+from .objective import Objective, statistics_dtype
 
 
 class LinearCrossEntropyByTokens(torch.autograd.Function):
@@ -100,11 +101,7 @@ def _lost(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def _product(d_logits: Tensor, rows: Tensor) -> Tensor:
-    """Return ``d_logitsᵀ @ rows`` in the dtype of ``d_logits``, ``[N, V]``, of rows ``[N, K]`` in that of statistics.
-
-    Scaled losses may bring rows beyond what float16 holds: these come down by a power of two, and the product goes up.
-    """
-    if d_logits.dtype is not torch.float16:
-        return torch.mm(d_logits.t(), rows.to(d_logits.dtype))
-    beyond = (power_of_two(rows.abs().amax()) / 2**14).clamp(min=1)
-    return torch.mm(d_logits.t(), (rows / beyond).half()).mul_(beyond)
+    """Return ``d_logitsᵀ @ rows``, of ``[N, V]`` and rows ``[N, K]`` in any dtype, in that of ``d_logits``."""
+    rows, beyond = brought_within(rows, d_logits.dtype)
+    found = torch.mm(d_logits.t(), rows)
+    return found if beyond is None else found.mul_(beyond)

@@ -68,12 +68,15 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor, scale: float) -> Tensor:
 
 def assert_chosen(found: Tensor, scores: Tensor, seen: Tensor, count: int) -> None:
     """Among the keys that a query sees are those with the highest scores; there are as many as there can be."""
+    found = found.cpu()
     assert found.dtype == torch.int32
     assert found.shape == (*scores.shape[:2], count)
     scores = scores.masked_fill(~seen[:, 0], -torch.inf)
     wanted = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True) & seen[:, 0]
-    got = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, found.cpu().long(), True) & seen[:, 0]
+    got = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, found.long(), True) & seen[:, 0]
     assert torch.equal(got, wanted)
+    chosen_and_seen = seen[:, 0].expand(scores.shape).gather(-1, found.long())
+    assert torch.equal(chosen_and_seen.sum(-1), got.sum(-1))  # none of them twice
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -117,6 +120,27 @@ def test_an_operator_chooses_among_the_tokens_of_a_prompt(kernel: ModuleType, np
     assert npu_counters()["stream_syncs"] == 1 + 2  # of padding, and of both results
 
 
+def test_parts_of_a_prompt_are_as_free_of_padding_as_the_whole(kernel: ModuleType, npu_counters) -> None:
+    kept = torch.ones(BATCH, KEYS, dtype=torch.bool, device="npu")
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=kept, device="npu").part(4, 11)
+    q, k, w = drawn((BATCH, 7, 16, 128), (BATCH, 11, 128), (BATCH, 7, 16), dtype=torch.bfloat16)
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, COUNT)
+    seen = torch.ones(BATCH, 1, 7, 11, dtype=torch.bool).tril(4)
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+    assert npu_counters()["npu_lightning_indexer"] == 1
+
+
+def test_a_graph_of_a_padded_prompt_reads_nothing(kernel: ModuleType) -> None:
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=PADDING.npu(), device="npu")
+    seen = torch.ones(KEYS, KEYS, dtype=torch.bool).tril() & PADDING[:, None, None]
+    q, k, w = drawn((BATCH, KEYS, 16, 128), (BATCH, KEYS, 128), (BATCH, KEYS, 16), dtype=torch.bfloat16)
+    given, graph = [t.npu() for t in (q, k, w.float())], torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        found = kernel.top_k_keys(*given, mask, COUNT)
+    graph.replay()
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+
+
 def test_an_operator_chooses_within_packed_sequences(kernel: ModuleType, npu_counters) -> None:
     ids = torch.tensor([[0] * 3 + [1] * 10, [0] * 12 + [1]])
     both = masking_utils.and_masks(
@@ -145,6 +169,7 @@ def test_an_operator_chooses_for_one_query_among_any_keys(kernel: ModuleType, np
         floating = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
         mask = {"of three dimensions": seen[:, 0], "added": floating}.get(name, seen).npu()
     q, k, w = drawn((BATCH, 1, 16, 128), (BATCH, KEYS, 128), (BATCH, 1, 16), dtype=torch.bfloat16)
+    k, w = torch.where(seen.view(BATCH, KEYS, 1), k, 8 * k), w.abs()  # what it does not see has the highest scores
     given = [t.npu() for t in (q, k, w.float())]
     before = npu_counters().get("stream_syncs", 0)
     found = kernel.top_k_keys(*given, mask, COUNT)

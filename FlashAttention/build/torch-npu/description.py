@@ -99,8 +99,7 @@ class MaskDescription:
             return False
         if (queries, keys) != (self.queries, self.keys) or self._padding is None:
             return (queries, keys) == (self.queries, self.keys)
-        is_prompt = 1 < queries == keys and not capturing()
-        return is_prompt and self.plain(len(self._padding.tensor)) == CAUSAL
+        return not capturing() and self.plain(len(self._padding.tensor)) == CAUSAL
 
     def reach(self, queries: int, keys: int) -> int:
         """Return up to which of so many keys the first queries see at most."""

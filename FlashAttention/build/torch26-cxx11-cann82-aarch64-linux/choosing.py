@@ -77,7 +77,7 @@ def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, seen: Tensor, cou
     order = seen.to(query.dtype).sort(dim=-1, descending=True, stable=True).indices
     flat = order + torch.arange(batch, device=order.device).unsqueeze(-1) * keys
     key = key.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (batch, keys))
-    lengths = seen.sum(-1, dtype=torch.int32).clamp_(min=1)
+    lengths = seen.sum(-1, dtype=torch.int32)
     found = _operator(query, key, weights, count, actual_seq_lengths_key=lengths).squeeze(1)
     found = torch.where(found == ABSENT, keys - 1, found)
     return order.gather(-1, found.long()).int().unsqueeze(1)

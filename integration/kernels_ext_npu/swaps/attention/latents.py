@@ -183,13 +183,14 @@ def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | N
 
 
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        return original(self, kv_nope, k_rot)
     weight, device = _weight_of(self.kv_b_proj), kv_nope.device.type
     size = self.qk_nope_head_dim + self.v_head_dim
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, kv_nope, k_rot) if t is not None)
     is_cast = torch.is_autocast_enabled(device)
     if (
-        torch.compiler.is_compiling()
-        or weight is None
+        weight is None
         or len(weight) % size
         or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))

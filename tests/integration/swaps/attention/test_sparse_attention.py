@@ -100,6 +100,16 @@ def test_static_caches_packed_sequences_and_masks_of_the_caller(always, chosen) 
     assert chosen.count(14) == 6
 
 
+def test_a_compiled_model_is_one_graph_with_the_same_results(chosen) -> None:
+    """Masks are what it has there; nothing of ours is asked."""
+    model, ours = made("GlmMoeDsaForCausalLM", index_n_heads=16)
+    ids = torch.randint(2, 90, (2, 12))
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert_alike(compiled(ids.npu(), use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert not chosen
+
+
 def test_weights_that_are_asked_for_are_those_of_chosen_keys() -> None:
     for name in ("HYV4ForCausalLM", "DeepseekV32ForCausalLM"):
         model, ours = made(name)

@@ -115,6 +115,18 @@ def test_devices_that_are_more_than_heads_of_a_recurrence_are_refused(eight_rank
         assert "8 devices, which cannot share 4 heads of a recurrence: let a divisor of these share a sequence" in error
 
 
+@pytest.mark.parametrize(
+    ("reach", "gathers", "messages"),
+    [(None, True, 2), (3, True, 2), (None, False, 3)],
+    ids=["keys and values", "those of windows", "heads"],
+)
+def test_all_messages_of_a_layer_travel_before_one_is_waited_for(reach, gathers, messages, two_ranks) -> None:
+    for of_rank in two_ranks.run(splitting.messages_of_attention, reach, gathers):
+        for events in of_rank:
+            assert events[:messages] == ["sent"] * messages
+            assert set(events[messages:]) == {"taken"}
+
+
 def test_parts_of_different_lengths_are_refused(four_ranks, checkpoints) -> None:
     for error in four_ranks.run(splitting.error_of_step, "torch", checkpoints["Qwen3"], None, padding=1):
         assert "which have parts of 3, 3, 3, 1 tokens: pad to a multiple of 8" in error

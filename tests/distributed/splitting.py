@@ -34,6 +34,7 @@ def step(
     withheld: str = "",
     padding: int = 0,
     hole: bool = False,
+    length: int = LENGTH,
     **more: Any,
 ) -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
@@ -46,12 +47,14 @@ def step(
         withheld: what torch's context parallelism needs and the model is not given.
         padding: how many tokens of padding there are in front of each row, and as many behind it.
         hole: whether there is padding between tokens, too.
+        length: how many tokens of each row there are.
         more: what else the model is given.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
         model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
-        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill) for t, fill in _batch(packed))
+        batch = ((tensor[:, :length], fill) for tensor, fill in _batch(packed))
+        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill).contiguous() for t, fill in batch)
         given = {"position_ids": positions, "labels": ids, "shift_labels": labels}
         given |= {"num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
         if padding or hole:

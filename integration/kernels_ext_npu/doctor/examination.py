@@ -87,7 +87,7 @@ def observe(source: str) -> Observations:
         installed = {name: installed_packages.read(name) for name in STACK}
         seen = Observations(source, installed, on_disk.result(), alone.result(), asked.result())
         later = {"repositories": pool.submit(_look_at_repositories, seen)}
-        if seen.packages["torch_npu"].installed and (seen.devices > 0 or seen.software_is_possible):
+        if _is_usable(seen):
             dead = source == "hub" and seen.hub.failure is not None
             later["use"] = pool.submit(run, probes.swapped_and_compared, USE, source=None if dead else source)
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
@@ -99,6 +99,11 @@ def observe(source: str) -> Observations:
         quiet = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch_npu is told by itself
         seen.imports = run(probes.imports, TRANSFORMERS, quiet, names=["kernels", "transformers"])
     return seen
+
+
+def _is_usable(seen: Observations) -> bool:
+    """Tell whether there is a device to try, the card's or the software one."""
+    return seen.packages["torch_npu"].installed and (seen.devices > 0 or seen.software_is_possible)
 
 
 def _ask_hub() -> Outcome:

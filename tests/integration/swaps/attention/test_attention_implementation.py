@@ -1,12 +1,13 @@
 """``npu_flash_attention``: who gets it, by which names, what it computes, and how it ends."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 from tests.support import zoo
+from tests.support.agreement import assert_each_near
 from tests.support.attention_models import MODELS, NAME, ids, on_npu, pair
 from tests.support.launches import of_attention as launches
 
@@ -33,12 +35,7 @@ NAMES = list(IN_CONFIG)
 # with a window, with two kinds of masks, with sinks, with heads of values that are smaller
 SERVED = ["qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"]
 # Both are float32, with sums in another order: values of size one differ by some 1e-6.
-FLOAT32 = 5e-6
-
-
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    error = (found.detach().cpu() - expected.detach()).abs().max()
-    assert error <= FLOAT32 * max(1.0, float(expected.detach().abs().max())), float(error)
+assert_equal = partial(assert_each_near, tolerance=5e-6)
 
 
 def pair_by_name(name: str, implementation: str = NAME) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -49,8 +46,8 @@ def pair_by_name(name: str, implementation: str = NAME) -> tuple[PreTrainedModel
     return model, ours
 
 
-def rows(model: nn.Module, swapped: bool = True) -> list[kernels_ext_npu.Row]:
-    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention" and row.swapped == swapped]
+def rows(model: nn.Module) -> list[kernels_ext_npu.Row]:
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention" and row.swapped]
 
 
 @pytest.fixture

@@ -69,6 +69,13 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
     assert _distance(found, expected) <= tolerance
 
 
+def assert_each_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Compare every value, relative to the largest, or to one where all are smaller."""
+    found, expected = found.detach().cpu(), expected.detach().cpu()
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
+
+
 def _norm_of(tensor: Tensor) -> float:
     return tensor.double().norm().item()
 

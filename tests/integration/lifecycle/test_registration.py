@@ -27,13 +27,6 @@ def counts(model) -> tuple[int, int]:
     return sum(row.swapped for row in rows), len(rows)
 
 
-def test_several_models_in_one_process(registered, checkpoint) -> None:
-    models = [load(checkpoint(name)) for name in ("qwen3", "gemma3_text", "qwen3")]
-    assert [counts(model)[0] for model in models] == [9, 13, 9]
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint("gemma3_text"), device_map="npu")
-    assert counts(plain) == (0, 13)
-
-
 def test_other_devices_keep_the_kernels_they_had(registered, checkpoint) -> None:
     table = hub_kernels.get_kernel_mapping_transformers()
     stock = hub_kernels._build_kernel_mapping()

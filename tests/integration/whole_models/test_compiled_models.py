@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import kernels_ext_npu
-from tests.support import zoo
-from tests.support.agreement import TOLERANCE
+from tests.support import agreement, zoo
+from tests.support.agreement import TOLERANCE, assert_gradients_near, assert_near
 
 LENGTHS = 9, 13, 21
 LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next"]
@@ -43,21 +43,18 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def logits(model: nn.Module, name: str, length: int) -> Tensor:
-    inputs = zoo.inputs(name, getattr(model, "_orig_mod", model), length=length)
-    device = next(model.parameters()).device
-    return model(**{key: value.to(device) for key, value in inputs.items()}, use_cache=False).logits
+    return model(**zoo.inputs(name, original(model), length=length), use_cache=False).logits
 
 
-def gradients(model: nn.Module, name: str, length: int) -> list[Tensor]:
+def gradients(model: nn.Module, name: str, length: int) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     logits(model, name, length).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return agreement.gradients(original(model))
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
-    for a, b in zip(found, expected, strict=True):
-        assert (a.cpu() - b).norm() <= TOLERANCE * whole
+def original(model: nn.Module) -> nn.Module:
+    """The model in one that is compiled."""
+    return getattr(model, "_orig_mod", model)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_a_model_trains_in_one_graph_for_all_lengths(name: str, layers: int | No
     model, reference = build(name, "npu", layers), build(name, "cpu", layers)
     call = compiled(model)
     for length in LENGTHS:
-        assert_close(gradients(call, name, length), gradients(reference, name, length))
+        assert_gradients_near(gradients(call, name, length), gradients(reference, name, length))
 
 
 @pytest.mark.long
@@ -82,8 +79,7 @@ def test_a_model_answers_in_one_graph_for_all_lengths(name: str) -> None:
     model, reference = build(name, "npu"), build(name, "cpu")
     call = compiled(model)
     for length in LENGTHS:
-        found, expected = logits(call, name, length), logits(reference, name, length)
-        assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
+        assert_near(logits(call, name, length), logits(reference, name, length))
 
 
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ["qwen3_moe", "phi3"])])
@@ -93,7 +89,7 @@ def test_layers_that_are_compiled_by_themselves_share_a_graph(name: str) -> None
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     for length in LENGTHS:
-        assert_close(gradients(model, name, length), gradients(reference, name, length))
+        assert_gradients_near(gradients(model, name, length), gradients(reference, name, length))
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps import functions
 from tests.support import zoo
-from tests.support.rotary_functions import calls, forward, kernelized, modeling
+from tests.support.rotary_functions import calls, forward, modeling
+from tests.support.served import kernelized
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not

@@ -3,8 +3,10 @@
 import functools
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +26,23 @@ from tests.support import real_device, whole_database
 from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
+MEMORY = "/dev/shm"
+ROOM = 4 * 2**30  # bytes; what the tests hold at one time is less than one GiB
 
+
+def write_into_memory() -> None:
+    """Let tests, and what they start, write their files into memory, where there is room and programs may run.
+
+    They write more than a hundred thousand. A file system on a disk takes a millisecond of a core for each, and its
+    journal makes the others wait.
+    """
+    if "TMPDIR" in os.environ or not os.path.isdir(MEMORY) or os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+        return
+    if shutil.disk_usage(MEMORY).free >= ROOM:
+        os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
+
+
+write_into_memory()
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected
 real_device.say_that_it_is_a_card()

@@ -24,7 +24,6 @@ COLUMNS = {
     "waits": ("host_waits", 1, "{:.0f}"),
 }
 NONE = "–"
-FORMAT = 1  # of the JSON of a report
 FACTS = ("distance", "refused")  # of a result, beside its figures
 
 Comparison = dict[str, Result]  # by provider
@@ -146,4 +145,4 @@ def report_lines(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 def report(head: dict[str, Any], results: Iterable[Result]) -> str:
     """Return JSON, a call a line behind its head, with nothing that tells whose machine it was."""
-    return report_text({"format": FORMAT} | head, report_lines(results))
+    return report_text(head, report_lines(results))

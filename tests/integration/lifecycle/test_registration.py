@@ -114,7 +114,7 @@ def test_strict_names_what_is_kept(checkpoint) -> None:
 
 def test_the_mapping_has_the_layers_of_the_references_and_the_kernels_have_them() -> None:
     served = {layer: reference.repository for reference in PATTERNS for layer in reference.layers}
-    assert served | {reference.layer: reference.repository for reference in FUNCTION_PATTERNS} == LAYERS
+    assert served | {reference.layers[0]: reference.repository for reference in FUNCTION_PATTERNS} == LAYERS
     assert set(LAYERS.values()) | {"FlashAttention"} == {repository.name for repository in catalogue.SERVING}
     for layer, repository in LAYERS.items():
         assert sources.layer_sources("bundled", {layer: repository})[layer].load().__name__ == layer

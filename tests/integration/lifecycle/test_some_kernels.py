@@ -7,6 +7,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import (
     COMPRESSORS,
+    FORGET_GATES,
     HEADS,
     HYPER_CONNECTIONS,
     INDEXERS,
@@ -19,7 +20,7 @@ from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 
-OF_OTHERS = (LAYER_NORMS, HYPER_CONNECTIONS, RECURRENCES, INDEXERS, COMPRESSORS)
+OF_OTHERS = (LAYER_NORMS, HYPER_CONNECTIONS, RECURRENCES, FORGET_GATES, INDEXERS, COMPRESSORS)
 # of those that qwen3_next has modules for
 KINDS_OF = {
     repository.name: {kind.in_models for kind in repository.kinds if kind not in OF_OTHERS}

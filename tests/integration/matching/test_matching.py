@@ -149,11 +149,11 @@ def test_a_subclass_without_a_forward_of_its_own_matches() -> None:
 
 
 def test_every_reference_matches_itself_and_no_other() -> None:
-    patterns = [fingerprint(reference.module) for reference in PATTERNS]
+    patterns = [fingerprint(reference.original) for reference in PATTERNS]
     assert None not in patterns
     assert len(set(patterns)) == len(patterns)
     for reference in PATTERNS:
-        assert find_pattern(reference.module) is reference
+        assert find_pattern(reference.original) is reference
 
 
 def test_a_variant_has_a_source_of_its_own() -> None:

@@ -28,7 +28,7 @@ def instance(cls: type[nn.Module]) -> nn.Module:
     Some constructors ask for a whole config: what their forwards read is that of the reference.
     """
     torch.manual_seed(0)
-    module = find_pattern(cls).module(SIZE).eval()
+    module = find_pattern(cls).original(SIZE).eval()
     module.__class__ = cls
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, mean=0.3, std=0.4)

@@ -36,7 +36,10 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> 
             softnpu.reset_counters()
             found = results(device, *moved(arguments))
             counters = softnpu.counters()
-            assert counters["npu_rms_norm"] == counters["npu_rms_norm_backward"] == 1
+            assert counters["npu_rms_norm_backward"] == 1
+            # a norm of 16 bits before SiLU of a gate is not kept, but computed again
+            again = counters.get("npu_swiglu_backward", 0) if dtype is of_weight is torch.bfloat16 else 0
+            assert counters["npu_rms_norm"] == 1 + again
             assert counters["stream_syncs"] == 0
             own = results(original, *arguments)
             if dtype is of_weight is torch.float32:

@@ -16,7 +16,7 @@ import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
 from tests.support import expert_modules, zoo
-from tests.support.agreement import TOLERANCE, assert_near
+from tests.support.nearness import TOLERANCE, assert_near
 from tests.support.served import kernelized
 
 pytestmark = pytest.mark.usefixtures("registered")

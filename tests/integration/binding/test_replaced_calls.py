@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kernels_ext_npu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.support import expert_modules, zoo
-from tests.support.agreement import assert_near, gradients
+from tests.support.nearness import assert_near, gradients
 
 
 def scaling(original: Callable, watched: type[nn.Module]) -> Callable:

@@ -10,7 +10,7 @@ from torch import nn
 import kernels_ext_npu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.demo import model_comparison
-from tests.support.agreement import assert_each_near
+from tests.support.nearness import assert_each_near
 
 # Both are float32, with sums in another order: the demo's own tolerance.
 assert_close = partial(assert_each_near, tolerance=1e-5)

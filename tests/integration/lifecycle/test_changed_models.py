@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 import kernels_ext_npu
 from tests.support import zoo
-from tests.support.agreement import TOLERANCE, assert_near
+from tests.support.nearness import TOLERANCE, assert_near
 from tests.support.served import kernelized, reasons, rows, swapped
 
 

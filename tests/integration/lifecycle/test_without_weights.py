@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
-from tests.support.agreement import assert_near
+from tests.support.nearness import assert_near
 from tests.support.served import kernelized, reasons, rows, swapped
 
 pytestmark = pytest.mark.usefixtures("registered")

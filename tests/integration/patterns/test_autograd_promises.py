@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
-from tests.support import agreement, list_blocks, zoo
-from tests.support.agreement import assert_gradients_near, assert_near
+from tests.support import list_blocks, nearness, zoo
 from tests.support.differentiated import CASES, Case, kernel
 from tests.support.expert_modules import block as block_of
+from tests.support.nearness import assert_gradients_near, assert_near
 
 # float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;
 # bfloat16 rounds to 2^-9, up to sixteen times on the way to a second derivative
@@ -308,5 +308,5 @@ def test_the_gradient_of_a_gradient_penalty_is_the_originals(registered, name: s
         loss = of_next(model(input_ids=ids, use_cache=False).logits, ids)
         first = torch.autograd.grad(loss, list(trained.values()), create_graph=True, materialize_grads=True)
         (loss + sum(g.square().sum() for g in first)).backward()
-        found.append(agreement.gradients(model))
+        found.append(nearness.gradients(model))
     assert_gradients_near(found[1], found[0])

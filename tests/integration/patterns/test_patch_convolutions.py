@@ -10,7 +10,7 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import PATCHES
 from tests.support import zoo
-from tests.support.agreement import assert_near
+from tests.support.nearness import assert_near
 from tests.support.served import kernelized
 
 pytestmark = pytest.mark.usefixtures("registered")

@@ -14,7 +14,7 @@ import softnpu
 from kernels_ext_npu.swaps import functions
 from kernels_ext_npu.swaps.protocol import Row
 from tests.support import served, zoo
-from tests.support.agreement import TOLERANCE, assert_gradients_near, assert_near, gradients
+from tests.support.nearness import TOLERANCE, assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized
 
 pytestmark = pytest.mark.usefixtures("registered")

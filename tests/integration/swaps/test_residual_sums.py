@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
-from tests.support.agreement import assert_each_near
+from tests.support.nearness import assert_each_near
 
 OWN = Qwen3DecoderLayer.forward  # before any kernel is swapped in
 LAUNCH = "npu_add_rms_norm"

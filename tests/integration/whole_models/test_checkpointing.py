@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels_ext_npu
-from tests.support import agreement, zoo
-from tests.support.agreement import assert_gradients_near
+from tests.support import nearness, zoo
+from tests.support.nearness import assert_gradients_near
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -37,7 +37,7 @@ def gradients(model: nn.Module, name: str, times: int = 1) -> dict[str, Tensor]:
     loss = zoo.logits(name, model, use_cache=False).square().mean() / times
     for left in reversed(range(times)):
         loss.backward(retain_graph=left > 0)
-    return agreement.gradients(model)
+    return nearness.gradients(model)
 
 
 @functools.cache

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import kernels_ext_npu
-from tests.support import agreement, zoo
-from tests.support.agreement import TOLERANCE, assert_gradients_near, assert_near
+from tests.support import nearness, zoo
+from tests.support.nearness import TOLERANCE, assert_gradients_near, assert_near
+from tests.support.served import kernelized
 
 LENGTHS = 9, 13, 21
 LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next"]
@@ -49,7 +50,7 @@ def logits(model: nn.Module, name: str, length: int) -> Tensor:
 def gradients(model: nn.Module, name: str, length: int) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     logits(model, name, length).square().mean().backward()
-    return agreement.gradients(original(model))
+    return nearness.gradients(original(model))
 
 
 def original(model: nn.Module) -> nn.Module:
@@ -97,7 +98,7 @@ def test_compiled_layers_take_a_mask_that_was_described_outside_of_them() -> Non
     """Padding is described once a forward; the first layer makes the mask, which the others find: two graphs."""
     ids, mask = torch.arange(2, 20).view(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
-    model, reference = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")), zoo.build("qwen3")
+    model, reference = kernelized("qwen3"), zoo.build("qwen3")
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=False):
@@ -116,8 +117,7 @@ def test_kernels_need_one_graph_where_the_default_attention_needs_more(name: str
         torch._dynamo.reset()
         counters.clear()
         kernels_ext_npu.unregister()
-        model = zoo.build(name).to("npu")
-        call = compiled(kernels_ext_npu.kernelize(model) if kernels else model)
+        call = compiled(kernelized(name) if kernels else zoo.build(name).to("npu"))
         with torch._dynamo.config.patch(error_on_recompile=False):
             for length in LENGTHS:
                 logits(call, name, length)

@@ -21,7 +21,7 @@ from transformers.models.sam2 import modeling_sam2
 
 import kernels_ext_npu
 import softnpu
-from tests.support.agreement import assert_each_near
+from tests.support.nearness import assert_each_near
 from tests.support.zoo import randomise
 
 NAME = "npu_flash_attention"

@@ -17,7 +17,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import kernels_ext_npu
 from tests.support import zoo
-from tests.support.agreement import assert_gradients_near, assert_near, gradients
+from tests.support.nearness import assert_gradients_near, assert_near, gradients
 
 pytestmark = pytest.mark.usefixtures("registered")
 

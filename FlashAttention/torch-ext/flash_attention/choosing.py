@@ -49,7 +49,7 @@ def top_k_keys(
             found = _by_operator(query.contiguous(), key.contiguous(), weights.float().contiguous(), mask, count)
             if found is not None:
                 return found
-        return _in_torch(query, key, weights.float(), mask, count, scale)
+        return _of_scores(query, key, weights.float(), mask, count, scale)
 
 
 def _by_operator(
@@ -78,7 +78,7 @@ def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, seen: Tensor, cou
     flat = order + torch.arange(batch, device=order.device).unsqueeze(-1) * keys
     key = key.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (batch, keys))
     lengths = seen.sum(-1, dtype=torch.int32)
-    found = _operator(query, key, weights, count, actual_seq_lengths_key=lengths).squeeze(1)
+    found = _operator(query, key, weights, count, key_lengths=lengths).squeeze(1)
     found = torch.where(found == ABSENT, keys - 1, found)
     return order.gather(-1, found.long()).int().unsqueeze(1)
 
@@ -90,7 +90,7 @@ def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing,
     places, ends, first = packing.tokens(query.device)
     if len(places) < batch * keys:
         query, key, weights = (tensor.index_select(0, places) for tensor in (query, key, weights))
-    found = _operator(query, key, weights, count, "TND", actual_seq_lengths_query=ends, actual_seq_lengths_key=ends)
+    found = _operator(query, key, weights, count, "TND", ends, ends)
     own, first = (places % keys).unsqueeze(-1), (first % keys).unsqueeze(-1)
     unseen = torch.where(own < keys - 1, keys - 1, first - 1).clamp_(min=0)
     found = torch.where(found == ABSENT, unseen, found + first).int()
@@ -100,15 +100,29 @@ def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing,
 
 
 def _operator(
-    query: Tensor, key: Tensor, weights: Tensor, count: int, layout: str = "BSND", **lengths: Tensor
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    count: int,
+    layout: str = "BSND",
+    lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
 ) -> Tensor:
     """Return int32 ``[..., count]``, with `ABSENT` behind the keys that a query sees."""
-    options = {"layout_query": layout, "layout_key": layout, "sparse_count": count}
-    found, _ = torch.ops.npu.npu_lightning_indexer(query, key.unsqueeze(-2), weights, **lengths, **options)
+    found, _ = torch.ops.npu.npu_lightning_indexer(
+        query,
+        key.unsqueeze(-2),
+        weights,
+        actual_seq_lengths_query=lengths,
+        actual_seq_lengths_key=key_lengths,
+        layout_query=layout,
+        layout_key=layout,
+        sparse_count=count,
+    )
     return found.squeeze(-2)
 
 
-def _in_torch(
+def _of_scores(
     query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int, scale: float
 ) -> Tensor:
     batch, queries, heads, _ = query.shape

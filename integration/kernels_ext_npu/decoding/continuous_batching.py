@@ -54,10 +54,10 @@ def _resolve(original: Callable, config: Any, cb_config: Any, *args: Any, **kwar
 
 def _refuse_heads_of_two_sizes(config: Any) -> None:
     """Refuse latent attention, whose keys and values transformers 5.22.2 writes into pages of another size."""
-    sizes = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    if None in sizes:
+    if not hasattr(config, "qk_nope_head_dim"):
         return
-    key, value, page = sizes[0] + sizes[1], sizes[2], utils.find_head_dim(config)
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    page = utils.find_head_dim(config)
     if not key == value == page:
         raise ValueError(
             f"continuous batching: pages of {config.model_type} are for heads of {page} numbers, and its latent "

@@ -71,8 +71,8 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
 
     It picks some elements of a tensor, such as the rows of an embedding, puts some into it, or takes its shape alone:
     ``aclnnInplaceScatter`` copies nothing but these elements where the dimension is the last (CANN's ops-nn,
-    index/scatter_elements_v2/op_api/aclnn_scatter.cpp). Gradients of permutations take the shape of the tokens alone,
-    and those of rotations read what was rotated for the gradients of cos and sin, and make these, where these need one:
+    index/scatter_elements_v2/op_api/aclnn_scatter.cpp). Gradients of permutations take the shape of tokens alone, and
+    those of rotations read what was rotated for the gradients of cos and sin, which they make where these need one:
     op-plugin, op_plugin_functions.yaml and RotaryMulBackwardKernelNpuOpApi.cpp. In products by groups no row is
     multiplied with the weights of experts without a token. Tokens are taken to be routed to one expert after the other.
     The loop of products that runs in the place of ``_grouped_mm`` has one without rows for each of these experts. Of

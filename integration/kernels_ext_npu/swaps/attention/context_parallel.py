@@ -223,7 +223,8 @@ def _exchanged(split: Split, batch: int, positions: Tensor | None, padding: Tens
     assert given is not None
     places, kept = (torch.ones_like(given) if tensor is None else tensor for tensor in (positions, padding))
     part = torch.stack([tensor.expand(batch, -1).long() for tensor in (places, kept)], dim=-1)
-    places, kept = torch.cat(*split.gather(part), dim=1).cpu().unbind(-1)
+    (blocks,) = split.gather(part)
+    places, kept = torch.cat(blocks, dim=1).cpu().unbind(-1)
     kept = kept != 0
     starts = torch.ones_like(kept)
     starts[:, 1:] = False if positions is None else torch.diff(places) != 1

@@ -77,7 +77,7 @@ def split(folder: Path, is_adapted: bool, layout: str, attention: str | None, ex
             if _sees(model):
                 kinds = (ids == IMAGE).int()
                 buffers["position_ids"] = model.model.get_rope_index(ids, kinds, IMAGES.npu())[0]
-                buffers["images"] = ((ids == IMAGE).cumsum(-1) + torch.arange(ROWS, device="npu")[:, None] * 4) - 1
+                buffers["images"] = kinds.flatten().cumsum(0).view_as(ids) - 1
                 features = torch.cat(model.model.get_image_features(_pixels(step).npu(), IMAGES.npu()).pooler_output)
             given = list(buffers.values())
             with context_parallel(mesh, buffers=given, buffer_seq_dims=[tensor.dim() - 1 for tensor in given]):

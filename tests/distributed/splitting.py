@@ -35,6 +35,7 @@ def step(
     padding: int = 0,
     hole: bool = False,
     length: int = LENGTH,
+    is_forward_called: bool = False,
     **more: Any,
 ) -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
@@ -48,13 +49,14 @@ def step(
         padding: how many tokens of padding there are in front of each row, and as many behind it.
         hole: whether there is padding between tokens, too.
         length: how many tokens of each row there are.
+        is_forward_called: whether the forward is called, and not the model.
         more: what else the model is given.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
         model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
-        batch = ((tensor[:, :length], fill) for tensor, fill in _batch(packed))
-        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill).contiguous() for t, fill in batch)
+        batch = _batch(packed, length)
+        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill) for t, fill in batch)
         given = {"position_ids": positions, "labels": ids, "shift_labels": labels}
         given |= {"num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
         if padding or hole:
@@ -65,7 +67,7 @@ def step(
         if framework == "torch":
             mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))
             with context_parallel(mesh, buffers=[ids, labels, positions, mask], buffer_seq_dims=[1] * 4):
-                loss = model(ids, **given).loss
+                loss = (model.forward if is_forward_called else model)(ids, **given).loss
                 loss.backward()
         else:
             splits_itself = FRAMEWORKS[framework](model, attention or "sdpa", positions)
@@ -127,12 +129,12 @@ def messages_of_attention(reach: int | None, gathers: bool) -> list[list[str]]:
     return [forward.events, backward.events]
 
 
-def _batch(packed: bool) -> list[tuple[Tensor, int]]:
+def _batch(packed: bool, length: int) -> list[tuple[Tensor, int]]:
     """Return tokens, labels, positions and what is no padding, each with what it is where there is padding."""
-    ids = models.tokens(0)
+    ids = models.tokens(0)[:, :length]
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(LENGTH).expand(ROWS, -1)
-    shape = (1, -1) if packed else (ROWS, LENGTH)
+    positions = torch.arange(length).expand(ROWS, -1)
+    shape = (1, -1) if packed else (ROWS, length)
     tensors = (ids, labels, positions, torch.ones_like(ids))
     return [(tensor.reshape(shape).contiguous().npu(), fill) for tensor, fill in zip(tensors, (0, -100, 0, 0))]
 

@@ -39,7 +39,7 @@ def assert_equal(found: Tensors, truth: Path) -> None:
     [
         ("Qwen3", NAME, {}),
         ("Qwen3", None, {"output_attentions": True}),  # torch computes, and transformers warns that it gets none
-        ("Qwen3", None, {"packed": True}),
+        ("Qwen3", None, {"packed": True, "is_forward_called": True}),
         ("Qwen3", None, {"padding": 2}),
         ("Gemma 3", None, {"padding": 1}),  # ten tokens, of which each device has one block
         ("Qwen3-MoE", None, {}),
@@ -65,6 +65,12 @@ def test_context_parallelism(model, attention, options, two_ranks, checkpoints, 
             "Qwen3",
             None,
             {"withheld": "shift_labels"},
+            "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
+        ),
+        (
+            "Qwen3",
+            None,
+            {"withheld": "shift_labels", "is_forward_called": True},
             "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
         ),
         ("gpt-oss", None, {"withheld": "position_ids"}, "give the model position_ids, and split them as a buffer"),

@@ -45,7 +45,7 @@ def write_into_memory() -> None:
 write_into_memory()
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected
-real_device.say_that_it_is_a_card()
+real_device.skip_what_counts()
 
 
 def pytest_report_header() -> list[str]:
@@ -87,6 +87,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         directory: Path | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
+        real_device.skip_code_that_counts(code)
         command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
             command, cwd=directory, env=_inherited() | environment, capture_output=True, text=True, timeout=300
@@ -110,6 +111,7 @@ def run_forked(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(
         code: str | None = None, *arguments: str, check: bool = True, directory: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
+        real_device.skip_code_that_counts(code)
         result = _forks.run(code, *arguments, directory=directory, given=environment, inherited=_inherited())
         return _checked(result, [code or "", *arguments]) if check else result
 
@@ -156,9 +158,9 @@ def registered() -> None:
 
 
 @pytest.fixture
-def localhub(tmp_path: Path) -> Iterator[LocalHub]:
+def localhub() -> Iterator[LocalHub]:
     """An empty Hub on loopback, for processes that are started with its `environment`."""
-    with LocalHub(tmp_path / "localhub") as hub:
+    with LocalHub() as hub:
         yield hub
 
 

@@ -126,6 +126,7 @@ def test_the_installed_kernels_are_intact(site: Path) -> None:
         assert [problem for entry in verified for problem in entry.problems] == []
 
 
+@pytest.mark.software
 def test_the_installed_kernels_are_swapped_in_and_tested_without_network_or_clone(site: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     code = f"""

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints, pages
 
+pytestmark = pytest.mark.software  # which counts what the recipes launch
 EXAMPLES = pages.DOCS.parent / "examples"
 ENGLISH, CHINESE = (pages.read(pages.DOCS / name) for name in ("recipes.md", "recipes.zh.md"))
 TRAINING = ["Trainer", "TRL", "LoRA"]

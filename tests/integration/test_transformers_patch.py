@@ -79,9 +79,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+def hub() -> Iterator[LocalHub]:
     """With the repositories of the project."""
-    with LocalHub(tmp_path_factory.mktemp("hub")) as hub, pytest.MonkeyPatch.context() as monkeypatch:
+    with LocalHub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
         for name in REPOSITORIES:

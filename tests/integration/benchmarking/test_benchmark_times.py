@@ -38,6 +38,7 @@ def test_events_enclose_each_run_and_nothing_else(monkeypatch) -> None:
     assert sum(first.elapsed_time(second) for first, second in pairwise(flat)) > 0
 
 
+@pytest.mark.software
 def test_the_software_device_gives_no_times_whoever_asks() -> None:
     with pytest.raises(call_costs.NoTimesError, match="The software device computes on the host"):
         call_costs.times(lambda: None, lambda _: None, warm_up=0, repeats=2)

@@ -1,7 +1,5 @@
 """Lays out the results of a benchmark: as a table, and as the lines of a report to attach to an issue."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@ one takes time too. S. Williams, A. Waterman, D. Patterson, "Roofline: an insigh
 multicore architectures", 2009.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

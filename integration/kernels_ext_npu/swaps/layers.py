@@ -10,8 +10,6 @@ next call on; the report says so until ``kernelize()``, ``train()``, ``eval()`` 
 and take the layer that fits by then.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which attention the kernel serves: what classes, modules and configs tell of it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

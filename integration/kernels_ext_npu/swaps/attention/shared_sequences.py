@@ -4,8 +4,6 @@ torch gives each device a block of a sequence, or two where it balances the load
 devices has the first and the last.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -167,6 +167,7 @@ def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
 
 def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Shard a model, and return the axes of its mesh by the names of their groups, which may serve more than one."""
+    manager: Any
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
         config, _, manager = type(model).prepare_distribute_model(wanted)

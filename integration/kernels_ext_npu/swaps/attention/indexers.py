@@ -54,7 +54,9 @@ def refusal(module: nn.Module) -> str | None:
         return refusals.NOT_ASKED_FOR
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    return None if _is_ours(config) else f"the attention implementation {config._attn_implementation} was asked for"
+    if serving.is_ours(config):
+        return None
+    return f"the attention implementation {config._attn_implementation} was asked for"
 
 
 def hands_on(module: nn.Module) -> bool:
@@ -154,16 +156,11 @@ def _parameters(forward: FunctionType) -> tuple[str, ...]:
 def _stands_for(module: nn.Module) -> bool:
     """Tell whether the kernel computes what a module names; a graph of torch.compile keeps masks."""
     return (
-        _is_ours(module.config)
+        serving.is_ours(module.config)
         and serving.PLAIN not in vars(module)
         and not torch.compiler.is_compiling()
         and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
     )
-
-
-def _is_ours(config: Any) -> bool:
-    is_standing_in = serving.stands_for(config) and serving.stranger(config) is None
-    return is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)
 
 
 def _top_k_keys(*args: Any) -> Tensor:

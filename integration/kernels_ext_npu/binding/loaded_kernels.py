@@ -4,8 +4,6 @@ Forwards of ours are marked. Nothing else reaches into a loaded package. ``swigl
 exports `blocks`, `gates` and `layout`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FunctionType, MethodType
@@ -52,11 +50,6 @@ def marked(forward: FunctionType, owner: str) -> FunctionType:
     """Mark a forward as ours: it is that of a layer or a mechanism, such as "lora"."""
     setattr(forward, OWNER, owner)
     return forward
-
-
-def is_marked(forward: Callable) -> bool:
-    """Tell whether a forward is one of ours."""
-    return hasattr(forward, OWNER)
 
 
 def owner_of(module: nn.Module) -> str | None:

@@ -1,7 +1,5 @@
 """Let transformers' ``generate`` decode in graphs on NPUs, where it is asked to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A mesh of ranks without processes: transformers' own engines shard a model for the first of them."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -169,6 +167,7 @@ def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
 
 def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Shard a model, and return the axes of its mesh by the names of their groups, which may serve more than one."""
+    manager: Any
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
         config, _, made = type(model).prepare_distribute_model(wanted)

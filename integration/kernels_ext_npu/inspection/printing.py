@@ -1,7 +1,5 @@
 """Prints an inspection: as tables, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Which classes and functions compute what: their fingerprints against those of the patterns."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import FunctionType
 

@@ -5,8 +5,6 @@ one takes time too. S. Williams, A. Waterman, D. Patterson, "Roofline: an insigh
 multicore architectures", 2009.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +24,7 @@ ON_AI_CPU = ("linalg_solve_triangular", "triangular_solve")
 class Soc:
     """A device as torch_npu sees it, of which a 910C has two.
 
-    The peaks of products are in operations a second, by dtype; the memory is in bytes, its bandwidth in bytes a second.
+    The peaks of products are in operations a second, by dtype; the bandwidth of its memory is in bytes a second.
     """
 
     name: str
@@ -34,7 +32,6 @@ class Soc:
     bfloat16: float
     float16: float
     float32: float
-    memory: float = 64 * 2**30
     bandwidth: float = 1.6 * 2**40
 
 

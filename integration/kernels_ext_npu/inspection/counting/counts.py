@@ -65,11 +65,6 @@ class Counts:
         self.copies_in += times * other.copies_in
         self.peak += times * other.peak
 
-    def clear(self) -> None:
-        """Forget what was counted by operator and collective."""
-        for name in _COUNTED:
-            getattr(self, name).clear()
-
 
 @dataclass
 class Layer:

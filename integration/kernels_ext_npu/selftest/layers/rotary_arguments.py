@@ -1,7 +1,5 @@
 """Makes arguments for the rotary functions of transformers, and small rotary embeddings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ A ring, as torch has it, sends what gathering does, (ranks - 1) times the part o
 backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
 """
 
-from __future__ import annotations
-
 import functools
 from itertools import accumulate
 from typing import Any
@@ -62,12 +60,14 @@ def attend(
     """
     given = [name for name in _REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    left, ids = None if sliding_window is None else sliding_window - 1, None
+    left = None if sliding_window is None else sliding_window - 1
     pattern = getattr(attention_mask, "pattern", None)
-    if attention_mask is not None and (pattern is None or pattern.chunk is not None or _is_unknown(pattern.ids)):
+    ids = getattr(pattern, "ids", None)
+    is_of_part = ids is not None and ids not in _begins  # sequences of a part, made outside of torch's context
+    if attention_mask is not None and (pattern is None or pattern.chunk is not None or is_of_part):
         given.append("such a mask")
     elif pattern is not None:
-        (left, right), ids = pattern.band[:2], pattern.ids
+        left, right = pattern.band[:2]
         causal = right == 0 and (causal or not attention_mask.is_of_module or left is not None)
         given += ["a window behind a token"] if right else []
     if given or (left is not None and not causal):
@@ -204,11 +204,6 @@ def of_whole(kwargs: dict[str, Any]) -> dict[str, Any]:
     function = and_masks(kwargs.get("mask_function") or causal_mask_function, packed_sequence_mask_function(ids))
     skipped = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
     return kwargs | skipped | {"mask_function": function, "attention_mask": None}
-
-
-def _is_unknown(ids: Tensor | None) -> bool:
-    """Tell whether these are sequences of a part, made outside of torch's context."""
-    return ids is not None and ids not in _begins
 
 
 def _told(tensor: Tensor | None) -> tuple:

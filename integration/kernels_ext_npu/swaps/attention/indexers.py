@@ -1,7 +1,5 @@
 """Indexers that choose keys in parts, and modules that hand on what was chosen in place of a mask of it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -56,7 +54,9 @@ def refusal(module: nn.Module) -> str | None:
         return refusals.NOT_ASKED_FOR
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    return None if _is_ours(config) else f"the attention implementation {config._attn_implementation} was asked for"
+    if serving.is_ours(config):
+        return None
+    return f"the attention implementation {config._attn_implementation} was asked for"
 
 
 def hands_on(module: nn.Module) -> bool:
@@ -160,15 +160,10 @@ def _is_on_npu(args: tuple, kwargs: dict[str, Any]) -> bool:
 def _stands_for(module: nn.Module) -> bool:
     """Tell whether the kernel computes what a module names."""
     return (
-        _is_ours(module.config)
+        serving.is_ours(module.config)
         and serving.PLAIN not in vars(module)
         and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
     )
-
-
-def _is_ours(config: Any) -> bool:
-    is_standing_in = serving.stands_for(config) and serving.stranger(config) is None
-    return is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)
 
 
 def _top_k_keys(*args: Any) -> Tensor:

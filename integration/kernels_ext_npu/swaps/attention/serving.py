@@ -1,7 +1,5 @@
 """Which attention the kernel serves: what classes, modules and configs tell of it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -86,6 +84,11 @@ def stands_for(config: PreTrainedConfig) -> bool:
     """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
     name, is_registered = config._attn_implementation, NPU_FLASH_ATTENTION.is_registered()
     return is_registered and (name == "sdpa" or (name == "eager" and is_eager_by_default(type(config))))
+
+
+def is_ours(config: Any) -> bool:
+    """Tell whether the kernel computes what a config names: by its name, or where it stands for another."""
+    return NPU_FLASH_ATTENTION.is_named_by(config) or (stands_for(config) and stranger(config) is None)
 
 
 def describes_masks(config: Any) -> bool:

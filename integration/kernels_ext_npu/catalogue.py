@@ -3,6 +3,8 @@
 The patterns (patterns/) say what a layer computes; they are not needed before a model is there.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 

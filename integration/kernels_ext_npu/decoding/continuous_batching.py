@@ -4,6 +4,8 @@ A captured step may not read lengths on the host, as attention of packed sequenc
 the device makes of the lengths: once a step and kind of layer, in the graph, so that each replay has those of its own.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """A mesh of ranks without processes: transformers' own engines shard a model for the first of them."""
 
+from __future__ import annotations
+
 import math
 import re
 import sys

@@ -3,6 +3,8 @@
 One classifier for the coverage, which sees classes, and for the report of a model, which sees modules.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 import importlib

@@ -4,6 +4,8 @@ Every operator of torch and of torch_npu that moves data is a launch; views and 
 tensors and for fake ones, whose operators only run torch_npu's meta kernels.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

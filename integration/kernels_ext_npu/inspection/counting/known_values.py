@@ -5,6 +5,8 @@ so operators whose inputs are all known are run a second time, on the CPU. What 
 for the experts that tokens are routed to: they are taken in turn. All ranks of a mesh are taken to hold the same.
 """
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 from unittest.mock import patch

@@ -1,5 +1,7 @@
 """Attention, with heads, lengths and windows at and around the limits of the operators."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,7 @@
 """Every layer of the repositories on modules that it serves, against their own forward in float64 on the host."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 import sys

@@ -10,6 +10,8 @@ Positions that nobody gave, which a model counts itself, are those of one sequen
 are handed on as they are, and the kernel reads them once a forward.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys

@@ -12,6 +12,8 @@ A ring, as torch has it, sends what gathering does, (ranks - 1) times the part o
 backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
 """
 
+from __future__ import annotations
+
 import functools
 from itertools import accumulate
 from typing import Any

@@ -1,5 +1,7 @@
 """Indexers that choose keys in parts, and modules that hand on what was chosen in place of a mask of it."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Iterable

@@ -5,6 +5,8 @@ fewer bytes, but each device would wait for the one in front of it. A convolutio
 block. Their functions are what `kernels` made of them, called for all models of a process.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from types import MethodType

@@ -5,6 +5,8 @@ so in the place of ``scaled_dot_product_attention``, frameworks do in entries of
 ours would compute without a word. Convolutions and recurrences would begin anew in every part.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Callable

@@ -4,6 +4,8 @@ The forward of the model stays: its head returns logits that are computed when s
 of these does not (deferred_logits.py).
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys

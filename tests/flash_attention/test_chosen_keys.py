@@ -101,7 +101,9 @@ PROMPTS = {
     "nothing is padding": torch.ones(BATCH, KEYS, dtype=torch.bool),
     "padding before": PADDING,
     "padding behind": PADDING.flip(-1),
+    "more padding behind": torch.arange(KEYS) < torch.tensor([[KEYS], [3]]),
     "a gap": PADDING.roll(3, -1),
+    "padding on both sides": torch.stack((PADDING[0], PADDING[0].flip(-1))),
     "one has a token alone": torch.arange(KEYS) >= torch.tensor([[KEYS - 1], [0]]),
 }
 
@@ -109,14 +111,15 @@ PROMPTS = {
 @pytest.mark.parametrize("count", [COUNT, 10])
 @pytest.mark.parametrize("name", PROMPTS)
 def test_an_operator_chooses_among_the_tokens_of_a_prompt(kernel: ModuleType, npu_counters, name: str, count: int):
-    """Where padding stands before them alone; else in torch."""
+    """Where padding stands before them all or behind them all; else in torch."""
     mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=PROMPTS[name].npu(), device="npu")
     seen = torch.ones(KEYS, KEYS, dtype=torch.bool).tril() & PROMPTS[name][:, None, None]
     q, k, w = drawn((BATCH, KEYS, 16, 128), (BATCH, KEYS, 128), (BATCH, KEYS, 16), dtype=torch.bfloat16)
     found = [kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, count, 0.3) for _ in range(2)]
     for each in found:
         assert_chosen(each, index_scores(q, k, w, 0.3), seen, count)
-    assert npu_counters().get("npu_lightning_indexer", 0) == (0 if name in ("padding behind", "a gap") else 2)
+    launched = 4 if "padding behind" in name else 0 if name in ("a gap", "padding on both sides") else 2
+    assert npu_counters().get("npu_lightning_indexer", 0) == launched
     assert npu_counters()["stream_syncs"] == 1 + 2  # of padding, and of both results
 
 

@@ -17,6 +17,9 @@ from .limits import is_fused_choice, of_one_dtype
 from .options import CAUSAL
 from .packing import Packing
 
+_ALL_KEYS, _UP_TO_ITS_OWN = 0, 3  # sparse modes: the last query stands at the last key
+_FROM_START = CAUSAL._replace(from_start=True)
+
 
 def top_k_keys(
     query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int, scale: float = 1.0
@@ -68,6 +71,10 @@ def _by_operator(
         packing = mask.plain(batch)
         if isinstance(packing, Packing) and packing.band == CAUSAL and packing.is_of_itself():
             return _of_sequences(query, key, weights, packing, count)
+        if isinstance(packing, Packing) and packing.band == _FROM_START:
+            lengths = packing.sequences.lengths()
+            if all(length == queries for length, _ in lengths):
+                return _before_padding(query, key, weights, mask, count, min(kept for _, kept in lengths))
     return None
 
 
@@ -99,6 +106,20 @@ def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing,
     return found.unflatten(0, (batch, keys))
 
 
+def _before_padding(
+    query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription, count: int, first: int
+) -> Tensor:
+    """Choose where padding stands behind tokens, from the place ``first`` on: only padding itself would see it."""
+    keys = key.shape[1]
+    found = _operator(query, key, weights, count)
+    lengths = mask_of(mask, keys - 1, keys, query).squeeze(1).sum(-1, dtype=torch.int32)
+    few = query[:, first:].contiguous(), key, weights[:, first:].contiguous()
+    of_padding = _operator(*few, count, key_lengths=lengths, mode=_ALL_KEYS)
+    is_padding = torch.arange(first, keys, device=query.device) >= lengths.unsqueeze(-1)
+    found = torch.cat((found[:, :first], torch.where(is_padding.unsqueeze(-1), of_padding, found[:, first:])), dim=1)
+    return torch.where(found == ABSENT, keys - 1, found)
+
+
 def _operator(
     query: Tensor,
     key: Tensor,
@@ -107,6 +128,7 @@ def _operator(
     layout: str = "BSND",
     lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    mode: int = _UP_TO_ITS_OWN,
 ) -> Tensor:
     """Return int32 ``[..., count]``, with `ABSENT` behind the keys that a query sees."""
     found, _ = torch.ops.npu.npu_lightning_indexer(
@@ -118,6 +140,7 @@ def _operator(
         layout_query=layout,
         layout_key=layout,
         sparse_count=count,
+        sparse_mode=mode,
     )
     return found.squeeze(-2)
 

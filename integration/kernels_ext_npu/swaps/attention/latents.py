@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.binding.patches import Patches
@@ -72,7 +72,7 @@ class Latents:
     module: Any
     nope: Tensor
     rope: Tensor
-    weight: Tensor  # of `kv_b_proj`, or what this rank has of it
+    weight: Tensor  # of `kv_b_proj`; a DTensor where a rank has the rows of its heads
     original: Callable
     has_gradient: bool
     dtype: torch.dtype  # of keys and values: that of autocast, or of what is cached
@@ -87,7 +87,11 @@ class Latents:
     def cast(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return latents, the rotated part and the weight ``[N, D + D_v, R]`` in the dtype of keys and values."""
         with torch.set_grad_enabled(self.has_gradient):
-            nope, rope, weight = (t.to(self.dtype) for t in (self.nope, self.rope, self.weight))
+            nope, rope, weight = self.nope, self.rope, self.weight
+            if isinstance(weight, DTensor):  # the gradient of latents is a sum over all heads; rope has its own
+                whole = DTensor.from_local(nope, weight.device_mesh, [Replicate()], run_check=False)
+                nope, weight = whole.to_local(grad_placements=[Partial()]), weight.to_local()
+            nope, rope, weight = (tensor.to(self.dtype) for tensor in (nope, rope, weight))
             return nope, rope, weight.unflatten(0, (-1, self.module.qk_nope_head_dim + self.module.v_head_dim))
 
     def is_cheaper(self, queries: int) -> bool:
@@ -191,7 +195,7 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
     is_cast = torch.is_autocast_enabled(device)
     if (
         weight is None
-        or len(weight) % size
+        or (rows := len(weight.to_local() if isinstance(weight, DTensor) else weight)) % size
         or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))
         or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
@@ -199,25 +203,23 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
     ):
         return original(self, kv_nope, k_rot)
     dtype = torch.get_autocast_dtype(device) if is_cast else kv_nope.dtype
-    latents, heads = Latents(self, kv_nope, k_rot, weight, original, has_gradient, dtype), len(weight) // size
+    latents = Latents(self, kv_nope, k_rot, weight, original, has_gradient, dtype)
     sizes = self.qk_nope_head_dim + k_rot.shape[-1], self.v_head_dim
-    return _unexpanded(latents, heads, 0, sizes[0]), _unexpanded(latents, heads, 1, sizes[1])
+    return _unexpanded(latents, rows // size, 0, sizes[0]), _unexpanded(latents, rows // size, 1, sizes[1])
 
 
 def _weight_of(layer: Any) -> Tensor | None:
     """Return the weight of which a call of a layer is the product alone; None where it is more than that.
 
-    Without gradients that is so for a rank of transformers' tensor parallelism, too: it has the rows of its heads.
+    A rank of transformers' tensor parallelism has the rows of its heads, of a DTensor.
     """
     if layer.bias is not None:
         return None
     if why_not_plain(layer) is None:
         return layer.weight
     weight, forward = layer._parameters.get("weight"), vars(layer).get("forward")
-    is_rank = isinstance(weight, DTensor) and weight.placements == (Shard(0),) and not torch.is_grad_enabled()
-    if not is_rank or type(layer) is not torch.nn.Linear or has_hooks(layer) or not _is_of_columns(forward):
-        return None
-    return weight.to_local()
+    is_rank = isinstance(weight, DTensor) and weight.placements == (Shard(0),) and type(layer) is torch.nn.Linear
+    return weight if is_rank and not has_hooks(layer) and _is_of_columns(forward) else None
 
 
 def _is_of_columns(forward: Any) -> bool:

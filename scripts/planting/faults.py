@@ -200,7 +200,9 @@ FAULTS = (
         "return {}",
     ),
     _more("CrossEntropy", "by_tokens.py", "its gradient", "torch.where(is_counted, slope"),
-    _more("CrossEntropy", "by_tokens.py", "its gradient for a weight", "_product(kept, hidden_states * factor)"),
+    _more(
+        "CrossEntropy", "by_tokens.py", "its gradient for a weight", "_summed_over_tokens(kept, hidden_states * factor)"
+    ),
     _more("CrossEntropy", "distillation.py", "what two heads differ by", "known.divergence.squeeze(-1)", "return {}"),
     _more("CrossEntropy", "distillation.py", "its gradient", "(slope * factor).to(hidden_states.dtype)", "else {}"),
     _more("CrossEntropy", "distillation.py", "its gradient for a weight", "torch.cat(found)", "x = {}"),

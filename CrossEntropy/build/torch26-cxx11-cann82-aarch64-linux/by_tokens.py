@@ -63,7 +63,7 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
                 others.scatter_(1, label, gradient.at_label.to(others.dtype))
             del others
         loss, at_label, sign = (torch.cat(each) for each in zip(*found))
-        share = None if kept is None else sign * _lost(at_label, at_label.to(kept.dtype))
+        share = None if kept is None else sign * _correction(at_label, at_label.to(kept.dtype))
         ctx.objective = objective
         ctx.save_for_backward(hidden_states, weight, bias, labels, slope, kept, share)
         return torch.where(labels == objective.ignore_index, 0.0, loss)
@@ -86,12 +86,12 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
             d_hidden = torch.where(is_counted, slope * grad.unsqueeze(-1), 0).to(hidden_states.dtype)
         if kept is not None:
             factor = torch.where(is_counted, grad.unsqueeze(-1) * share, 0)
-            d_weight = _product(kept, hidden_states * factor) if needs[1] else None
-            d_bias = _product(kept, factor).squeeze(1) if needs[2] else None
+            d_weight = _summed_over_tokens(kept, hidden_states * factor) if needs[1] else None
+            d_bias = _summed_over_tokens(kept, factor).squeeze(1) if needs[2] else None
         return d_hidden, d_weight, d_bias, *nothing
 
 
-def _lost(exact: Tensor, rounded: Tensor) -> Tensor:
+def _correction(exact: Tensor, rounded: Tensor) -> Tensor:
     """Return what numbers have to be multiplied with after they were rounded.
 
     Most of a row's gradient is at its label: what multiplies the row makes up for what is lost there.
@@ -100,7 +100,7 @@ def _lost(exact: Tensor, rounded: Tensor) -> Tensor:
     return (exact / rounded).nan_to_num(1).clamp(1 - eps, 1 + eps)  # 0 / 0, and numbers below the smallest normal one
 
 
-def _product(d_logits: Tensor, rows: Tensor) -> Tensor:
+def _summed_over_tokens(d_logits: Tensor, rows: Tensor) -> Tensor:
     """Return ``d_logitsᵀ @ rows``, of ``[N, V]`` and rows ``[N, K]`` in any dtype, in that of ``d_logits``."""
     rows, beyond = brought_within(rows, d_logits.dtype)
     found = torch.mm(d_logits.t(), rows)

@@ -33,8 +33,7 @@ def forget_gate(x: Tensor, bias: Tensor, a_log: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
     """
-    heads = (x.shape[2], 1)
-    if x.dim() != 4 or bias.shape != x.shape[2:] or a_log.shape != heads:
+    if x.dim() != 4 or bias.shape != x.shape[2:] or a_log.shape != (x.shape[2], 1):
         raise ValueError(f"x {list(x.shape)} must be [B, T, H, K], bias {list(bias.shape)} [H, K], a_log [H, 1]")
     if is_transformed() or torch.compiler.is_compiling() or is_distributed(x, bias, a_log):
         return _by_torch_alone(x, bias, a_log)

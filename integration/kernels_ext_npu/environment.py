@@ -106,11 +106,12 @@ def first_line(error: BaseException) -> str:
     return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Ask whether one of the known names was meant, in capital letters or not; nothing where none is near."""
+def choices(name: str, known: Iterable[str]) -> str:
+    """Say which names are known, behind the one that may have been meant, in capital letters or not."""
     by_name = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), by_name, n=1)
-    return f"did you mean {by_name[near[0]]}? " if near else ""
+    question = f"did you mean {by_name[near[0]]}? " if near else ""
+    return f"{question}there are {', '.join(known)}"
 
 
 def installed(name: str) -> str | None:

@@ -27,8 +27,3 @@ class Reason(str):
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # of copies and pickles
         return self.code, str(self)
-
-
-def code_of(reason: str | None) -> str | None:
-    """Return the code of a reason; None where there is none."""
-    return getattr(reason, "code", None)

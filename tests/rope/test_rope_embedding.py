@@ -29,7 +29,7 @@ def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
-        return PATCHES.expand(2, -1, -1) if reference.module.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
+        return PATCHES.expand(2, -1, -1) if reference.original.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
     if reference not in mrope_tables.PATTERNS:
         return positions
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
@@ -57,7 +57,7 @@ def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
 def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype, scaling: float) -> None:
     """Of the references; which classes these stand for is what matching is about."""
     x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
-    for cls in (table.module for table in TABLES):
+    for cls in (table.original for table in TABLES):
         with subtests.test(cls.__name__):
             original, positions = instance(cls, scaling=scaling).to("npu"), positions_of(cls, rows).npu()
             swapped, row = kernelized(original)
@@ -92,15 +92,15 @@ def test_gradients_are_not_recorded() -> None:
 @pytest.mark.parametrize(
     ("reference", "dynamic"),
     [
-        pytest.param(table, i % 2 == 0, id=table.module.__name__, marks=[pytest.mark.long] * (i % 5 > 0))
+        pytest.param(table, i % 2 == 0, id=table.original.__name__, marks=[pytest.mark.long] * (i % 5 > 0))
         for i, table in enumerate(TABLES)
     ],
 )
 def test_compiles_to_one_graph_with_the_same_values(reference, dynamic) -> None:
     torch._dynamo.reset()
-    module, _ = kernelized(instance(reference.module))
+    module, _ = kernelized(instance(reference.original))
     x = torch.zeros(2, 7, 24, dtype=BFLOAT16, device="npu")
-    positions = positions_of(reference.module, POSITIONS).npu()
+    positions = positions_of(reference.original, POSITIONS).npu()
     compiled = torch.compile(module.forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for arguments in calls(module):
         for a, b in zip(compiled(x, positions, *arguments), module(x, positions, *arguments), strict=True):
@@ -110,10 +110,10 @@ def test_compiles_to_one_graph_with_the_same_values(reference, dynamic) -> None:
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_the_layer_alone_computes_what_the_reference_does(kernel: ModuleType, device) -> None:
     for reference in TABLES:
-        module = instance(reference.module).to(device)
+        module = instance(reference.original).to(device)
         forward = getattr(kernel.layers, reference.layers[0]).forward
         for arguments in calls(module):
-            x, positions = torch.zeros(1, dtype=BFLOAT16, device=device), positions_of(reference.module, POSITIONS)
+            x, positions = torch.zeros(1, dtype=BFLOAT16, device=device), positions_of(reference.original, POSITIONS)
             expected = module(x, positions.to(device), *arguments)
             for a, b in zip(forward(module, x, positions.to(device), *arguments), expected, strict=True):
                 assert a.dtype == b.dtype

@@ -12,7 +12,7 @@ import softnpu
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_function_pattern
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
-from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
 from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
@@ -26,11 +26,11 @@ DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)]
 
 
 @cache
-def served() -> list[tuple[str, Callable, FunctionPattern]]:
+def served() -> list[tuple[str, Callable, Pattern]]:
     """The functions of transformers, of those written alike one, and the references: one is of earlier releases."""
     differing = {code(original_function(f)): (name, f) for name, f in rotary_functions().items()}
     found = [(name, original_function(f), find_function_pattern(f)) for name, f in differing.values()]
-    own = [(reference.function.__name__, reference.function, reference) for reference in PATTERNS]
+    own = [(reference.original.__name__, reference.original, reference) for reference in PATTERNS]
     return [(name, function, reference) for name, function, reference in (*found, *own) if reference is not None]
 
 
@@ -47,13 +47,13 @@ def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel
 
     tables = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
     layers = {layer for table in tables for layer in table.layers}
-    assert {reference.layer for reference in PATTERNS} | layers == set(kernel.layers.__all__)
+    assert {reference.layers[0] for reference in PATTERNS} | layers == set(kernel.layers.__all__)
     for table in tables:
-        forwards = (table.module.forward, getattr(kernel.layers, table.layers[0]).forward)
+        forwards = (table.original.forward, getattr(kernel.layers, table.layers[0]).forward)
         assert len({tuple(inspect.signature(forward).parameters) for forward in forwards}) == 1
     for reference in PATTERNS:
-        parameters = list(inspect.signature(getattr(kernel.layers, reference.layer).forward).parameters.values())
-        expected = list(inspect.signature(reference.function).parameters.values())
+        parameters = list(inspect.signature(getattr(kernel.layers, reference.layers[0]).forward).parameters.values())
+        expected = list(inspect.signature(reference.original).parameters.values())
         assert [(p.name, p.kind, p.default) for p in parameters[1:]] == [(p.name, p.kind, p.default) for p in expected]
 
 
@@ -62,8 +62,8 @@ def test_float32_results_and_gradients_are_the_originals(kernel: ModuleType, sub
     """To 1e-6 of the norm: one formula in float32, products and sums in another order."""
     for name, function, reference in served():
         with subtests.test(name):
-            inputs = arguments(reference.function.__name__, FLOAT32, FLOAT32, positions)
-            layer = getattr(kernel.layers, reference.layer)()
+            inputs = arguments(reference.original.__name__, FLOAT32, FLOAT32, positions)
+            layer = getattr(kernel.layers, reference.layers[0])()
             softnpu.reset_counters()
             found = results(layer, moved(inputs))
             counters = softnpu.counters()
@@ -81,8 +81,8 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
     """Each result and gradient, to 1e-3 and 1e-6 of the norm: products and sums in float32, in another order."""
     for name, function, reference in served():
         with subtests.test(name):
-            inputs = arguments(reference.function.__name__, *dtypes)
-            found = results(getattr(kernel.layers, reference.layer)(), moved(inputs))
+            inputs = arguments(reference.original.__name__, *dtypes)
+            found = results(getattr(kernel.layers, reference.layers[0])(), moved(inputs))
             with InPlaceOfFloat32(torch.float64):
                 truth = results(function, doubled(inputs))
             for each in zip(found, results(function, inputs), truth, strict=True):
@@ -95,8 +95,8 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
 def test_on_the_cpu_the_result_is_the_originals_to_the_bit(kernel: ModuleType, subtests, dtypes) -> None:
     for name, function, reference in served():
         with subtests.test(name):
-            inputs = arguments(reference.function.__name__, *dtypes)
-            layer = getattr(kernel.layers, reference.layer)()
+            inputs = arguments(reference.original.__name__, *dtypes)
+            layer = getattr(kernel.layers, reference.layers[0])()
             with torch.no_grad():
                 for a, b in zip(tensors(layer(**inputs)), tensors(function(**inputs)), strict=True):
                     assert a.dtype == b.dtype
@@ -105,15 +105,15 @@ def test_on_the_cpu_the_result_is_the_originals_to_the_bit(kernel: ModuleType, s
 
 def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleType) -> None:
     for reference in PATTERNS:
-        if reference.function.__name__ in ("qwen4_exp", "mistral_large4"):
-            inputs = arguments(reference.function.__name__, FLOAT32, FLOAT32) | {"k": None}
-            found = getattr(kernel.layers, reference.layer)()(**moved(inputs))
-            expected = reference.function(**inputs)
+        if reference.original.__name__ in ("qwen4_exp", "mistral_large4"):
+            inputs = arguments(reference.original.__name__, FLOAT32, FLOAT32) | {"k": None}
+            found = getattr(kernel.layers, reference.layers[0])()(**moved(inputs))
+            expected = reference.original(**inputs)
             assert type(found) is type(expected)
             assert distance(tensors(found)[0], tensors(expected)[0]) <= 1e-6
 
 
-LAYERS = sorted({reference.layer: reference.function.__name__ for reference in PATTERNS}.items())
+LAYERS = sorted({reference.layers[0]: reference.original.__name__ for reference in PATTERNS}.items())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import build
 import pytest
-import torch
 from kernels import get_local_kernel
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.backends import CANN, CPU
@@ -147,7 +146,7 @@ def test_variants_load_and_compute(whole: Path, repository: str, name: str) -> N
     """By their own path, which leaves out the question whether they fit this machine."""
     variant = whole / repository / "build" / name
     function = trial.of(json.loads((variant / "metadata.json").read_text())["name"])
-    assert function.failure(get_local_kernel(variant), torch.float32) is None
+    assert trial.failure(function, get_local_kernel(variant)) is None
 
 
 def test_the_universal_variants_need_no_torch_npu(run_python) -> None:
@@ -157,7 +156,7 @@ def test_the_universal_variants_need_no_torch_npu(run_python) -> None:
         f"""
 kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
 assert "torch_universal" in kernel.__name__
-assert of({name!r}).failure(kernel, torch.float32, "cpu") is None
+assert failure(of({name!r}), kernel, "cpu") is None
 """
         for repository, name in zip(REPOSITORIES, names)
     ]
@@ -168,7 +167,7 @@ sys.path.append({str(build.ROOT / "scripts")!r})
 import torch
 from kernels import get_local_kernel
 from kernels_ext_npu.selftest import functions
-from publishing.trial import of
+from publishing.trial import failure, of
 """
     run_python(first + "".join(codes), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
@@ -319,9 +318,9 @@ def replaced() -> dict[str, list[type[nn.Module]]]:
     found: dict[str, list[type[nn.Module]]] = {}
     for reference in PATTERNS:
         for layer in reference.layers:
-            found.setdefault(layer, []).append(reference.module)
+            found.setdefault(layer, []).append(reference.original)
     for reference in FUNCTION_PATTERNS:
-        found.setdefault(reference.layer, []).append(_create_func_module(reference.function))
+        found.setdefault(reference.layers[0], []).append(_create_func_module(reference.original))
     return found
 
 

@@ -19,7 +19,7 @@ COMMAND = "from kernels_ext_npu.cli import app; app()"
 
 
 def problems(path: Path) -> list[str]:
-    return [line for target in targets.find(path) for entry in target.verify() for line in entry.problems]
+    return [line for found in targets.verify_at(path).values() for entry in found for line in entry.problems]
 
 
 def flip(path: Path, at: int) -> None:
@@ -32,16 +32,16 @@ def flip(path: Path, at: int) -> None:
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 def test_the_committed_kernels_are_intact() -> None:
-    assert len(targets.find(ROOT)) == len(REPOSITORIES)
+    assert len(targets.verify_at(ROOT)) == len(REPOSITORIES)
     assert problems(ROOT) == []
 
 
 def test_what_may_be_verified(clone: Clone, tmp_path: Path) -> None:
     build = clone.repository / "build"
     for path, variants in ((clone.root, 3), (clone.repository, 3), (build, 3), (build / "torch-npu", 1)):
-        assert sum(len(target.verify()) for target in targets.find(path)) == variants
+        assert sum(map(len, targets.verify_at(path).values())) == variants
     with pytest.raises(RefusedError, match="a clone of the project, a kernel repository"):
-        targets.find(tmp_path / "clone" / "Tiny" / "torch-ext")
+        targets.verify_at(tmp_path / "clone" / "Tiny" / "torch-ext")
 
 
 def test_a_flipped_byte_in_any_file_is_found(clone: Clone) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
 
 EXPERTS, HIDDEN, INNER = 6, 32, 64
-BLOCKS = {pattern.module: pattern.layers[0] for pattern in moe_blocks_v4.PATTERNS}
+BLOCKS = {pattern.original: pattern.layers[0] for pattern in moe_blocks_v4.PATTERNS}
 
 
 class Config:

@@ -108,21 +108,17 @@ class Work:
         prepared = self.prepare()
         outputs = self.forward(prepared)
         found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-        if not self.trains(outputs):
+        trained = [output for output in outputs if output.requires_grad]
+        if not trained:
             return found
         if not self.gradients:
             torch.manual_seed(0)
-            trained = [output for output in outputs if output.requires_grad]
             self.gradients = [torch.randn(each.shape, device=each.device).to(each.dtype) for each in trained]
         self.backward(outputs)
         inputs = {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(prepared[2])}
         parameters = self.call.parameters(self.model).items()
         inputs |= {f"gradient of {name}": parameter.grad for name, parameter in parameters}
         return found | {name: gradient for name, gradient in inputs.items() if gradient is not None}
-
-    def trains(self, outputs: list[Tensor]) -> bool:
-        """Whether there is anything to go back through."""
-        return any(output.requires_grad for output in outputs)
 
     def directions(self) -> dict[str, tuple[Before, Run]]:
         """What can be measured: by name what comes before, and what is measured."""

@@ -52,7 +52,7 @@ class Result:
 
 
 def run(
-    model: Model, dtype: str, kernels: list[str], tokens: int, repeats: int, found: list[Provider]
+    model: Model, dtype: str, kernels: list[str], tokens: int, repeats: int, found: dict[str, Provider]
 ) -> Iterator[Result]:
     """Measure a model by everybody who can compute it, one phase after the other, and give each result.
 
@@ -77,7 +77,7 @@ def run(
 
 
 def _run_phase(
-    source: Model, dtype_name: str, phase: Phase, calls_of: CallsOf, found: list[Provider], repeats: int
+    source: Model, dtype_name: str, phase: Phase, calls_of: CallsOf, found: dict[str, Provider], repeats: int
 ) -> Iterator[Result]:
     gc.collect()
     torch_npu.npu.empty_cache()
@@ -96,13 +96,13 @@ def _run_phase(
     exact = [_exact(Work(call, plain.float(), torch.float32, phase.training), dtype) for call in calls]
     del plain
     originals: dict[Call, Distances] = {}
-    for provider in found:
-        candidate = model if provider.name == ORIGINAL else copy.deepcopy(model)
-        with provider.applied(candidate) as refuse:
+    for name, provider in found.items():
+        candidate = model if name == ORIGINAL else copy.deepcopy(model)
+        with provider(candidate) as refuse:
             for call, reference in zip(calls, exact):
                 work = Work(call, candidate, dtype, phase.training, reference.gradients)
                 identity = (source.name, dtype_name, str(phase), call.kernel, call.name, call.path, call.shapes())
-                result = Result(*identity, provider.name, "both" if work.gradients else "forward")
+                result = Result(*identity, name, "both" if work.gradients else "forward")
                 if reason := refuse(call):
                     yield replace(result, refused=reason)
                 else:

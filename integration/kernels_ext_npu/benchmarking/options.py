@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kernels_ext_npu.catalogue import CATALOGUE
-from kernels_ext_npu.environment import RefusedError, meant
+from kernels_ext_npu.environment import RefusedError, choices
 
 KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
 REPEATS = 50  # of a call, on a card
@@ -27,7 +27,7 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool
 
 def unknown(option: str, name: str, known: Iterable[str]) -> RefusedError:
     """Make the refusal of a name that is unknown."""
-    return RefusedError(f"{option} {name}: {meant(name, known)}there are {', '.join(known)}")
+    return RefusedError(f"{option} {name}: {choices(name, known)}")
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:

@@ -122,23 +122,19 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
 def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call], None]) -> Iterator[None]:
     """Keep the calls of a model while the context is open, each as it is about to be made."""
 
-    def record_arguments(call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(call: Call, _: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         args, kwargs = _copied((args, kwargs))
         keep(replace(call, args=args, kwargs=kwargs))
 
-    def before_module(call: Call, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        record_arguments(call, args, kwargs)
-
     def function(call: Call, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        record_arguments(call, args, kwargs)
+        before(call, original, args, kwargs)
         return original(*args, **kwargs)
 
     with ExitStack() as ends:
         for call in [call for call in calls_of(model) if call.kernel in kernels]:
             if call.use is None:
-                before = partial(before_module, call)
                 module = model.get_submodule(call.path)
-                ends.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                ends.callback(module.register_forward_pre_hook(partial(before, call), with_kwargs=True).remove)
             else:
                 listening = partial(function, call, call.use.function)
                 ends.enter_context(patch.object(sys.modules[call.use.file], call.use.name, listening))
@@ -186,14 +182,12 @@ def _copied(given: Any, dtype: torch.dtype | None = None) -> Any:
             return fresh
         if not isinstance(value, Tensor):
             return value
-        tensor = _cast(value.detach(), dtype or value.dtype)
+        tensor = value.detach()
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize == 2:
+            tensor = tensor.to(dtype)
         return tensor.requires_grad_() if value.requires_grad else tensor.clone()
 
     return tree_map(copied, given, is_leaf=_is_cache)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype.itemsize == 2 else tensor
 
 
 def wanted_of_whole(kernels: list[str], phase: Phase) -> list[str]:
@@ -216,7 +210,7 @@ def whole_model_calls(source: Model, model: PreTrainedModel, phase: Phase, kerne
     found = []
     inputs = source.hidden_states(phase.batch, phase.tokens, model.dtype)
     if STEP in kernels:
-        arguments = dict(_arguments(source, model, phase))
+        arguments = _arguments(source, model, phase)
         found.append(Call(STEP, type(model).__name__, "", kwargs={"inputs_embeds": inputs} | arguments))
     if HEAD in kernels:
         head = model.get_output_embeddings()
@@ -232,17 +226,15 @@ def loss_of_head(self: PreTrainedModel, hidden_states: Tensor, labels: Tensor) -
     return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
 
 
-def _arguments(source: Model, model: PreTrainedModel, phase: Phase) -> Iterator[tuple[str, Any]]:
+def _arguments(source: Model, model: PreTrainedModel, phase: Phase) -> dict[str, Any]:
     if phase.training:
-        yield "labels", _labels(model, phase)
-        yield "use_cache", False
-        return
-    yield "logits_to_keep", 1
-    yield "use_cache", True
+        return {"labels": _labels(model, phase), "use_cache": False}
+    given: dict[str, Any] = {"logits_to_keep": 1, "use_cache": True}
     if phase.context:
         context = source.hidden_states(phase.batch, phase.context, model.dtype)
         with torch.no_grad():
-            yield "past_key_values", model.base_model(inputs_embeds=context, use_cache=True).past_key_values
+            given["past_key_values"] = model.base_model(inputs_embeds=context, use_cache=True).past_key_values
+    return given
 
 
 def _labels(model: PreTrainedModel, phase: Phase) -> Tensor:

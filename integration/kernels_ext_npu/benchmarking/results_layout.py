@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich import box
@@ -14,18 +14,16 @@ from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.benchmarking.options import KERNELS
 from kernels_ext_npu.machine.privacy import report_text
 
-TIME = "median_ms"
-# column -> the figure, what it is divided by, and its format
-COLUMNS = {
-    "median ms": (TIME, 1, "{:.3f}"),
-    "launches": ("launches", 1, "{:.0f}"),
-    "MB moved": ("bytes", 1e6, "{:.2f}"),
-    "peak MB": ("peak_memory_bytes", 1e6, "{:.2f}"),
-    "waits": ("host_waits", 1, "{:.0f}"),
+# column -> the figure without which there is none, and how it is written
+COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "median ms": ("median_ms", lambda found: f"{found['median_ms']:.3f}"),
+    "quartiles": ("median_ms", lambda found: f"{found['lower_quartile_ms']:.3f}–{found['upper_quartile_ms']:.3f}"),
+    "launches": ("launches", lambda found: f"{found['launches']}"),
+    "MB moved": ("bytes", lambda found: f"{found['bytes'] / 1e6:.2f}"),
+    "peak MB": ("peak_memory_bytes", lambda found: f"{found['peak_memory_bytes'] / 1e6:.2f}"),
+    "waits": ("host_waits", lambda found: f"{found['host_waits']}"),
 }
 NONE = "–"
-FORMAT = 1  # of the JSON of a report
-FACTS = ("distance", "refused")  # of a result, beside its figures
 
 Comparison = dict[str, Result]  # by provider
 
@@ -66,8 +64,6 @@ def show(console: Console, results: list[Result], names: list[str]) -> None:
     columns = {name: c for name, c in COLUMNS.items() if any(c[0] in result.figures for result in results)}
     for name in columns:
         table.add_column(name, justify="right")
-        if name == "median ms":
-            table.add_column("quartiles", justify="right")
     phase = None
     for comparison in sorted(comparisons(results), key=_order):
         one = next(iter(comparison.values()))
@@ -75,11 +71,7 @@ def show(console: Console, results: list[Result], names: list[str]) -> None:
             phase = one.phase
             table.add_section()
             table.add_row(Text(phase, style="bold"))
-        cells = []
-        for name, column in columns.items():
-            cells.append(" / ".join(_cell(comparison.get(n), *column) for n in names))
-            if name == "median ms":
-                cells.append(" / ".join(_quartiles(comparison.get(n)) for n in names))
+        cells = [" / ".join(_cell(comparison.get(name), *column) for name in names) for column in columns.values()]
         shape = "×".join(map(str, one.shapes[0])) if one.shapes else ""
         table.add_row(Text(f"  {one.name} {shape}"), one.direction, *cells)
     console.print(table)
@@ -100,14 +92,8 @@ def _order(comparison: Comparison) -> tuple:
     return phase, KERNELS.index(one.kernel), one.path, str(one.shapes), directions.index(one.direction)
 
 
-def _cell(result: Result | None, figure: str, unit: float, form: str) -> str:
-    return form.format(result.figures[figure] / unit) if result and figure in result.figures else NONE
-
-
-def _quartiles(result: Result | None) -> str:
-    if result is None or TIME not in result.figures:
-        return NONE
-    return f"{result.figures['lower_quartile_ms']:.3f}–{result.figures['upper_quartile_ms']:.3f}"
+def _cell(result: Result | None, figure: str, write: Callable[[dict[str, Any]], str]) -> str:
+    return write(result.figures) if result and figure in result.figures else NONE
 
 
 def _refusals(results: list[Result]) -> list[str]:
@@ -138,12 +124,12 @@ def report_lines(results: Iterable[Result]) -> list[dict[str, Any]]:
             "phase": one.phase,
         }
         for name, result in comparison.items():
-            line[name] = {fact: value for fact in FACTS if (value := getattr(result, fact)) is not None}
-            line[name] |= result.figures
+            facts = {"distance": result.distance, "refused": result.refused}
+            line[name] = {fact: value for fact, value in facts.items() if value is not None} | result.figures
         found.append(line)
     return found
 
 
 def report(head: dict[str, Any], results: Iterable[Result]) -> str:
     """Return JSON, a call a line behind its head, with nothing that tells whose machine it was."""
-    return report_text({"format": FORMAT} | head, report_lines(results))
+    return report_text(head, report_lines(results))

@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding import step_aside
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, is_marked, kernel_name, layer_name, owner_of, package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, kernel_name, layer_name, owner_of, package
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
 
@@ -111,7 +111,7 @@ def stranger(module: nn.Module) -> str | None:
     """Return the name of a forward that another library gave a module, or its class, in place of its own."""
     bound = vars(module).get("forward")
     forward = own_forward(module) or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
-    if not isinstance(forward, FunctionType) or is_marked(forward) or kernel_name(forward) is not None:
+    if not isinstance(forward, FunctionType) or hasattr(forward, OWNER) or kernel_name(forward) is not None:
         return None
     return foreign(forward, *(base.__module__ for base in type(module).__mro__))
 

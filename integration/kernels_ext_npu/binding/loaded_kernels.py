@@ -54,11 +54,6 @@ def marked(forward: FunctionType, owner: str) -> FunctionType:
     return forward
 
 
-def is_marked(forward: Callable) -> bool:
-    """Tell whether a forward is one of ours."""
-    return hasattr(forward, OWNER)
-
-
 def owner_of(module: nn.Module) -> str | None:
     """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)

@@ -60,11 +60,6 @@ def try_package(repository: str) -> ModuleType | None:
     return None
 
 
-def loaded_package(repository: str) -> ModuleType | None:
-    """Return the package of a kernel repository of the registration, if it is there already."""
-    return None if current is None else current.packages.get(repository)
-
-
 def is_active() -> bool:
     """Tell whether kernels are registered."""
     return current is not None

@@ -77,7 +77,6 @@ def benchmark(
     shrunk = f", widths, heads and experts divided by {shrink}" if shrink > 1 else ""
     named = ", ".join(f"{name} {value}" for name, value in versions.items())
     say(shown, f"{device}{shrunk}\n{named}\n{note}\n{agreement.RULE}\n")
-    providers_here = [provider.name for provider in found]
     results: list[Result] = []
     for each in models:
         for precision in dtypes:
@@ -88,7 +87,7 @@ def benchmark(
                     status.update(f"{each.name}, {precision}, {result.phase}, {result.provider}: {result.name}")
             results += measured
             if measured:
-                results_layout.show(shown, measured, providers_here)
+                results_layout.show(shown, measured, list(found))
             else:
                 say(shown, f"{each.name} has nothing of {', '.join(kernels)}")
             if report is not None:  # each time: what comes next may end the process

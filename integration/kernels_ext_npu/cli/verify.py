@@ -65,7 +65,7 @@ def _found(target: str, version: int) -> list[tuple[str, str | None, list[Verifi
 
     path = Path(target).expanduser()
     if path.is_dir():
-        return [(found.name, None, found.verify()) for found in targets.find(path)]
+        return [(name, None, found) for name, found in targets.verify_at(path).items()]
     if target.count("/") != 1 or target.startswith((".", "/", "~")):
         raise RefusedError(f"{target} is neither a folder nor a repository id such as organisation/name")
     verify_it = targets.verify_cached if constants.HF_HUB_OFFLINE else targets.verify_published

@@ -176,7 +176,7 @@ def entries(module: ModuleType) -> Iterator[Entry]:
     for name, function, kind in functions_of(module):
         found = find_function_pattern(function)
         reason = None if found else classification.reason(kind, f"{file}:{name}")
-        yield Entry(kind.name, name, file, found.layer if found else None, reason)
+        yield Entry(kind.name, name, file, found.layers[0] if found else None, reason)
 
 
 def _row(folder: Folder) -> Row:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.environment import meant
+from kernels_ext_npu.environment import choices
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -61,9 +61,7 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
     by_name = {name.lower(): name for name in REPOSITORIES}
     name = kernel.lower().removeprefix(f"{ORGANISATION}/")
     if name not in by_name:
-        raise ValueError(
-            f"there is no kernel {kernel!r}: {meant(name, REPOSITORIES)}there are {', '.join(REPOSITORIES)}"
-        )
+        raise ValueError(f"there is no kernel {kernel!r}: {choices(name, REPOSITORIES)}")
     check(source, [by_name[name]])
     return load_package(source, by_name[name])
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
@@ -22,44 +21,27 @@ from kernels_ext_npu.environment import RefusedError
 CACHED = re.compile(r"(?:kernels|models)--(.+)--(.+)")
 
 
-@dataclass(frozen=True)
-class Target:
-    """A kernel repository on disk, or one variant of it alone."""
+def verify_at(path: Path) -> dict[str, list[Verified]]:
+    """Verify the kernel repositories at a path, or one variant alone; returns what was found, by their names.
 
-    name: str
-    folder: Path
-    cached: bool = False
-
-    def verify(self) -> list[Verified]:
-        """Verify its variants; what a cache has besides them counts as one more."""
-        if (self.folder / METADATA).exists():
-            return [verify_variant(self.folder.resolve())]
-        build = self.folder / "build" if (self.folder / "build").is_dir() else self.folder
-        found = verify_build(build) if build != self.folder or not self.cached else []
-        if self.cached:
-            found.append(
-                Verified("(cache)", self.folder, len(_links(self.folder)), problems=blob_problems(self.folder))
-            )
-        return found
-
-
-def find(path: Path) -> list[Target]:
-    """Find the kernel repositories at a path."""
+    What a cache has of a repository besides its variants counts as one more.
+    """
     path = path.resolve()
-    if (path / METADATA).exists() or _is_build(path):
-        return [Target(_display(path), path)]
+    if (path / METADATA).exists():
+        return {_display(path): [verify_variant(path)]}
+    if _is_build(path):
+        return {_display(path): verify_build(path)}
     if _is_build(path / "build"):
-        return [Target(path.name, path)]
-    snapshots = _snapshots(path)
-    if snapshots:
-        return snapshots
-    clone = [Target(child.name, child) for child in sorted(path.iterdir()) if _is_build(child / "build")]
+        return {path.name: verify_build(path / "build")}
+    if snapshots := _snapshots(path):
+        return {name: _verify_snapshot(snapshot) for name, snapshot in snapshots.items()}
+    clone = {child.name: child / "build" for child in sorted(path.iterdir()) if _is_build(child / "build")}
     if not clone:
         raise RefusedError(
             f"{path} holds no variants of a kernel: expected is a clone of the project, a kernel repository, its build "
             "folder, one variant, or a cache with folders such as kernels--kernels-ext-npu--RMSNorm"
         )
-    return clone
+    return {name: verify_build(build) for name, build in clone.items()}
 
 
 def verify_published(repo_id: str, version: int) -> tuple[str, list[Verified]]:
@@ -100,8 +82,8 @@ def verify_cached(repo_id: str, version: int) -> tuple[str, list[Verified]]:
     commit = published.cached_commit(repo_id, version)
     chosen = kernels_internals.find("kernels.hf_hub.CACHE_DIR", os.environ.get("KERNELS_CACHE"))
     cache = Path(chosen or constants.HF_HUB_CACHE)
-    (target,) = find(cache / f"kernels--{repo_id.replace('/', '--')}" / "snapshots" / commit)
-    return commit, target.verify()
+    (found,) = verify_at(cache / f"kernels--{repo_id.replace('/', '--')}" / "snapshots" / commit).values()
+    return commit, found
 
 
 def blob_problems(snapshot: Path) -> list[str]:
@@ -125,15 +107,22 @@ def _links(snapshot: Path) -> list[Path]:
     return sorted(path for path in snapshot.rglob("*") if path.is_symlink())
 
 
-def _snapshots(path: Path) -> list[Target]:
-    """Find the snapshots of a cache, of a repository in it, or the one that a path is."""
+def _verify_snapshot(snapshot: Path) -> list[Verified]:
+    found = verify_build(snapshot / "build") if (snapshot / "build").is_dir() else []
+    return [*found, Verified("(cache)", snapshot, len(_links(snapshot)), problems=blob_problems(snapshot))]
+
+
+def _snapshots(path: Path) -> dict[str, Path]:
+    """Find the snapshots of a cache, of a repository in it, or the one that a path is, by their names."""
     if path.parent.name == "snapshots" and (match := CACHED.fullmatch(path.parent.parent.name)):
-        return [Target(f"{match[1]}/{match[2]} at {path.name[:12]}", path, cached=True)]
+        return {f"{match[1]}/{match[2]} at {path.name[:12]}": path}
     if CACHED.fullmatch(path.name) and (path / "snapshots").is_dir():
-        return [target for snapshot in sorted((path / "snapshots").iterdir()) for target in _snapshots(snapshot)]
-    if path.name != "hub" and (path / "hub").is_dir():  # HF_HOME
-        return _snapshots(path / "hub")
-    return [target for child in sorted(path.glob("kernels--*")) for target in _snapshots(child)]
+        folders = sorted((path / "snapshots").iterdir())
+    elif path.name != "hub" and (path / "hub").is_dir():  # HF_HOME
+        folders = [path / "hub"]
+    else:
+        folders = sorted(path.glob("kernels--*"))
+    return {name: found for folder in folders for name, found in _snapshots(folder).items()}
 
 
 def _is_build(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
@@ -36,23 +37,22 @@ class Package:
 def read(name: str) -> Package:
     """Read what the metadata of a package says; whatever is wrong with it is told in `trouble`."""
     folder = module_folder(name.replace("-", "_"))
+    package = partial(Package, name, folder=folder)
     try:
         found = list(distributions(name=name))
         if not found:
             trouble = f"its module is in {folder}, but no metadata names its version" if folder else None
-            return Package(name, None, folder=folder, trouble=trouble)
+            return package(version=None, trouble=trouble)
         written = found[0].metadata["Version"] if found[0].metadata else None
         requires = tuple(_requirements(found[0].requires or ()))
     except Exception as error:  # any file of the metadata may be damaged
-        return Package(name, None, folder=folder, trouble=f"its metadata cannot be read: {error}")
-    if not written:
-        return Package(name, None, requires, folder, "its metadata names no version")
+        return package(version=None, trouble=f"its metadata cannot be read: {error}")
     try:
-        version = Version(written)
+        version = Version(written or "")
     except InvalidVersion:
-        return Package(name, None, requires, folder, f"its metadata names the version {written!r}, which is none")
-    trouble = None if folder else "it has metadata, but no module"
-    return Package(name, version, requires, folder, trouble)
+        named = f"names the version {written!r}, which is none" if written else "names no version"
+        return package(version=None, requires=requires, trouble=f"its metadata {named}")
+    return package(version=version, requires=requires, trouble=None if folder else "it has metadata, but no module")
 
 
 def module_folder(name: str) -> Path | None:

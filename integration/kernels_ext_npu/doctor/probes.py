@@ -210,7 +210,7 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
             snapshot = _offline(f"{sources.ORGANISATION}/{name}", folder)
         except Exception as error:  # whatever the Hub's client makes of what it finds
             return {"state": "incomplete", "reason": f"{type(error).__name__}: {first_line(error)}"}
-        found = _verified([entry for target in targets.find(snapshot) for entry in target.verify()], name, machine)
+        found = _verified([each for found in targets.verify_at(snapshot).values() for each in found], name, machine)
         return {"state": "damaged" if found["problems"] else "complete", "commit": snapshot.name} | found
     except (OSError, ValueError, RefusedError) as error:
         return {"state": "unreadable", "reason": f"{type(error).__name__}: {error}"}

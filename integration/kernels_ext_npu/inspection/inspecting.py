@@ -141,7 +141,8 @@ def inspect(
             if checkpointing:
                 described += _checkpoint(model)
             variants, report = [], Report([])
-            for name, kernels in _variants(compare):
+            alone = [(f"{name} alone", (name,)) for name in REPOSITORIES] if compare else []
+            for name, kernels in [(ORIGINAL, ()), *alone, (ALL, REPOSITORIES)]:
                 with _swapped(model, kernels) as found:
                     variant = Variant(name)
                     if found is not None:
@@ -173,11 +174,6 @@ def whole(variant: Variant, phases: Collection[str] = tuple(WHOLE)) -> Counts | 
         total.add(counts)
         total.peak = peak
     return total
-
-
-def _variants(compare: bool) -> list[tuple[str, tuple[str, ...]]]:
-    alone = [(f"{name} alone", (name,)) for name in REPOSITORIES] if compare else []
-    return [(ORIGINAL, ()), *alone, (ALL, REPOSITORIES)]
 
 
 def _build(subject: Subject, dtype: torch.dtype, values: KnownValues, soc: Soc) -> PreTrainedModel:
@@ -217,15 +213,12 @@ def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remar
     """Count one phase; what cannot be counted is remarked and gives None, and the rest goes on."""
     try:
         return count()
-    except UnknownValueError as error:
-        remarks.append(
-            f"{what}: not counted, since {remark.culprit(model, error)} lets the host read what follows from weights "
-            f"or chance, by {error}; each time it waits for the device"
-        )
     except Exception as error:  # of a model's own code, with inputs that it was not made for
-        remarks.append(
-            f"{what}: not counted, since {remark.culprit(model, error)} ended in {type(error).__name__}: "
-            f"{first_line(error)}"
-        )
+        why = f"ended in {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, UnknownValueError):
+            why = (
+                f"lets the host read what follows from weights or chance, by {error}; each time it waits for the device"
+            )
+        remarks.append(f"{what}: not counted, since {remark.culprit(model, error)} {why}")
     model.zero_grad(set_to_none=True)
     return None

@@ -149,20 +149,6 @@ def remarks(model: PreTrainedModel, mesh: Mesh) -> list[str]:
     return found
 
 
-def axes(manager: Any) -> dict[str, tuple[str, ...]]:
-    """Return the axes of transformers' mesh, by the names of their process groups.
-
-    Some groups serve more than one.
-    """
-    experts = manager.get_mesh("ep").size() > 1
-    found: dict[str, tuple[str, ...]] = {}
-    for axis in AXES if experts else AXES[:2]:
-        group = manager.get_mesh(axis).get_group()
-        if group.size() > 1:
-            found[group.group_name] = (*found.get(group.group_name, ()), axis)
-    return found
-
-
 def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
     """Refuse a model that cannot be sharded over so many ranks, and say what can be."""
     name = type(model).__name__
@@ -182,14 +168,22 @@ def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
 
 
 def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Shard a model, and return the axes of its mesh by the names of their groups, which may serve more than one."""
+    manager: Any
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
-        config, _, manager = type(model).prepare_distribute_model(wanted)
+        config, _, made = type(model).prepare_distribute_model(wanted)
+        manager: Any = made
         type(model).maybe_distribute_model(model, config, manager)
     except Exception as error:  # sizes or a plan that transformers refuses
         raise CannotInspectError(f"transformers does not shard it for {mesh}: {first_line(error)}") from error
     model.tie_weights()
-    return axes(manager)
+    served: dict[str, tuple[str, ...]] = {}
+    for axis in AXES if manager.get_mesh("ep").size() > 1 else AXES[:2]:
+        group = manager.get_mesh(axis).get_group()
+        if group.size() > 1:
+            served[group.group_name] = (*served.get(group.group_name, ()), axis)
+    return served
 
 
 def _is_sharded(parameter: nn.Parameter, axis: str) -> bool:

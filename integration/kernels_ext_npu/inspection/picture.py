@@ -51,7 +51,7 @@ def draw(inspection: Inspection) -> Figure:
     Where a whole step was counted, what clipping and the optimizer cost is drawn beside it.
     """
     phase = next(p for p in ("step", "forward") if all(variant.counts[p] for variant in inspection.ends))
-    before, after = pair = _pair(inspection, phase)
+    before, after = pair = tuple(counts for variant in inspection.ends if (counts := variant.counts[phase]) is not None)
     work = "a training step" if phase == "step" else "a forward"
     rows = [("forward and\nbackward" if phase == "step" else "forward", pair)]
     one, other = (whole(variant, UPDATE) for variant in inspection.ends)  # what follows a backward
@@ -69,7 +69,7 @@ def draw(inspection: Inspection) -> Figure:
     _draw_operators(operators[1], "GB moved", before.bytes, after.bytes, 1e9)
     figure.text(0.02, 0.955, f"{inspection.subject.name[-_LONGEST:]}, {work} with kernels:", fontsize=_LARGE)
     figure.text(0.02, 0.91, result(before, after), fontsize=_LARGE, fontweight="bold", color=AFTER)
-    figure.text(0.02, 0.89, _said(inspection, phase, other if len(rows) > 1 else None), fontsize=_SMALL, va="top")
+    figure.text(0.02, 0.89, _said(inspection, pair, other if len(rows) > 1 else None), fontsize=_SMALL, va="top")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (BEFORE, AFTER)]
     figure.legend(handles, [ORIGINAL, ALL], loc="upper right", fontsize=_MEDIUM, ncols=2, frameon=False)
     figure.text(0.99, 0.01, NOTE, ha="right", fontsize=_SMALL)
@@ -90,16 +90,9 @@ def result(before: Counts, after: Counts) -> str:
     return ", ".join(said) or "nothing changes"
 
 
-def _pair(inspection: Inspection, phase: str) -> tuple[Counts, Counts]:
-    before, after = (variant.counts[phase] for variant in inspection.ends)
-    assert before is not None
-    assert after is not None
-    return before, after
-
-
-def _said(inspection: Inspection, phase: str, update: Counts | None) -> str:
+def _said(inspection: Inspection, pair: Sequence[Counts], update: Counts | None) -> str:
     """Say what was counted, how often the host waits, and what the optimizer adds."""
-    waits = " → ".join(str(counts.waits) for counts in _pair(inspection, phase))
+    waits = " → ".join(str(counts.waits) for counts in pair)
     said = f"{inspection.inputs} in {str(inspection.dtype).removeprefix('torch.')}. The host waits {waits} times."
     if update is not None:
         launches, moved, peak = (_number(of(update)) for _, _, of in _MEASURES[:3])

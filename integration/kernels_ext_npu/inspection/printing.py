@@ -27,7 +27,12 @@ _NARROW = 72  # columns; below them headings take two lines
 
 def show(inspection: Inspection, console: Console) -> None:
     """Print an inspection: remarks, the report, and a table for each phase."""
-    console.print(f"[bold]{inspection.subject.name}[/]: {_describe(inspection)}", highlight=False)
+    ranks = "" if inspection.mesh == ONE else f", {inspection.mesh}"
+    console.print(
+        f"[bold]{inspection.subject.name}[/]: {inspection.subject.model_class.__name__}, "
+        f"{inspection.parameters / 1e9:.2f} billion parameters in {_dtype(inspection)}, {inspection.inputs}{ranks}",
+        highlight=False,
+    )
     for remark in inspection.remarks:
         console.print(f"- {remark}", highlight=False, markup=False)
     console.print(inspection.report)
@@ -121,13 +126,6 @@ def _sums(counts: Counts) -> dict[str, Any]:
             if calls
         ],
     }
-
-
-def _describe(inspection: Inspection) -> str:
-    return (
-        f"{inspection.subject.model_class.__name__}, {inspection.parameters / 1e9:.2f} billion parameters in "
-        f"{_dtype(inspection)}, {inspection.inputs}" + (f", {inspection.mesh}" if inspection.mesh != ONE else "")
-    )
 
 
 def _new_table(title: str, headings: tuple[str, ...], narrow: bool = False, **style: Any) -> Table:

@@ -135,6 +135,5 @@ def _chosen(kernels: Collection[str] | None) -> frozenset[str]:
         raise ValueError(f"register: kernels={kernels!r} is one name; give a list, such as [{kernels!r}]")
     for name in kernels:
         if name not in REPOSITORIES:
-            meant = environment.meant(name, REPOSITORIES)
-            raise ValueError(f"register: there is no kernel {name!r}: {meant}there are {', '.join(REPOSITORIES)}")
+            raise ValueError(f"register: there is no kernel {name!r}: {environment.choices(name, REPOSITORIES)}")
     return frozenset(kernels)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+FORMAT = 1  # of the JSON of a report
 HIDDEN = "***"
 _URLS = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
 _NAME = re.compile(
@@ -43,7 +44,8 @@ def anonymous(value: Any) -> Any:
 
 
 def report_text(head: dict[str, Any], results: Iterable[dict[str, Any]]) -> str:
-    """Return a report as JSON, a result a line, with nothing that tells whose machine it was."""
+    """Return a report as JSON, a result a line behind its head, with nothing that tells whose machine it was."""
+    head = {"format": FORMAT} | head
     lines = ",\n".join(f"  {json.dumps(result)}" for result in anonymous(list(results)))
     return f'{json.dumps(anonymous(head), indent=1)[:-2]},\n "results": [\n{lines}\n ]\n}}\n'
 

@@ -26,7 +26,7 @@ ON_AI_CPU = ("linalg_solve_triangular", "triangular_solve")
 class Soc:
     """A device as torch_npu sees it, of which a 910C has two.
 
-    The peaks of products are in operations a second, by dtype; the memory is in bytes, its bandwidth in bytes a second.
+    The peaks of products are in operations a second, by dtype; the bandwidth of its memory is in bytes a second.
     """
 
     name: str
@@ -34,7 +34,6 @@ class Soc:
     bfloat16: float
     float16: float
     float32: float
-    memory: float = 64 * 2**30
     bandwidth: float = 1.6 * 2**40
 
 

@@ -4,9 +4,9 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 from kernels_ext_npu import patterns
-from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
+from kernels_ext_npu.patterns.pattern import Pattern
 
 _files = [import_module(file.name) for file in walk_packages(patterns.__path__, f"{patterns.__name__}.")]
-_all = [pattern for file in _files for pattern in getattr(file, "PATTERNS", ())]
-PATTERNS = tuple([pattern for pattern in _all if isinstance(pattern, Pattern)])
-FUNCTION_PATTERNS = tuple([pattern for pattern in _all if isinstance(pattern, FunctionPattern)])
+_all: list[Pattern] = [pattern for file in _files for pattern in getattr(file, "PATTERNS", ())]
+PATTERNS = tuple([pattern for pattern in _all if isinstance(pattern.original, type)])
+FUNCTION_PATTERNS = tuple([pattern for pattern in _all if not isinstance(pattern.original, type)])

@@ -36,15 +36,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A forward that a kernel can take the place of."""
+    """A forward or a function that a kernel can take the place of."""
 
-    module: type[nn.Module]  # the class whose forward is compared
+    # the class whose forward is compared, or the function, which is by its body and the names of its parameters
+    original: Any
     layers: tuple[str, ...]  # those that serve it, each with an entry in transformers' mapping
     limits: Limits = lambda _: None  # what the syntax tree does not show
     choose: Callable[[nn.Module], str] | None = None  # which of several layers serves an instance within the limits
     parts: tuple[Part, ...] = ()  # the members whose classes count too
     # whether the layer looks in every forward at what `limits` looks at, and computes what is right
     rechecks_every_call: bool = False
+    # names of functions, one of which has to be in its file and computed by transformers itself, not by a package
+    beside: tuple[str, ...] = ()
 
     @property
     def repository(self) -> str:
@@ -53,7 +56,7 @@ class Pattern:
 
     @property
     def kind(self) -> Kind:
-        """The kind that its modules are counted among."""
+        """The kind that its modules or functions are counted among."""
         return KIND_OF_LAYER[self.layers[0]]
 
     def layer_for(self, module: nn.Module) -> str:
@@ -61,26 +64,6 @@ class Pattern:
         return self.choose(module) if self.choose else self.layers[0]
 
 
-def alike(layers: tuple[str, ...], *modules: type[nn.Module], **terms: Any) -> tuple[Pattern, ...]:
-    """Return the patterns of forwards that the same layers serve on the same terms, which are those of `Pattern`."""
-    return tuple([Pattern(module, layers, **terms) for module in modules])
-
-
-@dataclass(frozen=True)
-class FunctionPattern:
-    """A function that a kernel can take the place of."""
-
-    function: Callable  # which is compared by its body and the names of its parameters
-    layer: str  # that serves it, and its entry in transformers' mapping
-    # names of functions, one of which has to be in its file and computed by transformers itself, not by a package
-    beside: tuple[str, ...] = ()
-
-    @property
-    def repository(self) -> str:
-        """The kernel repository that holds the layer."""
-        return LAYERS[self.layer]
-
-    @property
-    def kind(self) -> Kind:
-        """The kind that its functions are counted among."""
-        return KIND_OF_LAYER[self.layer]
+def alike(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
+    """Return the patterns of what the same layers serve on the same terms, which are those of `Pattern`."""
+    return tuple([Pattern(original, layers, **terms) for original in originals])

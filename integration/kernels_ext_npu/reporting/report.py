@@ -19,7 +19,6 @@ from torch import nn
 from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
-from kernels_ext_npu.reasons import code_of
 from kernels_ext_npu.reporting import release_limits
 from kernels_ext_npu.swaps import add_norm_fusion, functions, refusals
 from kernels_ext_npu.swaps.protocol import Row
@@ -171,6 +170,6 @@ def _passed_by(row: Row, model: nn.Module) -> Row:
 
 def _at_first_call(row: Row, model: nn.Module) -> Row:
     """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
-    passes = not row.swapped and code_of(row.reason) in ("elsewhere", "not asked for")
+    passes = not row.swapped and getattr(row.reason, "code", None) in ("elsewhere", "not asked for")
     is_left_out = row.kernel in LAYERS and refusals.left_out(LAYERS[row.kernel]) is not None
     return replace(row, reason=refusals.AT_FIRST_CALL) if passes and not is_left_out else row

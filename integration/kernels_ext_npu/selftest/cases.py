@@ -45,13 +45,6 @@ class Function(_Titled):
         found = comparing.results(lambda *t: self.call(function, *t), comparing.moved(arguments, device))
         return comparing.difference(found, comparing.exact(self.exact, arguments))
 
-    def failure(self, kernel: ModuleType, dtype: torch.dtype, device: str = "npu") -> str | None:
-        """Say how far it is from what it has to give, if that is further than the dtype allows; None if it is not."""
-        found, allowed = self.compare(kernel, dtype, device), comparing.TOLERANCE[dtype]
-        if found.largest <= allowed:
-            return None
-        return f"forward {found.forward:.1e}, backward {found.backward:.1e}, where {allowed:.1e} is allowed"
-
 
 @dataclass(frozen=True)
 class Layer(_Titled):

@@ -76,9 +76,8 @@ def _rotated(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
 
 def _rotated_back(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
     grad, (cos, sin) = _draw(*shape), _tables(*table)
-    found = torch.ops.npu.npu_rotary_mul_backward(grad.to("npu"), grad.to("npu"), cos.to("npu"), sin.to("npu"), "half")[
-        0
-    ]
+    given = (t.to("npu") for t in (grad, grad, cos, sin))
+    found = torch.ops.npu.npu_rotary_mul_backward(*given, "half")[0]
     return [found], [rotated(grad.double(), cos.double(), -sin.double())]
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from kernels_ext_npu.selftest.limits import DTYPE, LIMITS, Limit
 
 QUICK_MODELS = ("Qwen3", "Qwen3-MoE")
 Piece = Callable[[str], dict[str, Any]]
+_kernel = cache(sources.load_package)
 
 
 def pieces(quick: bool) -> dict[str, Piece]:
@@ -46,10 +46,12 @@ def pieces(quick: bool) -> dict[str, Piece]:
             if case.repository != repository or (quick and (case.at or not isinstance(case, Function))):
                 continue
             for dtype in (torch.float32, torch.bfloat16) if quick else comparing.DTYPES:
-                found[f"{repository} | {case.title} | {name(dtype)}"] = _piece(case, dtype)
+                found[f"{repository} | {case.title} | {name(dtype)}"] = partial(_compare_case, case, dtype)
     for model in QUICK_MODELS if quick else TINY:
-        found[f"models | {model} | float32"] = _of_model(model)
-    return found if quick else found | {f"limits | {limit.title} | {name(DTYPE)}": _of_limit(limit) for limit in LIMITS}
+        found[f"models | {model} | float32"] = partial(_compare_model, model)
+    for limit in () if quick else LIMITS:
+        found[f"limits | {limit.title} | {name(DTYPE)}"] = partial(_ask_limit, limit)
+    return found
 
 
 def refused() -> set[str]:
@@ -62,50 +64,38 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _piece(case: Case, dtype: torch.dtype) -> Piece:
-    def run(source: str) -> dict[str, Any]:
-        kernel = _kernel(source, case.repository)
-        gc.collect()
-        with peak() as held:
-            found = case.compare(kernel, dtype)
-        tolerance = comparing.TOLERANCE[dtype]
-        judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.number}
-        return found._asdict() | judged
-
-    return run
+def _compare_case(case: Case, dtype: torch.dtype, source: str) -> dict[str, Any]:
+    kernel = _kernel(source, case.repository)
+    gc.collect()
+    with peak() as held:
+        found = case.compare(kernel, dtype)
+    tolerance = comparing.TOLERANCE[dtype]
+    judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.number}
+    return found._asdict() | judged
 
 
-def _of_limit(limit: Limit) -> Piece:
-    return lambda source: limit.ask()
+def _ask_limit(limit: Limit, source: str) -> dict[str, Any]:
+    return limit.ask()
 
 
-def _of_model(model: str) -> Piece:
+def _compare_model(model: str, source: str) -> dict[str, Any]:
     """Compare a whole tiny model of the demo, in float32, with its original on the host."""
-
-    def run(source: str) -> dict[str, Any]:
-        gc.collect()
-        with peak() as held, tempfile.TemporaryDirectory() as folder:
-            kernels_ext_npu.register(source=source)
-            try:
-                model_comparison.save(model, Path(folder))
-                found = model_comparison.compare(Path(folder), steps=0)
-            finally:
-                kernels_ext_npu.unregister()
-                gc.collect()
-        swapped = sum(row.swapped for row in found.report)
-        return {
-            "forward": found.logits,
-            "backward": found.gradient,
-            "tolerance": OF_MODELS[softnpu.is_software()],
-            "agrees": models_agree(found.logits, found.gradient) and swapped > 0,
-            "swapped": swapped,
-            "waits": list(found.waits),
-            "peak_bytes": held.number,
-        }
-
-    return run
-
-
-@cache
-def _kernel(source: str, repository: str) -> ModuleType:
-    return sources.load_package(source, repository)
+    gc.collect()
+    with peak() as held, tempfile.TemporaryDirectory() as folder:
+        kernels_ext_npu.register(source=source)
+        try:
+            model_comparison.save(model, Path(folder))
+            found = model_comparison.compare(Path(folder), steps=0)
+        finally:
+            kernels_ext_npu.unregister()
+            gc.collect()
+    swapped = sum(row.swapped for row in found.report)
+    return {
+        "forward": found.logits,
+        "backward": found.gradient,
+        "tolerance": OF_MODELS[softnpu.is_software()],
+        "agrees": models_agree(found.logits, found.gradient) and swapped > 0,
+        "swapped": swapped,
+        "waits": list(found.waits),
+        "peak_bytes": held.number,
+    }

@@ -13,14 +13,13 @@ from kernels_ext_npu.machine.description import SOFTWARE
 from kernels_ext_npu.machine.privacy import anonymous, report_text
 from kernels_ext_npu.selftest.runner import Outcome
 
-FORMAT = 1  # of the JSON
 MODELS = "models"  # what a test is of that is of no repository
 _HEADINGS = ("tests", "forward", "backward", "peak MB", "host waits", "agree")
 
 
 def to_text(outcome: Outcome) -> str:
     """Return every figure as JSON, a result a line, with nothing that tells whose machine it was."""
-    head = {"format": FORMAT, "machine": outcome.machine, "quick": outcome.quick, "agrees": outcome.agrees}
+    head = {"machine": outcome.machine, "quick": outcome.quick, "agrees": outcome.agrees}
     return report_text(head, [{key: _finite(value) for key, value in row.items()} for row in outcome.results])
 
 

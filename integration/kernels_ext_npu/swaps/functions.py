@@ -52,9 +52,9 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             if pattern is None or not (_is_ours(use) and registration.uses(pattern.repository)):
                 continue
             if is_here:
-                active.served[_module_of(active, use)] = pattern.layer
+                active.served[_module_of(active, use)] = pattern.layers[0]
             if use.function in active.served:
-                taken[use.function] = pattern.layer
+                taken[use.function] = pattern.layers[0]
     kernels_internals.take(taken, swapping.mode)
 
 
@@ -81,7 +81,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
             yield Row(
                 path=f"{path}.{use.name}".lstrip("."),
                 class_name=getattr(original_function(use.function), "__qualname__", use.name),
-                kernel=reference.layer if reference else None,
+                kernel=reference.layers[0] if reference else None,
                 swapped=reason is None,
                 reason=reason,
                 is_candidate=is_candidate(use),
@@ -106,7 +106,7 @@ def refusal(module: nn.Module, use: Use) -> str | None:
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
-    if (left_out := refusals.left_out(LAYERS[reference.layer])) is not None:
+    if (left_out := refusals.left_out(reference.repository)) is not None:
         return left_out
     if not _is_ours(use):
         package = package_function(use.function)
@@ -118,7 +118,7 @@ def is_candidate(use: Use) -> bool:
     """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
     layer, is_meant = ROTARY.layers[0], use.kind is ROTARY
     if (reference := find_function_pattern(use.function)) is not None:
-        layer, is_meant = reference.layer, _is_ours(use)
+        layer, is_meant = reference.layers[0], _is_ours(use)
     return is_meant and refusals.left_out(LAYERS[layer]) is None
 
 

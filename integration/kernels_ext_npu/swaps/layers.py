@@ -21,6 +21,7 @@ from transformers.integrations import hub_kernels
 
 from kernels_ext_npu import catalogue as kinds
 from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
@@ -64,7 +65,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             if reference is None and "forward" not in vars(module):
                 continue
             layers[module] = layer_for(module, reference)
-            if layers[module] != forward_binding.layer_of(module) and since_swapped(module) is not None:
+            if layers[module] != layer_of(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
     asked = swapping.registration.served
     asked |= layers
@@ -76,7 +77,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         swapping.take(swapping.mode)
         marks = {cls: cls.kernel_layer_name for cls in serving}
         others = {module: layer for module, layer in layers.items() if layer and layer != marks[type(module)]}
-        left = {module: layer for module, layer in others.items() if not _is_strangers(module)}
+        # what the kernel of somebody else computes, as a `KernelConfig` may say, is left to it
+        left = {m: layer for m, layer in others.items() if layer_of(m) is not None or kernel_forward(m) is None}
         kernels_internals.take(left, swapping.mode)
     finally:
         for module in layers:
@@ -113,11 +115,6 @@ def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
-def _is_strangers(module: nn.Module) -> bool:
-    """Tell whether the kernel of somebody else computes a module, as a `KernelConfig` may say."""
-    return forward_binding.layer_of(module) is None and forward_binding.kernel_forward(module) is not None
-
-
 def revert(model: nn.Module) -> None:
     """Give the modules of a model the forwards of their classes, whatever has put another one there."""
     for module in model.modules():
@@ -129,7 +126,7 @@ def since_swapped(module: nn.Module) -> str | None:
     kernel = experts.kernel_of(module)
     if kernel is not None and not kernel.gates.is_current(module):
         return "its gate reads other values"
-    layer = forward_binding.layer_of(module)
+    layer = layer_of(module)
     if layer is None:
         return None
     reference = find_pattern(type(module))
@@ -146,20 +143,20 @@ def since_swapped(module: nn.Module) -> str | None:
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
-        kind = of_module(module) or KIND_OF_LAYER.get(forward_binding.layer_of(module) or "")
+        kind = of_module(module) or KIND_OF_LAYER.get(layer_of(module) or "")
         if kind not in (None, kinds.ATTENTION) and not (kind is kinds.INDEXERS and chooser(type(module))):
             yield _row(path, module, kind)
 
 
 def _row(path: str, module: nn.Module, kind: Kind) -> Row:
     row = functools.partial(Row, path, type(module).__name__, kind=kind.in_models)
-    layer = forward_binding.layer_of(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
+    layer = layer_of(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
     if layer is not None:
         reason = since_swapped(module)
         return row(layer, reason is None, _remark(module) if reason is None else refusals.changed(module, reason))
     pattern = find_pattern(type(module))
     is_candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind, pattern)
-    if (forward := forward_binding.kernel_forward(module)) is not None:
+    if (forward := kernel_forward(module)) is not None:
         return row(None, False, refusals.served_by(forward), is_candidate)
     if isinstance(module, _OTHER_NORMS) and pattern is None:
         return row(None, False, refusals.NO_RMS_NORM, is_candidate)

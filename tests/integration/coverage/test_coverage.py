@@ -85,6 +85,8 @@ def test_the_figures_are_these() -> None:
         ("linear attention functions", True): 62,
         ("linear attention functions", False): 25,
         ("gated recurrences", True): 1,
+        ("forget gates", True): 2,
+        ("forget gates", False): 1,
         ("attention", True): 418,
         ("attention", False): 128,
     }

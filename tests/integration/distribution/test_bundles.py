@@ -102,6 +102,6 @@ def test_without_a_network_kernels_has_to_be_told_so(run_forked, home: Path) -> 
 
 
 def test_an_installed_bundle_is_intact(home: Path) -> None:
-    found = [verified for target in targets.find(home / "hub") for verified in target.verify()]
+    found = [verified for each in targets.verify_at(home / "hub").values() for verified in each]
     assert len(found) > 4 * 5
     assert [problem for verified in found for problem in verified.problems] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from kernels_ext_npu.measuring import products, roofline
@@ -20,10 +21,6 @@ class Collective(NamedTuple):
     ranks: int  # how many ranks take part
 
 
-def _by_name() -> defaultdict[str, float]:
-    return defaultdict(float)
-
-
 @dataclass
 class Counts:
     """What a computation costs a rank."""
@@ -31,9 +28,9 @@ class Counts:
     launches: Counter[str] = field(default_factory=Counter)  # the number of launches, by operator
     bytes: Counter[str] = field(default_factory=Counter)  # the bytes that go in and out of them, by operator
     # the additions and multiplications of products in them, by operator
-    flops: defaultdict[str, float] = field(default_factory=_by_name)
+    flops: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # the least time that they take on a chip, by operator
-    seconds: defaultdict[str, float] = field(default_factory=_by_name)
+    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # the number of calls of collectives, which are no launches
     calls: Counter[Collective] = field(default_factory=Counter)
     # the bytes of what is reduced, gathered, scattered or exchanged, by collective
@@ -67,11 +64,6 @@ class Counts:
         self.waits += times * other.waits
         self.copies_in += times * other.copies_in
         self.peak += times * other.peak
-
-    def clear(self) -> None:
-        """Forget what was counted by operator and collective."""
-        for name in _COUNTED:
-            getattr(self, name).clear()
 
 
 @dataclass

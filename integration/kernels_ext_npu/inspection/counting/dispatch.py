@@ -109,7 +109,9 @@ class Counting(Cost):
 
     def go_on(self) -> None:
         """Forget what was counted so far, but for the memory that is taken."""
-        self._counts.clear()
+        self.launches.clear()
+        self.bytes.clear()
+        self._counts = Counts(self.launches, self.bytes)
         self.memory.peak = self.memory.current
         self._before = self.values.waits, self.values.copies_in
 

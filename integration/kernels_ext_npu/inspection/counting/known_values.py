@@ -32,11 +32,7 @@ _SIZED_BY |= {"masked_select": 1}
 
 
 class UnknownValueError(Exception):
-    """A model reads a value on the host that follows from weights."""
-
-    def __init__(self, operator: OpOverload) -> None:
-        super().__init__(str(operator))
-        self.operator = operator
+    """A model reads a value on the host that follows from weights: by which operator."""
 
 
 class KnownValues:
@@ -45,6 +41,7 @@ class KnownValues:
     def __init__(self) -> None:
         self.waits = self.copies_in = 0  # how often the host waited for the device, to read a value, or copied to it
         self._values = WeakIdKeyDictionary()
+        self._written: set[str] = set()  # calls of operators with ``out=`` that ran, in words
 
     def learn(self, fake: Tensor, value: Tensor) -> Tensor:
         """Say what a fake tensor holds, and return it."""
@@ -64,12 +61,14 @@ class KnownValues:
         if (sizing := _sizing(operator, name, args)) is not None:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
             return self._sized_by_values(operator, sizing, args, kwargs)
-        result = operator(*args, **kwargs)
+        result = self._run(operator, args, kwargs)
         waits, copies_in = _crossings(operator, args, kwargs, result)
         self.waits += waits
         self.copies_in += copies_in
         if name in _ROUTES:
-            self._in_turn(result[1], args[0].shape[-1])
+            with _disable_current_modes():
+                in_turn = torch.arange(result[1].numel()).remainder(args[0].shape[-1])
+                self._values[result[1]] = in_turn.reshape(result[1].shape).to(result[1].dtype)
         elif collectives.is_collective(operator):
             self._communicate(operator, args)
         elif operator.namespace == "aten":
@@ -101,6 +100,21 @@ class KnownValues:
                 return value.tolist()
 
         return patch.object(FakeTensor, "tolist", tolist)
+
+    def _run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Run an operator; one with ``out=`` only if it has not filled one like this from tensors like these before.
+
+        torch keeps what it knows of other operators on fake tensors, and takes a millisecond for each of these: loops
+        over experts and over the chunks of long sequences have thousands.
+        """
+        out = kwargs.get("out")
+        if operator.namespace != "aten" or not isinstance(out, FakeTensor):
+            return operator(*args, **kwargs)
+        call = f"{operator} {tree_map_only(Tensor, _layout, (args, kwargs))}"
+        if call not in self._written:
+            operator(*args, **kwargs)
+            self._written.add(call)
+        return out
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.
@@ -167,11 +181,6 @@ class KnownValues:
         with _disable_current_modes():
             return tensor.cpu()
 
-    def _in_turn(self, indices: Tensor, experts: int) -> None:
-        with _disable_current_modes():
-            flat = torch.arange(indices.numel()).remainder(experts)
-            self._values[indices] = flat.reshape(indices.shape).to(indices.dtype)
-
     def _forget(self, fake: Tensor) -> None:
         """Forget what a tensor holds that was written, and its views."""
         if not isinstance(fake, Tensor) or fake not in self._values:
@@ -179,6 +188,10 @@ class KnownValues:
         storage = self._values[fake].untyped_storage().data_ptr()
         for other in [k for k, v in self._values.items() if v.untyped_storage().data_ptr() == storage]:
             del self._values[other]
+
+
+def _layout(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:

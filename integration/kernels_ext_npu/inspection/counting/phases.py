@@ -47,7 +47,7 @@ def count(
     """
     costs = partial(Counting, values, soc, axes)
     if phase in ("clipping", "optimizer"):
-        return _count_update(model, costs(), _clip if phase == "clipping" else _optimize)
+        return _count_update(phase, model, costs())
     model.train(phase in ("step", "training_forward", "backward"))
     return count_layers(model, inputs, costs, partial(_RUN[phase], model, inputs))
 
@@ -148,32 +148,23 @@ _RUN: dict[str, Callable[..., object]] = {
 }
 
 
-def _clip(parameters: list[nn.Parameter], costs: Counting) -> Callable[[], object]:
-    return lambda: clip_grad_norm_(parameters, 1.0, foreach=True)
-
-
-def _optimize(parameters: list[nn.Parameter], costs: Counting) -> Callable[[], object]:
+def _count_update(phase: str, model: PreTrainedModel, costs: Counting) -> Counts:
+    """Count what is done with all weights at once, in lists: no layer can be left out."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, foreach=True)
+    costs.memory.exclude([*model.parameters(), *model.buffers()])
     for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        costs.memory.exclude([parameter.grad])
         averages = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         with _disable_current_modes():
             number = torch.tensor(1.0)
         optimizer.state[parameter] = {"step": costs.values.learn(torch.empty(()), number), **averages}
-    return optimizer.step
-
-
-def _count_update(
-    model: PreTrainedModel, costs: Counting, prepare: Callable[[list[nn.Parameter], Counting], Callable[[], object]]
-) -> Counts:
-    """Count what is done with all weights at once, in lists: no layer can be left out."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    update = prepare(parameters, costs)
-    costs.memory.exclude([*model.parameters(), *model.buffers()])
-    costs.memory.exclude([parameter.grad for parameter in parameters if parameter.grad is not None])
     with _untraced(), costs.values.read_at_once(), costs:
-        update()
+        if phase == "clipping":
+            clip_grad_norm_(parameters, 1.0, foreach=True)
+        else:
+            optimizer.step()
     model.zero_grad(set_to_none=True)
     return costs.counts()
 

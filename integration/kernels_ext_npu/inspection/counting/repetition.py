@@ -25,15 +25,6 @@ from kernels_ext_npu.swaps import add_norm_fusion
 _INPUT = object()  # stands for the input in what a layer gives
 
 
-@dataclass(frozen=True)
-class _Other:
-    """A tensor that a layer gives beside what has its input's shape."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class NotRepeatableError(Exception):
     """A layer does not give what it takes: the next ones cannot do without it."""
 
@@ -61,11 +52,16 @@ class Kind:
         return len(self.layers) - 2
 
     def note(self, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Keep what the first layer gives, with a sign in the place of what has the input's shape: its hook."""
+        """Keep what the first layer gives: its hook.
+
+        A sign is in the place of what has the input's shape, and what makes another tensor in that of any other.
+        """
         shape = _first_tensor(args, kwargs).shape
 
         def leaf(value: Tensor) -> object:
-            return _INPUT if value.shape == shape else _Other(value.shape, value.dtype, value.device)
+            if value.shape == shape:
+                return _INPUT
+            return partial(torch.empty, value.shape, dtype=value.dtype, device=value.device)
 
         self.output = tree_map_only(Tensor, leaf, output)
 
@@ -80,9 +76,7 @@ class Kind:
         add_norm_fusion.hand_on(layer, given)
 
         def value(leaf: Any) -> Any:
-            if isinstance(leaf, _Other):
-                return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-            return given if leaf is _INPUT else leaf
+            return leaf() if isinstance(leaf, partial) else given if leaf is _INPUT else leaf
 
         return tree_map(value, self.output)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.pattern import Pattern
 
 # of transformers: they keep no packed sequences apart, as those of mamba-ssm may
 _SCANS = ("mamba2_chunk_scan", "mamba_selective_scan")
@@ -39,7 +39,7 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs
 
 
 PATTERNS = (
-    FunctionPattern(causal_conv1d_fn, "CausalConv1dBeforeScan", beside=_SCANS),
-    FunctionPattern(causal_conv1d_fn, "CausalConv1d"),
-    FunctionPattern(causal_conv1d_update, "CausalConv1dUpdate"),
+    Pattern(causal_conv1d_fn, ("CausalConv1dBeforeScan",), beside=_SCANS),
+    Pattern(causal_conv1d_fn, ("CausalConv1d",)),
+    Pattern(causal_conv1d_update, ("CausalConv1dUpdate",)),
 )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
-from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.variant import variant
 
 # in transformers 5.23 these functions repeat heads, in place of who calls them
@@ -262,10 +262,10 @@ def fused_recurrent_kda(
 
 _CHUNK, _STEP = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 PATTERNS = (
-    FunctionPattern(_CHUNK, "ChunkGatedDeltaRule"),
-    FunctionPattern(_STEP, "FusedRecurrentGatedDeltaRule"),
-    FunctionPattern(variant(f"{_CHUNK.__name__}_of_fewer_keys", _CHUNK, _REPEATS), "ChunkGatedDeltaRule"),
-    FunctionPattern(variant(f"{_STEP.__name__}_of_fewer_keys", _STEP, _REPEATS), "FusedRecurrentGatedDeltaRule"),
-    FunctionPattern(chunk_kda, "ChunkKDA"),
-    FunctionPattern(fused_recurrent_kda, "FusedRecurrentKDA"),
+    Pattern(_CHUNK, ("ChunkGatedDeltaRule",)),
+    Pattern(_STEP, ("FusedRecurrentGatedDeltaRule",)),
+    Pattern(variant(f"{_CHUNK.__name__}_of_fewer_keys", _CHUNK, _REPEATS), ("ChunkGatedDeltaRule",)),
+    Pattern(variant(f"{_STEP.__name__}_of_fewer_keys", _STEP, _REPEATS), ("FusedRecurrentGatedDeltaRule",)),
+    Pattern(chunk_kda, ("ChunkKDA",)),
+    Pattern(fused_recurrent_kda, ("FusedRecurrentKDA",)),
 )

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import (
     is_torchdynamo_exporting,
 )
 
-from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.pattern import Pattern
 
 
 def selective_scan(
@@ -89,4 +89,4 @@ def selective_scan(
     return scan_output
 
 
-PATTERNS = (FunctionPattern(selective_scan, "SelectiveScan"),)
+PATTERNS = (Pattern(selective_scan, ("SelectiveScan",)),)

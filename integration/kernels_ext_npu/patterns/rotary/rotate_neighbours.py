@@ -6,7 +6,7 @@ in what a function differs from these shapes, and from others with the same para
 
 import torch
 
-from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.pattern import Pattern
 
 
 def rotate_every_two(x):
@@ -102,11 +102,11 @@ def llama4_vision(query, key, freqs_ci):
 
 
 PATTERNS = (
-    FunctionPattern(gptj, "RotaryPosEmbEveryTwo"),
-    FunctionPattern(sam3, "RotaryPosEmbPairwise"),
-    FunctionPattern(deepseek_v2, "RotaryEmbComplex"),
-    FunctionPattern(llama4, "RotaryEmbComplexBySequence"),
-    FunctionPattern(llama4_vision, "VisionRotaryEmbComplex"),
-    FunctionPattern(deepseek_v3, "RotaryPosEmbDeinterleaved"),
-    FunctionPattern(mistral_large4, "RotaryPosEmbDeinterleavedOptionalKey"),
+    Pattern(gptj, ("RotaryPosEmbEveryTwo",)),
+    Pattern(sam3, ("RotaryPosEmbPairwise",)),
+    Pattern(deepseek_v2, ("RotaryEmbComplex",)),
+    Pattern(llama4, ("RotaryEmbComplexBySequence",)),
+    Pattern(llama4_vision, ("VisionRotaryEmbComplex",)),
+    Pattern(deepseek_v3, ("RotaryPosEmbDeinterleaved",)),
+    Pattern(mistral_large4, ("RotaryPosEmbDeinterleavedOptionalKey",)),
 )

@@ -7,7 +7,7 @@ functions of other forms.
 
 import torch
 
-from kernels_ext_npu.patterns.pattern import FunctionPattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -212,31 +212,31 @@ gpt_oss = variant("gpt_oss", llama, _HALVES)
 ernie4_5_vl_moe = variant("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
 
 PATTERNS = (
-    FunctionPattern(llama, "RotaryPosEmb"),
-    FunctionPattern(variant("nanochat", llama, {"rotate_half": "rotate_half_reversed"}), "RotaryPosEmbReversed"),
-    FunctionPattern(variant("blt", llama, _NEIGHBOURS), "RotaryPosEmbInterleaved"),
-    FunctionPattern(variant("helium", llama, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeated"),
-    FunctionPattern(variant("olmo", llama, _CAST_BACK), "RotaryPosEmbCastBack"),
-    FunctionPattern(variant("muse_glimmer_assistant", llama, _LAST_QUERIES), "RotaryPosEmbLastQueries"),
-    FunctionPattern(modernbert, "RotaryPosEmbFloat32"),
-    FunctionPattern(ernie4_5_vl_moe, "RotaryPosEmbInterleavedFloat32"),
-    FunctionPattern(variant("ernie4_5", ernie4_5_vl_moe, _REPEATED), "RotaryPosEmbInterleavedRepeatedFloat32"),
-    FunctionPattern(variant("cohere", llama, _NEIGHBOURS | _TENSORS_IN_FLOAT32), "RotaryPosEmbInterleavedFloat32"),
-    FunctionPattern(deepseek_v4, "RotaryPosEmbInterleavedTail"),
-    FunctionPattern(variant("hunyuan_vl", llama, _IN_FLOAT32), "RotaryPosEmbTablesInFloat32"),
-    FunctionPattern(gpt_oss, "RotaryPosEmbHalfWidth"),
-    FunctionPattern(variant("openai_privacy_filter", gpt_oss, _HALF_WIDTH), "RotaryPosEmbInterleavedHalfWidth"),
-    FunctionPattern(gemma4, "RotaryPosEmbSingle"),
-    FunctionPattern(qwen2_vl_multimodal, "MultimodalRotaryPosEmb"),
-    FunctionPattern(gpt_neox, "RotaryPosEmbPartial"),
-    FunctionPattern(variant("glmasr", gpt_neox, _POSITIONS), "RotaryPosEmbPartialPositions"),
-    FunctionPattern(variant("glm4", gpt_neox, _PAIRS | _REPEATED), "RotaryPosEmbInterleavedRepeatedPartial"),
-    FunctionPattern(variant("glm4v", gpt_neox, _PAIRS), "RotaryPosEmbInterleavedPartial"),
-    FunctionPattern(variant("phi3", gpt_neox, _AT_ONCE), "RotaryPosEmbPartial"),
-    FunctionPattern(variant("nemotron", gpt_neox, _NEW_NAMES), "RotaryPosEmbPartial"),
-    FunctionPattern(qwen4_exp, "RotaryPosEmbPartialOptionalKey"),
-    FunctionPattern(qwen2_vl_vision, "VisionRotaryPosEmb"),
-    FunctionPattern(minimax_m3_vl_vision, "VisionRotaryPosEmbPartial"),
-    FunctionPattern(variant("minimax_m3_vl_tower", minimax_m3_vl_vision, _UNBATCHED), "VisionRotaryPosEmbPartial"),
-    FunctionPattern(dinov3_vit, "RotaryPosEmbPatches"),
+    Pattern(llama, ("RotaryPosEmb",)),
+    Pattern(variant("nanochat", llama, {"rotate_half": "rotate_half_reversed"}), ("RotaryPosEmbReversed",)),
+    Pattern(variant("blt", llama, _NEIGHBOURS), ("RotaryPosEmbInterleaved",)),
+    Pattern(variant("helium", llama, _PAIRS | _REPEATED), ("RotaryPosEmbInterleavedRepeated",)),
+    Pattern(variant("olmo", llama, _CAST_BACK), ("RotaryPosEmbCastBack",)),
+    Pattern(variant("muse_glimmer_assistant", llama, _LAST_QUERIES), ("RotaryPosEmbLastQueries",)),
+    Pattern(modernbert, ("RotaryPosEmbFloat32",)),
+    Pattern(ernie4_5_vl_moe, ("RotaryPosEmbInterleavedFloat32",)),
+    Pattern(variant("ernie4_5", ernie4_5_vl_moe, _REPEATED), ("RotaryPosEmbInterleavedRepeatedFloat32",)),
+    Pattern(variant("cohere", llama, _NEIGHBOURS | _TENSORS_IN_FLOAT32), ("RotaryPosEmbInterleavedFloat32",)),
+    Pattern(deepseek_v4, ("RotaryPosEmbInterleavedTail",)),
+    Pattern(variant("hunyuan_vl", llama, _IN_FLOAT32), ("RotaryPosEmbTablesInFloat32",)),
+    Pattern(gpt_oss, ("RotaryPosEmbHalfWidth",)),
+    Pattern(variant("openai_privacy_filter", gpt_oss, _HALF_WIDTH), ("RotaryPosEmbInterleavedHalfWidth",)),
+    Pattern(gemma4, ("RotaryPosEmbSingle",)),
+    Pattern(qwen2_vl_multimodal, ("MultimodalRotaryPosEmb",)),
+    Pattern(gpt_neox, ("RotaryPosEmbPartial",)),
+    Pattern(variant("glmasr", gpt_neox, _POSITIONS), ("RotaryPosEmbPartialPositions",)),
+    Pattern(variant("glm4", gpt_neox, _PAIRS | _REPEATED), ("RotaryPosEmbInterleavedRepeatedPartial",)),
+    Pattern(variant("glm4v", gpt_neox, _PAIRS), ("RotaryPosEmbInterleavedPartial",)),
+    Pattern(variant("phi3", gpt_neox, _AT_ONCE), ("RotaryPosEmbPartial",)),
+    Pattern(variant("nemotron", gpt_neox, _NEW_NAMES), ("RotaryPosEmbPartial",)),
+    Pattern(qwen4_exp, ("RotaryPosEmbPartialOptionalKey",)),
+    Pattern(qwen2_vl_vision, ("VisionRotaryPosEmb",)),
+    Pattern(minimax_m3_vl_vision, ("VisionRotaryPosEmbPartial",)),
+    Pattern(variant("minimax_m3_vl_tower", minimax_m3_vl_vision, _UNBATCHED), ("VisionRotaryPosEmbPartial",)),
+    Pattern(dinov3_vit, ("RotaryPosEmbPatches",)),
 )

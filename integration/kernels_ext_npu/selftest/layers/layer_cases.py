@@ -19,12 +19,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.patterns.linear_attention.forget_gates import KimiLinearForgetGate
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
 from kernels_ext_npu.patterns.norms import hyper_connections, rms_norms
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
-from kernels_ext_npu.patterns.pattern import FunctionPattern, Pattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
@@ -38,7 +39,7 @@ EXPERTS = {Qwen3MoeExperts: "qwen3_moe", GptOssExperts: "gpt_oss"}
 
 def _reference(layer: str) -> type[nn.Module]:
     """Return the class that transformers has of what a layer computes."""
-    return next(reference.module for reference in PATTERNS if layer in reference.layers)
+    return next(reference.original for reference in PATTERNS if layer in reference.layers)
 
 
 def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.Module:
@@ -75,6 +76,10 @@ def _normed_mlp() -> Made:
 def _recurrent_unit() -> Made:
     module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
+
+
+def _forget_gate() -> Made:
+    return _random(KimiLinearForgetGate(32, 2, 16), deviation=0.5), (torch.randn(2, 5, 32),)
 
 
 def _streams(module: nn.Module) -> Made:
@@ -140,7 +145,10 @@ MLPS = {
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
     "MambaRMSNormGated": [partial(_norm, "MambaRMSNormGated"), _grouped_norm],
-    "RMSNormGated": [partial(_norm, "RMSNormGated"), partial(_norm, "RMSNormGated", activation="sigmoid")],
+    **{
+        layer: [partial(_norm, layer, activation=name) for name in ("silu", "sigmoid")]
+        for layer in ("RMSNormGated", "RMSNormGatedCastLast")
+    },
     "AddLayerNorm": [partial(_seeded, BertSelfOutput, 32, inputs=2)],
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
@@ -151,6 +159,7 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
+    "ForgetGate": [_forget_gate],
     "HyperConnection": [lambda: _streams(hyper_connections.DeepseekV4HyperConnection(16))],
     "IndependentHyperConnection": [lambda: _streams(hyper_connections.HYV4HyperConnection(16))],
     "HyperHead": [
@@ -165,7 +174,7 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
         for layer in ("ClampedExperts", "FlatExperts", "ScaledTokensMoEBlock")
     },
     **{
-        layer: [partial(_block, pattern.module) for pattern in moe_blocks_v4.PATTERNS if layer in pattern.layers]
+        layer: [partial(_block, pattern.original) for pattern in moe_blocks_v4.PATTERNS if layer in pattern.layers]
         for layer in ("SparseMoEBlock", "GatedMoEBlock")
     },
 }
@@ -212,9 +221,9 @@ def _of_module(
     return found, comparing.exact(truth, arguments, truth.parameters())
 
 
-def _of_rotation(reference: FunctionPattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _of_rotation(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     """Compare what is rotated, and its gradients; cos and sin have none."""
-    inputs = rotary_arguments.arguments(reference.function.__name__, dtype, dtype)
+    inputs = rotary_arguments.arguments(reference.original.__name__, dtype, dtype)
     fixed = {name: inputs.pop(name) for name in [*inputs] if name in rotary_arguments.FIXED}
 
     def called(function: Callable, move: Callable) -> Callable:
@@ -222,7 +231,7 @@ def _of_rotation(reference: FunctionPattern, layer: type[nn.Module], dtype: torc
 
     rotated = tuple(inputs.values())
     found = comparing.results(called(layer(), comparing.moved), comparing.moved(rotated))
-    return found, comparing.exact(called(reference.function, comparing.doubled), rotated)
+    return found, comparing.exact(called(reference.original, comparing.doubled), rotated)
 
 
 def _called(function: Callable, layer: str, *tensors: Tensor) -> Any:
@@ -236,17 +245,17 @@ def _called(function: Callable, layer: str, *tensors: Tensor) -> Any:
     return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
-def _of_linear(reference: FunctionPattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _of_linear(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     torch.manual_seed(0)
-    inputs = tuple(tensor.to(dtype) for tensor in LINEAR[reference.layer]())
-    found = comparing.results(partial(_called, layer(), reference.layer), comparing.moved(inputs))
-    return found, comparing.exact(partial(_called, reference.function, reference.layer), inputs)
+    inputs = tuple(tensor.to(dtype) for tensor in LINEAR[reference.layers[0]]())
+    found = comparing.results(partial(_called, layer(), reference.layers[0]), comparing.moved(inputs))
+    return found, comparing.exact(partial(_called, reference.original, reference.layers[0]), inputs)
 
 
 def _of_table(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     """Compare with the host: there is no gradient, and the angles are of float32 on both sides, far ones too."""
     by_type = "ByType" in reference.layers[0]
-    original = rotary_arguments.embedding(reference.module, by_type)
+    original = rotary_arguments.embedding(reference.original, by_type)
     device = copy.deepcopy(original).to("npu")
     device.forward = MethodType(layer.forward, device)
     arguments = torch.zeros(2, 7, 24, dtype=dtype), _positions(reference)
@@ -263,7 +272,7 @@ def _positions(reference: Pattern) -> Tensor:
     layer = reference.layers[0]
     if "OfPatches" in layer:
         patches = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
-        return patches.expand(2, -1, -1) if reference.module.__name__ == "Gemma4VisionRotaryEmbedding" else patches
+        return patches.expand(2, -1, -1) if reference.original.__name__ == "Gemma4VisionRotaryEmbedding" else patches
     rows = torch.stack((torch.arange(7), torch.arange(7) * 19937))
     if reference not in mrope_tables.PATTERNS:
         return rows
@@ -280,9 +289,9 @@ def _cases() -> Iterator[Layer]:
                 yield Layer(LAYERS[layer], layer, partial(_of_module, make, packed=True), "gate and up packed")
     for function in FUNCTION_PATTERNS:
         compute = partial(_of_rotation if function.repository == "RoPE" else _of_linear, function)
-        yield Layer(function.repository, function.layer, compute, function.function.__name__)
+        yield Layer(function.repository, function.layers[0], compute, function.original.__name__)
     for table in TABLES:
-        yield Layer("RoPE", table.layers[0], partial(_of_table, table), table.module.__name__)
+        yield Layer("RoPE", table.layers[0], partial(_of_table, table), table.original.__name__)
 
 
 CASES = tuple(_cases())

@@ -66,7 +66,7 @@ def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", s
     frequencies = 1e4 ** -(torch.arange(12) / 12)
     reference = find_pattern(cls)
     assert reference is not None
-    section = getattr(reference.module, "mrope_section", (4, 4, 4))
+    section = getattr(reference.original, "mrope_section", (4, 4, 4))
     module.mrope_section = dict.fromkeys(LAYER_TYPES, section) if by_type else section
     if reference.layers == ("RotaryEmbeddingLearned",):
         module.register_buffer("alpha", torch.linspace(-1, 1, 12))

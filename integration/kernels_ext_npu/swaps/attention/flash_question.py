@@ -19,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.swaps.attention.names import canonical_name
-from kernels_ext_npu.swaps.attention.serving import stands_for, stranger
+from kernels_ext_npu.swaps.attention.serving import is_ours
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _MASKS = "transformers.masking_utils"
@@ -55,7 +55,6 @@ def _is_flash_attention(
     """Tell a file whether an implementation is a flash attention: ours is, by any name, to one that gives lengths."""
     requested = canonical_name(requested_attention_implementation)
     is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested in NPU_FLASH_ATTENTION.names
-    stands_in = gives_lengths and config is not None and stands_for(config) and stranger(config) is None
-    if version is None and (is_named or stands_in):
+    if version is None and (is_named or (gives_lengths and config is not None and is_ours(config))):
         return gives_lengths
     return is_flash_attention_requested(config, requested, version)

@@ -88,6 +88,11 @@ def stands_for(config: PreTrainedConfig) -> bool:
     return is_registered and (name == "sdpa" or (name == "eager" and is_eager_by_default(type(config))))
 
 
+def is_ours(config: Any) -> bool:
+    """Tell whether the kernel computes what a config names: by its name, or where it stands for another."""
+    return NPU_FLASH_ATTENTION.is_named_by(config) or (stands_for(config) and stranger(config) is None)
+
+
 def describes_masks(config: Any) -> bool:
     """Tell whether the masks of models with a config are described: they only hand them on, to what is served."""
     if not isinstance(config, PreTrainedConfig) or not stands_for(config):

@@ -35,7 +35,8 @@ def kernel_of(module: nn.Module) -> Any:
         return None
     if kernel_forward(module) is not None:
         return package_of(module)
-    return registration.loaded_package(NPU_GROUPED_MM.repository) if is_called_by_name(module) else None
+    active = registration.current
+    return active.packages.get(NPU_GROUPED_MM.repository) if active and is_called_by_name(module) else None
 
 
 def served(modules: Sequence[nn.Module]) -> list[tuple[Any, Any]]:

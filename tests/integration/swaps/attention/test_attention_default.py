@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -206,25 +207,26 @@ def test_restore_gives_a_model_its_own_until_it_is_kernelized_again(registered, 
 
 @pytest.mark.parametrize("mapping", ["_local_mapping", "_global_mapping"])
 @pytest.mark.parametrize("is_before", [False, True], ids=["after register()", "before register()"])
-def test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing(monkeypatch, mapping, is_before) -> None:
+def test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing(mapping, is_before) -> None:
     """As frameworks do that split sequences; and the report says so."""
     calls = []
-    if not is_before:
+    with mock.patch.dict(getattr(ALL_ATTENTION_FUNCTIONS, mapping)) as functions:  # afterwards as before register()
+        if not is_before:
+            kernels_ext_npu.register()
+        inner = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:
+            calls.append(module)
+            return inner(module, *args, **kwargs)
+
+        functions["sdpa"] = wrapper
         kernels_ext_npu.register()
-    inner = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:
-        calls.append(module)
-        return inner(module, *args, **kwargs)
-
-    monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", wrapper)
-    kernels_ext_npu.register()
-    model = build().to("npu")
-    assert launches(model) == len(calls) == 2
-    assert reasons(model) == {
-        "another library has replaced the attention implementation sdpa: "
-        f"{__name__}.test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing.<locals>.wrapper"
-    }
+        model = build().to("npu")
+        assert launches(model) == len(calls) == 2
+        assert reasons(model) == {
+            "another library has replaced the attention implementation sdpa: "
+            f"{__name__}.test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing.<locals>.wrapper"
+        }
 
 
 def test_what_is_pickled_says_nothing_of_us(registered) -> None:
